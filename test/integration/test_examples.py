@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from conftest import ALWAYS, PAGE, ROOT
 from server_process import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from zygote import Zygotes
+
+    Run = Callable[..., dict[str, list[str]]]
 
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -90,17 +93,17 @@ def run(name: str, *arguments: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def fork(zygotes: Zygotes, tmp_path: Path, request: pytest.FixtureRequest):
+def fork(zygotes: Zygotes, tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     """Likewise for those that import SGLang, without the time that this takes."""
 
-    def run(name: str, *arguments: str) -> dict[str, list[str]]:
+    def run(name: str, *arguments: str, folder: str = "examples") -> dict[str, list[str]]:
         log = tmp_path / f"{name}.log"
         log.unlink(missing_ok=True)
-        command = [str(ROOT / "examples" / f"{name}.py"), *arguments]
+        command = [str(ROOT / folder / f"{name}.py"), *arguments]
         process = zygotes.fork(command, dict(os.environ), log)
         request.addfinalizer(process.kill)
         assert process.wait(DEADLINE_S) == 0, log.read_text(errors="replace")
-        return printed(log.read_text())
+        return printed(log.read_text(errors="replace"))
 
     return run
 
@@ -144,7 +147,7 @@ def test_conversation_moves_through_a_directory(servers: dict[str, Server], tmp_
 
 
 def test_frontend_program_goes_on_after_a_restart(
-    fork, servers: dict[str, Server], tmp_path: Path, model: Path
+    fork: Run, servers: dict[str, Server], tmp_path: Path, model: Path
 ) -> None:
     server, file = servers["bucket"], ("--file", str(tmp_path / "agent.txt"))
     saved = fork("frontend_language", "save", "--url", server.url, *file)
@@ -155,17 +158,27 @@ def test_frontend_program_goes_on_after_a_restart(
     assert number(resumed, "loaded") >= 3 * PAGE
 
 
-def test_engine_answers_as_a_server_and_keeps_its_pages(
-    fork, servers: dict[str, Server], tmp_path: Path, model: Path
+def test_engine_answers_as_a_server(
+    fork: Run, servers: dict[str, Server], tmp_path: Path, model: Path
 ) -> None:
     where = ("--model-path", str(model), "--tier-dir", str(tmp_path / "kv"))
-    first, again = (fork("engine", *where, "--dtype", "float32") for _ in range(2))
-    assert first["answer"] == again["answer"] and len(first["answer"]) == 4
-    example: dict[str, object] = {}
-    exec((ROOT / "examples" / "engine.py").read_text(), example)
+    found = fork("engine", *where, "--dtype", "float32")
+    example = runpy.run_path(str(ROOT / "examples" / "engine.py"))
     sampling = {"temperature": 0, "max_new_tokens": 16}
-    for question, line in zip(example["QUESTIONS"], first["answer"], strict=True):
+    expected = []
+    for question in example["QUESTIONS"]:
         body = {"text": example["MANUAL"] + question, "sampling_params": sampling}
         answer = servers["bucket"].request("/generate", body)
-        assert line == f"{question} {answer['text']!r}"
-    assert number(first, "pinned") >= 5 * PAGE
+        expected.append(f"{question} {answer['text']!r}")
+    assert found["answer"] == expected and len(expected) == 4
+    assert number(found, "pinned") >= 5 * PAGE
+
+
+def test_engine_leaves_nothing_and_starts_again(fork: Run, tmp_path: Path, model: Path) -> None:
+    found = fork("engine_lifetime", str(model), str(tmp_path / "kv"), folder="test/integration")
+    assert found["refused"] == ["SchedulerRefused []"]
+    assert "second" not in found
+    assert found["first"] == found["third"] == ["True"]
+    assert found["down"] == ["True []"]
+    assert found["costs"] == ["1 1"]
+    assert number(found, "durable") == number(found, "loaded") == 512

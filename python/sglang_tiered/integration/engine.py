@@ -150,11 +150,12 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
         near = difflib.get_close_matches(unknown[0], fields | ours, 1)
         hint = f"did you mean {near[0]}?" if near else "see docs/flags.md and SGLang's ServerArgs."
         raise ConfigError(f"Engine knows no argument {unknown[0]}; {hint}")
-    explicit = {
-        name: _text(value) if name in ours else value
+    given = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
         for name, value in keywords.items()
         if value is not None
     }
+    explicit = {name: _text(value) if name in ours else value for name, value in given.items()}
     if "model_path" not in explicit:
         raise ConfigError("Engine needs model_path; pass the path or the name of a model.")
     resolved = start.resolve(explicit, ())
