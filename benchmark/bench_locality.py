@@ -142,7 +142,11 @@ def _share(path: str, store: Store, source: np.random.Generator, rounds: int) ->
     client = redis.Redis(unix_socket_path=path)
     _until(lambda: os.path.exists(path) and client.ping())
     settings = PeerSettings(index_url=f"unix://{path}")
-    options: dict[str, Any] = {"namespace": NAMESPACE, "purge_wanted": lambda _: None}
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "purge_wanted": lambda _: None,
+        "forget_wanted": lambda _: None,
+    }
     reader = LocalityIndex(settings, held=Store(random_pages(source, 1)).held, **options)
     reader.announce("tcp://127.0.0.1:2")
     _until(lambda: reader.stats().connected)

@@ -36,6 +36,7 @@ from serving_bench import (
     regret,
     replays,
     returning,
+    same_turn,
     slow_disk,
     users,
     write_pressure,
@@ -82,6 +83,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "balanced": balanced.run,
     "users": users.run,
     "regret": regret.run,
+    "same_turn": same_turn.run,  # five servers of its own
 }
 
 

@@ -24,6 +24,7 @@ from machine import describe_machine, describe_versions
 from sglang_tiered.errors import TraceError
 from storage_bench import (
     device_section,
+    idle_section,
     latency_section,
     opening_section,
     peers_section,
@@ -43,6 +44,7 @@ SECTIONS: dict[str, ModuleType] = {
     "peers": peers_section,
     "opening": opening_section,
     "latency": latency_section,
+    "idle": idle_section,
     "trace": trace_section,
 }
 

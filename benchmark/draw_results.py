@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from serving_bench.users_figure import users_figure
+from storage_bench.figures import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,6 +38,15 @@ DEMO_COLOURS = {
     "host": HOST,
     "NVMe": NVME,
     "NVMe after kill -9": RESTARTED,
+}
+# As the scenario same_turn names places, with what is shown.
+PLACES = {
+    "device": ("device memory", DEVICE),
+    "host": ("host memory", HOST),
+    "nvme": ("NVMe", NVME),
+    "peer": ("another server", RESTARTED),
+    "bucket": ("bucket", "#8250df"),
+    "computed": ("computed", COMPUTED),
 }
 DEMO_TOKENS = ("device", "host", "nvme", "computed")
 # Text stays text: files are small, and every figure in them can be read and searched.
@@ -156,6 +166,28 @@ def demo(document: dict[str, Any]) -> Picture:
     return Picture("scripts/demo: the same prompts, again and again", rows, notes, headers)
 
 
+def by_place(document: dict[str, Any]) -> Picture:
+    """``bench_serving``, scenario ``same_turn``: the same turns out of every place."""
+    raw = document["raw"]["same_turn"]
+    if raw["unequal"]:
+        raise NothingToDrawError("answers of same_turn differ, so its times say nothing")
+    rounds = raw["samples"]
+    rows = []
+    for place, (label, colour) in PLACES.items():
+        seconds = [sample["ttft_s"] for one in rounds for sample in one.get(place, [])]
+        if seconds:
+            row = Row.of(label, seconds, colour)
+            p99 = (_ms(percentile(seconds, 0.99)),)
+            rows.append(replace(row, columns=p99))
+    notes = [
+        f"Time to first token of {len(rounds)} turns, each asked out of every place; median (least "
+        "to most), and p99, in ms.",
+        raw["conditions"].partition(", each out of")[0] + ". All answers were equal.",
+        _machine(document),
+    ]
+    return Picture("The same turn, out of every place", rows, notes, ("p99",))
+
+
 def by_users(document: dict[str, Any]) -> Figure:
     """``bench_serving``, scenario ``users``: four systems as users come."""
     figure = users_figure(document["raw"]["users"]["points"])
@@ -167,6 +199,7 @@ def by_users(document: dict[str, Any]) -> Figure:
 # Name of the picture, pattern of its results, what is shown of them.
 PICTURES: tuple[tuple[str, str, Callable[[dict[str, Any]], Picture | Figure]], ...] = (
     ("users.svg", "serving_users_*.json", by_users),
+    ("same_turn.svg", "serving_same_turn_*.json", by_place),
     ("ttft_by_tier.svg", "serving_2core_xeon_202611.json", by_tier),
     ("returning_prompts.svg", "rounds_2core_epyc_202611.json", returning),
     ("demo.svg", "demo_*.json", demo),

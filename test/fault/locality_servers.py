@@ -18,7 +18,7 @@ from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     import numpy.typing as npt
@@ -61,12 +61,14 @@ class Server:
         self._version = 1
         self._lock = threading.Lock()
         self.purged: list[bytes | None] = []
+        self.forgotten: list[bytes] = []
         self.refuses_purges = False
         self.index = LocalityIndex(
             self.settings,
             namespace=namespace,
             held=self._held,
             purge_wanted=self._purge,
+            forget_wanted=self._forget,
             notes=notes,
         )
         if announced:
@@ -86,6 +88,11 @@ class Server:
         if self.refuses_purges:
             raise OSError("the store refuses")
         self.purged.append(tenant)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        if self.refuses_purges:
+            raise OSError("the store refuses")
+        self.forgotten += keys
 
     def finds(self, *pages: int) -> list[bool]:
         return [peer is not None for peer in self.index.find([key(page) for page in pages])]

@@ -20,6 +20,7 @@ from sglang_tiered.storage.object.format import (
     pack_tail,
     page_checksum,
     page_table,
+    unpack_manifest,
 )
 from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
 from sglang_tiered.storage.object.settings import ObjectSettings
@@ -101,6 +102,20 @@ class Bucket:
         data = pack_purge(Purge(self.layout.namespace, tenant, bound_ms))
         self.store.put(self.layout.purge(purge_id), data)
         return str(purge_id)
+
+    def forget(self, keys: tuple[bytes, ...], bound_ms: int) -> str:
+        """A tombstone of single pages; returns its id."""
+        self.sequence += 1
+        purge_id = ObjectId(bound_ms, 7, self.sequence, 0)
+        data = pack_purge(Purge(self.layout.namespace, None, bound_ms, keys))
+        self.store.put(self.layout.purge(purge_id), data)
+        return str(purge_id)
+
+    def keys_of(self, name: str) -> tuple[bytes, ...]:
+        """The keys of an object that is announced."""
+        manifest = unpack_manifest(self.client.get(self.layout.manifest(name)))
+        assert manifest is not None
+        return tuple(bytes(key) for key in manifest.pages["key"])
 
     def objects(self) -> set[str]:
         return self._names(self.layout.objects)

@@ -63,6 +63,7 @@ class Sharer:
             namespace=namespace,
             region=self.region,
             purge=self._purge,
+            forget=lambda _: None,
         )
 
     def _purge(self, tenant: bytes | None) -> None:

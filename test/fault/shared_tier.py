@@ -21,10 +21,10 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import EngineStats
+    from sglang_tiered.storage.base import EngineStats, Tombstone
 
 
 class SharedTier(MemoryEngine, BucketTier):
@@ -126,6 +126,9 @@ class SharedTier(MemoryEngine, BucketTier):
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             self.hidden |= self._pages.keys() & set(keys)
+
+    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
+        self.told = told
 
     def object_stats(self) -> None:
         """Nothing."""

@@ -8,6 +8,7 @@ import pytest
 from locality_servers import NAMES
 
 from kit.waiting import eventually
+from sglang_tiered.sharing.locality.formats import FORGET_KEYS
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.notes import Notes
@@ -142,3 +143,76 @@ def test_closing_says_that_a_purge_was_not_told(
     after = one.index.begin_purge(TENANT)
     assert after.done
     assert not is_true(after, 20.0)
+
+
+FORGOTTEN = [bytes([number]) * 32 for number in range(1, 4)]
+
+
+def test_forgotten_pages_reach_every_server_once(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    forget = one.index.begin_forget(FORGOTTEN)
+    assert one.finds(2) == [False]  # at once
+    assert is_true(forget, 20.0)
+    assert two.forgotten == FORGOTTEN, "it answered before the other server had forgotten"
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
+    late = servers.open([3])
+    eventually(lambda: late.forgotten == FORGOTTEN)
+    servers.know_each_other()
+    assert one.forgotten == [] and two.forgotten == FORGOTTEN
+    assert one.purged == two.purged == late.purged == []
+
+
+def test_forget_waits_for_a_server_that_cannot(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    two.refuses_purges = True
+    forget = one.index.begin_forget(FORGOTTEN)
+    eventually(lambda: one.index.stats().num_purges_told == 1)
+    one.refresh()
+    assert not forget.done()
+    two.refuses_purges = False
+    assert is_true(forget, 20.0)
+    assert two.forgotten == FORGOTTEN
+
+
+def test_more_keys_than_a_piece_are_all_forgotten(servers: Servers) -> None:
+    keys = [number.to_bytes(32, "little") for number in range(2 * FORGET_KEYS + 1)]
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.index.begin_forget(keys), 20.0)
+    assert sorted(two.forgotten) == sorted(keys)
+
+
+def test_keys_lost_by_redis_are_added_again(servers: Servers, redis_server: RedisServer) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.index.begin_forget(FORGOTTEN), 20.0)
+    one.close()  # only the other knows of it now
+    redis_server.restart_empty()
+    eventually(lambda: redis_server.client.zcard(NAMES.purges) == 1)
+    late = servers.open([3])
+    eventually(lambda: late.forgotten == FORGOTTEN)
+    assert two.forgotten == FORGOTTEN
+
+
+def test_forget_is_applied_once_over_a_restart(servers: Servers, tmp_path: Path) -> None:
+    device = FileDevice(tmp_path, direct=False)
+    one, two = servers.open([1]), servers.open([2], notes=Notes(device))
+    servers.know_each_other()
+    assert is_true(one.index.begin_forget(FORGOTTEN), 20.0)
+    two.close()
+    again = servers.open([2], notes=Notes(device))
+    eventually(lambda: one.finds(2) == again.finds(1) == [True])
+    assert again.forgotten == []
+
+
+def test_closing_says_that_pages_were_not_forgotten(
+    servers: Servers, redis_server: RedisServer
+) -> None:
+    one = servers.open([1])
+    one.refresh()
+    redis_server.kill()
+    forget = one.index.begin_forget(FORGOTTEN)
+    one.close()
+    assert forget.done() and not is_true(forget, 20.0)

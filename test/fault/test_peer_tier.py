@@ -284,6 +284,7 @@ def test_impossible_settings_are_refused_and_leave_nothing(
             namespace=NAMESPACE,
             region=own.region,
             purge=lambda _: None,
+            forget=lambda _: None,
         )
 
 

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.cache import prefill_prior
+from sglang_tiered.integration.cache import prefill_prior, small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
@@ -64,6 +64,7 @@ class CacheWorld:
         has_window: bool,
         policy: str,
         policy_config: dict[str, int] | None,
+        is_small: bool,
     ) -> None:
         shape = {
             "page_size": PAGE,
@@ -103,6 +104,9 @@ class CacheWorld:
             eviction_policy=policy,
             eviction_policy_config=policy_config,
         )
+        if is_small:
+            small_host_core.register()
+            params.tree_core_backend = small_host_core.BACKEND_NAME
         self.cache: Any = TieredRadixCache(params)
         self.cache.init_hicache(server_args, params)
 
@@ -203,11 +207,14 @@ def cache_world(
     has_window: bool = False,
     policy: str = "lru",
     policy_config: dict[str, int] | None = None,
+    is_small: bool = False,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
-    ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``."""
+    ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
+    tier is smaller than device memory."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=8 * MiB, nvme=nvme, num_ranks=1)
+    host_bytes = (1 if is_small else 8) * MiB
+    config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
     environment: dict[str, str] = {}
     config.to_environment(environment)
     for name, value in environment.items():
@@ -235,7 +242,11 @@ def cache_world(
         ),
     ):
         world = CacheWorld(
-            server_args, has_window=has_window, policy=policy, policy_config=policy_config
+            server_args,
+            has_window=has_window,
+            policy=policy,
+            policy_config=policy_config,
+            is_small=is_small,
         )
         yield world
         world.cache.release_host_resources()

@@ -72,6 +72,7 @@ FORKED = {
     "test_models",
     "test_pins",
     "test_pod_backend",
+    "test_prefetch",
     "test_sglang_server_kits",
     "test_weights",
 }

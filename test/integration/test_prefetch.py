@@ -4,6 +4,7 @@ it does not."""
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTH = 960  # within what hints may load of this host tier, and more than a piece
 PROMPT, OTHER = make_prompts(21, 2, LENGTH)
-CHURN = make_prompts(22, 4, 1500)
+(LARGE,) = make_prompts(22, 1, 2200)  # with a piece beside it, more than loads may fill
 FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "26MiB", *ALWAYS)
 WAIT_S = 60.0
 
@@ -77,3 +78,21 @@ def test_what_is_no_hint_is_refused(server: Server) -> None:
     for body in ({}, {"rid": "r", "text": "t"}, {"rid": "r", "wait_s": 31}):
         status, answer = ask(server, "/tier/prefetch", body)
         assert status == 400 and answer["error"]
+
+
+def test_request_that_needs_room_withdraws_a_hint(server: Server, slowness: Path) -> None:
+    expected = [make_cold(server, prompt) for prompt in (OTHER, LARGE)]
+    slowness.write_text("8")
+    assert prefetch(server, OTHER)[0] == 202
+    eventually(lambda: server.tier_state()["costs"]["ahead_tokens"][0], timeout_s=WAIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.generate, LARGE)
+        eventually(lambda: server.tier_state()["hints_ended:withdrawn"], timeout_s=WAIT_S)
+        slowness.write_text("0")
+        answer = asked.result()
+    assert (answer.output_ids, answer.cached["storage"]) == (expected[1], aligned(len(LARGE)))
+    status, refusal = prefetch(server, OTHER)
+    assert status == 503 and "host memory was needed" in refusal["error"]
+    assert prefetch(server, OTHER, wait_s=30)[0] == 200, "asked again, it is served"
+    answer = server.generate(OTHER)
+    assert (answer.output_ids, answer.cached["host"]) == (expected[0], aligned(LENGTH))

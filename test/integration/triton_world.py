@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    import flash_kernels
     from attention_world import (
         DIM,
         HEADS,
@@ -61,9 +62,12 @@ def compare(
     logit_cap: float = 0.0,
     sinks: bool = False,
     scales: tuple[float, float] | None = None,
+    parent: str = "triton",
+    left: bool = False,
 ) -> None:
     """Run every step through both backends; raise AssertionError where they differ, where a mixed
-    step did not go through the POD kernels, or where another one did. dtype: the pool's."""
+    step did not go through the POD kernels, or where another one did. dtype: the pool's. left: no
+    plan can be made, so the parent computes what was prepared for the kernels."""
     torch.manual_seed(0)
     pool = _swa_pool() if own_window_pool else mha_pool(dtype)
     world = World(pool)
@@ -75,10 +79,12 @@ def compare(
     options = {"sinks": torch.linspace(-1, 1, HEADS)} if sinks else {}
     free = (torch.randperm(SWA_SLOTS - 1) + 1).tolist()
     with _server_context():
-        stock, pod = TritonAttnBackend(world.runner), TritonPodAttnBackend(world.runner)
+        stock, pod = _backends(parent, world.runner)
         pod.statistics = PodStatistics()
+        if left:
+            pod._plan = lambda *_: "no plan"
         for backend in (stock, pod):
-            backend.device_core_count = 4  # of a GPU; it decides splits only
+            backend.device_core_count = backend._num_cores = 4  # of a GPU; it decides splits only
         for i, (mode, steps) in enumerate(STEPS):
             batch = world.forward_batch(mode, steps)
             if own_window_pool:
@@ -86,11 +92,14 @@ def compare(
                 pool.full_to_swa_index_mapping[batch.out_cache_loc] = written
             world.runner.kv_index_translator.bind_own_plan(batch)
             tensors = qkv(sum(steps), torch.float16)
-            before = pod.statistics.layers
+            before, num_gathers = pod.statistics.layers, _count_gathers(world.runner)
             # Ours first: what it does not write itself is not there yet.
             actual = run(pod, batch, layer, *tensors, **options)
+            if parent == "triton" and window < 0 and i in MIXED_STEPS:
+                assert len(num_gathers) == 1, "the slots of a forward were gathered again"
             expected = run(stock, batch, layer, *tensors, **options)
-            assert pod.statistics.layers - before == (i in MIXED_STEPS), (i, pod.statistics)
+            taken = i in MIXED_STEPS and not left
+            assert pod.statistics.layers - before == taken, (i, pod.statistics)
             if dtype.itemsize == 1:
                 # Stock reads a chunk's own keys and values as the model gave them, and rounds its
                 # queries; we read everything as it was stored.
@@ -99,7 +108,29 @@ def compare(
                 torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
             if own_window_pool:
                 _forget(world, pool, window)
-    assert not pod.statistics.left
+    assert pod.statistics.left == ({"no plan": len(MIXED_STEPS)} if left else {})
+
+
+def _backends(parent: str, runner: Any) -> tuple[Any, Any]:
+    if parent == "triton":
+        return TritonAttnBackend(runner), TritonPodAttnBackend(runner)
+    with flash_kernels.installed():
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+        from sglang_tiered.integration.attention.pod_flash import FlashPodAttnBackend
+
+        return FlashAttentionBackend(runner), FlashPodAttnBackend(runner)
+
+
+def _count_gathers(runner: Any) -> list[Any]:
+    """Grows with each gather of slots from here on."""
+    translator, made = runner.kv_index_translator, []
+    original = type(translator).pack_read_stream
+    translator.pack_read_stream = lambda *given, **named: (
+        made.append(named),
+        original(translator, *given, **named),
+    )[1]
+    return made
 
 
 def _swa_pool() -> SWAKVPool:
@@ -139,10 +170,12 @@ def _complete(world: World, window: int) -> None:
         decode_num_tokens_per_req=lambda: 1,
         spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
         kv_cache_dtype=torch.float16,
+        kv_cache_dtype_str="float16",
         model_config=SimpleNamespace(
             attention_arch=AttentionArch.MHA,
             is_encoder_decoder=False,
             context_len=512,
+            is_local_attention_model=False,
             head_dim=DIM,
             v_head_dim=DIM,
             swa_v_head_dim=DIM,
@@ -150,6 +183,7 @@ def _complete(world: World, window: int) -> None:
             get_num_kv_heads=lambda ranks, dcp=1: KV_HEADS,
             hf_config=LlamaConfig(),
             linear_attn_registry_result=None,
+            hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
         ),
         kv_index_translator=KVIndexTranslator(
             req_to_token=world.table.req_to_token,

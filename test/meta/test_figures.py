@@ -155,3 +155,24 @@ def test_a_demo_whose_answers_differ_is_not_drawn(tmp_path: Path, demo: dict[str
     with pytest.raises(NothingToDrawError):
         draw_all(tmp_path, tmp_path)
     assert not list(tmp_path.glob("*.svg"))
+
+
+def test_every_place_of_same_turn_is_drawn(tmp_path: Path) -> None:
+    """In the form of ``bench_serving``; no figure of it was measured."""
+    machine = {"cpu": "A CPU", "cores": 3, "memory_gib": 5, "date": "2000-01-02"}
+    rounds = [
+        {place: [{"ttft_s": seconds}] for place in draw_results.PLACES}
+        for seconds in (0.1, 0.3, 1.7)
+    ]
+    raw = {"samples": rounds, "unequal": {}, "conditions": "3 turns of 5 tokens, each out of all"}
+    document = {"machine": machine, "raw": {"same_turn": raw}}
+    (tmp_path / "serving_same_turn_x.json").write_text(json.dumps(document))
+    (path,) = draw_all(tmp_path, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    labels = [label for label, _ in draw_results.PLACES.values()]
+    for part in ("300 ms (100 to 1,700)", "1,700", *labels):
+        assert f">{part}<" in text, part
+    raw["unequal"] = {"same_turn/0": {}}
+    (tmp_path / "serving_same_turn_x.json").write_text(json.dumps(document))
+    with pytest.raises(NothingToDrawError):
+        draw_all(tmp_path, tmp_path)

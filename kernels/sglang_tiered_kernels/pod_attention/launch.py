@@ -52,6 +52,16 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
+class Prepared(NamedTuple):
+    """What layers of a plan have in common: the grid, the kernel's arguments between the tensors
+    and after the scales, and the options."""
+
+    grid: tuple[int]
+    numbers: tuple[int, ...]
+    strides: tuple[int, ...]
+    options: dict[str, Any]
+
+
 def constants(
     shape: PodShape,
     config: PodConfig,
@@ -128,18 +138,27 @@ def pod_launch(
     schedule: Schedule,
     trace: torch.Tensor | None,
 ) -> Launch:
-    shape, config = plan.shape, plan.config
-    partial_out, partial_lse = _partials(plan)
-    num_prefill, num_decode = plan.num_prefill_tiles, plan.num_decode_tiles
-    tiles = {PREFILL: num_prefill, DECODE: num_decode, BOTH: num_prefill + num_decode}[roles]
-    if roles == BOTH and schedule is Schedule.PERSISTENT:
-        tiles = min(tiles, plan.num_sms * config.ctas_per_sm)
-    counts = roles == BOTH and schedule is not Schedule.STATIC
     capped = logit_cap > 0
-    furthest = max(
-        cache.shape[0] * cache.stride(0) + cache.shape[1] * cache.stride(1)
-        for cache in (k_cache, v_cache)
+    strides = *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2]
+    # A layer mostly differs from the last in its tensors alone.
+    kind = (
+        *(roles, schedule, capped, sinks is None, trace is None),
+        *(k_cache.shape[0], v_cache.shape[0], strides),
     )
+    prepared = plan.kept.get(kind)
+    if prepared is None:
+        prepared = plan.kept[kind] = _prepare(
+            plan,
+            strides,
+            slots=(k_cache.shape[0], v_cache.shape[0]),
+            roles=roles,
+            schedule=schedule,
+            logit_cap=capped,
+            sinks=sinks is not None,
+            trace=trace is not None,
+        )
+    partial_out, partial_lse = _partials(plan)
+    counts = roles == BOTH and schedule is not Schedule.STATIC
     arguments = (
         q,
         k_cache,
@@ -153,19 +172,34 @@ def pod_launch(
         kv_indptr,
         kv_indices,
         plan.table if trace is None else trace,
-        num_prefill,
-        num_decode,
-        *plan.tickets,
-        plan.decode_table_offset,
-        plan.window,
+        *prepared.numbers,
         # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
         2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
         logit_cap * _LOG2_E,
         float(v_scale),
-        *q.stride()[:2],
-        *out.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
+        *prepared.strides,
+    )
+    return Launch(prepared.grid, arguments, prepared.options)
+
+
+def _prepare(
+    plan: PodPlan,
+    strides: tuple[int, ...],
+    *,
+    slots: tuple[int, int],
+    roles: int,
+    schedule: Schedule,
+    **kind: bool,
+) -> Prepared:
+    shape, config = plan.shape, plan.config
+    num_prefill, num_decode = plan.num_prefill_tiles, plan.num_decode_tiles
+    tiles = {PREFILL: num_prefill, DECODE: num_decode, BOTH: num_prefill + num_decode}[roles]
+    if roles == BOTH and schedule is Schedule.PERSISTENT:
+        tiles = min(tiles, plan.num_sms * config.ctas_per_sm)
+    numbers = num_prefill, num_decode, *plan.tickets, plan.decode_table_offset, plan.window
+    furthest = max(
+        num_slots * strides[place] + shape.num_kv_heads * strides[place + 1]
+        for num_slots, place in zip(slots, (4, 6), strict=True)
     )
     options = constants(
         shape,
@@ -173,13 +207,11 @@ def pod_launch(
         roles=roles,
         schedule=schedule,
         window=plan.window >= 0,
-        logit_cap=capped,
-        sinks=sinks is not None,
         index64=furthest > 2**31 - 1,
-        trace=trace is not None,
         fake_sms=plan.num_sms if _INTERPRETED else 0,
+        **kind,
     )
-    return Launch((tiles,), arguments, options)
+    return Prepared((tiles,), numbers, strides, options)
 
 
 def run(
@@ -220,14 +252,19 @@ def run(
         )
         pod_kernel[grid](*arguments, **meta)
     if decoding and len(plan.merges):
+        kind = "merge", sinks is None
+        if kind not in plan.kept:
+            plan.kept[kind] = merge_constants(plan.shape, sinks=sinks is not None)
+        if "merges" not in plan.kept:
+            plan.kept["merges"] = plan.table[plan.merge_table_offset :]
         merge_kernel[(len(plan.merges), plan.shape.num_q_heads)](
             *_partials(plan),
             out,
             q if sinks is None else sinks,
-            plan.table[plan.merge_table_offset :],
+            plan.kept["merges"],
             float(v_scale),
             *out.stride()[:2],
-            **merge_constants(plan.shape, sinks=sinks is not None),
+            **plan.kept[kind],
         )
 
 
@@ -275,7 +312,9 @@ def warm_up(
 
 def _partials(plan: PodPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """The workspace as [partials, q_heads, dim] and [partials, q_heads], both float32."""
-    workspace = plan.workspace()
-    heads, dim = plan.shape.num_q_heads, plan.shape.head_dim
-    outputs = plan.num_partials * heads * dim
-    return workspace[:outputs], workspace[outputs:]
+    if "partials" not in plan.kept:
+        workspace = plan.workspace()
+        outputs = plan.num_partials * plan.shape.num_q_heads * plan.shape.head_dim
+        plan.kept["partials"] = workspace[:outputs], workspace[outputs:]
+    kept: tuple[torch.Tensor, torch.Tensor] = plan.kept["partials"]
+    return kept

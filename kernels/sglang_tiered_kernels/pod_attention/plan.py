@@ -96,7 +96,7 @@ class PodPlan:
     decode_estimate_s: float
     fuse: bool
     # What the path that serves the plan keeps between layers; its own business.
-    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_rows(self) -> int:

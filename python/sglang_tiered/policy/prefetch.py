@@ -55,7 +55,12 @@ class PrefetchWindow(Generic[Request]):
 
     def has_room_for_next(self, num_tokens: int, num_taken: int) -> bool:
         """The same for a request that has just come, and overtakes nobody who waits for room."""
-        return num_tokens == 0 or (self._num_tokens == 0 and self.has_room(num_tokens, num_taken))
+        return num_tokens == 0 or (not self.waits_for_room and self.has_room(num_tokens, num_taken))
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Return whether a request that takes turns waits for room."""
+        return self._num_tokens > 0
 
     def put_off_load(
         self, request: Request, num_tokens: int, rank: tuple[int, int] = (0, 0)

@@ -34,7 +34,6 @@ from sglang_tiered.storage.base import (
     TierStats,
     unique_keys,
 )
-from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.storage.region.engine import RegionEngine
@@ -86,7 +85,8 @@ class PeerStats(TierStats):
 
 class PeerTier(RemoteTier):
     """``purge`` purges this server's own pages of a tenant (None: of all) on behalf of another
-    server; it is called on a thread of the index, and may block. The tier reads from ``region``,
+    server, ``forget`` single ones of any tenant; they are called on a thread of the index, and may
+    block. The tier reads from ``region``,
     which its owner closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
@@ -102,6 +102,7 @@ class PeerTier(RemoteTier):
         namespace: bytes,
         region: RegionEngine,
         purge: PurgeWanted,
+        forget: ForgetWanted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         keys = None
@@ -137,6 +138,7 @@ class PeerTier(RemoteTier):
                 namespace=namespace,
                 held=region.view.fingerprints,
                 purge_wanted=purge,
+                forget_wanted=forget,
                 notes=region.notes,
                 clock=clock,
             )
@@ -239,10 +241,11 @@ class PeerTier(RemoteTier):
         """Does nothing: the server that purged the tenant asked every other one."""
 
     def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        """Find these pages at no other server until it publishes them again. False: no other server
-        is asked to forget them."""
-        self.hide_pages(keys)
-        return ended(False)
+        """Ask every server to forget these pages, as this one has; ``local`` is true once that is
+        durable here. Memory only. True once every server that lives says that it has done so."""
+        unique = unique_keys(keys)
+        self._index.hide_pages(unique)
+        return self._index.begin_forget(unique, local)
 
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         self._index.hide_pages(unique_keys(keys))

@@ -58,6 +58,7 @@ __all__ = [
     "TenantUsage",
     "Tier",
     "TierStats",
+    "Tombstone",
     "WriteTier",
     "unique_keys",
 ]
@@ -278,6 +279,15 @@ class TenantUsage(NamedTuple):
     physical_bytes: int  # of storage that its pages take, those waiting for reclaim included
 
 
+class Tombstone(NamedTuple):
+    """What a bucket says of pages that were forgotten. ``keys`` is empty where this server did it:
+    then all its tiers have."""
+
+    name: str  # different from that of any other
+    bound_ms: int  # since 1970; pages that were stored until then are meant
+    keys: tuple[bytes, ...]
+
+
 class ReadTier(ABC):
     """A tier that pages can be loaded from. Thread-safe: every method may be called from any
     thread."""
@@ -410,6 +420,12 @@ class BucketTier(RemoteTier, WriteTier):
     """A remote tier that stores."""
 
     tier = Tier.OBJECT
+
+    @abstractmethod
+    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
+        """Have ``told`` called, on a thread of the tier, with every tombstone in the bucket that
+        was not there yet; at a start with all that are there. It may block for seconds. No page of
+        it is stored until it returns, so that nothing read before comes after."""
 
     @abstractmethod
     def object_stats(self) -> Any:

@@ -194,40 +194,11 @@ def test_a_slab_that_does_not_fit_is_refused(
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
 @pytest.mark.parametrize("to_slab", [True, False], ids=["gather", "scatter"])
 def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
-    import triton  # noqa: PLC0415 - loads the compiler
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
-    from triton.compiler import ASTSource  # noqa: PLC0415
+    from sglang_tiered_kernels.compile_all import compile_copy  # noqa: PLC0415 - loads the compiler
 
-    from sglang_tiered_kernels.page_copy.triton_kernel import page_copy_kernel  # noqa: PLC0415
-
-    constants = {"TO_SLAB": to_slab, "PAGE_FIRST": True, "ALIGNED": True, "BLOCK": 1024}
-    constants["ELEMENT"] = triton.language.int64
-    types = {
-        "addresses": "*i64",
-        "pages": "*i64",
-        "slab": "*i64",
-        "num_pages": "i32",
-        "num_buffers": "i32",
-        "num_rows": "i32",
-        "row_elements": "i32",
-        "pitch_elements": "i32",
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    names = page_copy_kernel.arg_names
-    source = ASTSource(
-        fn=page_copy_kernel,
-        signature={name: types[name] for name in names},
-        constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs={
-            (names.index(k),): [["tt.divisibility", 16]]
-            for k in ("addresses", "slab", "row_elements", "pitch_elements")
-        },
-    )
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}
-    )
+    code = compile_copy(to_slab=to_slab)
     for verb in ("ld", "st"):
-        moves = re.findall(rf"{verb}\.global\.v2\.b64", made.asm["ptx"])
+        moves = re.findall(rf"{verb}\.global\.v2\.b64", code)
         assert len(moves) == 4, f"four 16-byte {verb} of each of 128 threads in a block of 8 KiB"
 
 

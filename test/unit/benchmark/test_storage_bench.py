@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglang_tiered.storage.region import reader
+from storage_bench import idle_section
 from storage_bench.figures import (
     DifferentBytesError,
     Report,
@@ -147,3 +148,21 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
         (folder / "page").write_bytes(b"x")
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_idle_conversations_are_found_after_every_restart(tmp_path: Path) -> None:
+    found = idle_section.measure(tmp_path, num_conversations=80, num_samples=1)
+    assert found.num_regions == 2  # 1,280 pages of 4 KiB
+    for name in idle_section.RESTARTS:
+        (one,) = found.opened[name]
+        assert one["open_s"] > 0
+        assert len(one["lookup_s"]) == 800
+
+
+def test_lost_conversations_are_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage_all(region: Path) -> None:
+        region.write_bytes(bytes(region.stat().st_size))
+
+    monkeypatch.setattr(idle_section, "_damage_trailer", damage_all)
+    with pytest.raises(RuntimeError, match="ended early|are found"):
+        idle_section.measure(tmp_path, num_conversations=8, num_samples=1)

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "CallError",
     "check_num_tokens",
+    "parse_forget",
     "parse_limit",
     "parse_pin",
     "parse_prefetch",
@@ -69,6 +70,17 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
         shown = repr(body["tier"][:_MAX_SHOWN])
         raise CallError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
     return dict(body)
+
+
+def parse_forget(body: Any) -> dict[str, Any]:
+    """Return what to forget, with how much of it to keep. Raises ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    rest = {name: value for name, value in body.items() if name != "keep_tokens"}
+    keep = body.get("keep_tokens", 0)
+    if type(keep) is not int or not 0 <= keep <= _MAX_TOKENS:
+        raise CallError(f"keep_tokens {keep!r:.40} must be a number from 0 to {_MAX_TOKENS}")
+    return {**parse_selector(rest, with_tier=False), "keep_tokens": keep}
 
 
 def parse_pin(body: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.admin.hints import Prefetches
 from sglang_tiered.integration.admin.pins import Pins, list_pins, tenant_of_body
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
@@ -25,7 +26,7 @@ from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
-from sglang_tiered.integration.storage.remote_purges import with_unknown
+from sglang_tiered.integration.storage.remote_purges import MEMORY, with_unknown
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Control:
         self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
         self._checkpoints = conversations.Checkpoints()
         self._pins = Pins(self._checkpoints)
+        self._forgets = Forgets()
         self._prefetches = Prefetches()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
@@ -69,6 +71,7 @@ class Control:
             "checkpoint": lambda _, *message: self._checkpoints.answer(*message),
             "pin": lambda _, *message: self._pins.pin(*message),
             "unpin": lambda _, *message: self._pins.unpin(*message),
+            "forget": lambda _, *message: self._forgets.answer(*message),
             "prefetch": lambda _, *message: self._prefetches.answer(*message),
         }
 
@@ -78,7 +81,7 @@ class Control:
         cache = scheduler.tree_cache
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
-            self._cache.apply_remote_purge = partial(self._purge, scheduler, cache, is_remote=True)
+            self._cache.apply_remote_purge = partial(self._apply_remote_purge, scheduler, cache)
             _publish_costs(scheduler, self._cache)
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -175,6 +178,19 @@ class Control:
             return refused(DETACHED, 503)
         in_memory = "hidden" if cache.purged_tenants else "gone"
         return {"done": done, "durable": durable, "in_memory": in_memory}
+
+    def _apply_remote_purge(
+        self, scheduler: Any, cache: TieredRadixCache, tenant: bytes | None
+    ) -> None:
+        """Put out of reach what another server purged, or all that memory holds (``MEMORY``)."""
+        if tenant != MEMORY:
+            self._purge(scheduler, cache, tenant, is_remote=True)
+            return
+        hide_memory(scheduler)
+        if cache.storage is not None:
+            cache.storage.drop_queued_stores()
+        cache.forgotten.clear()
+        logger.info("memory is emptied in the next idle moment: pages in it were forgotten")
 
     def _purge(
         self,

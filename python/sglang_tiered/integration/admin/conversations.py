@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -197,9 +196,7 @@ def locate(cache: TieredRadixCache, selector: Selector) -> Located:
     if len(key) == 0:
         return Located([], (), 0)
     hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
-    # ``touch_prefix`` does the same, but does not return the match.
-    match = cache.tree_core.match_prefix(MatchPrefixParams(key=key))
-    cache._apply_cache_actions(match.cache_actions)  # noqa: SLF001
+    match = cache.match_visible(key)
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]
     return Located(hashes, path, int(match.device_prefix_len))
 

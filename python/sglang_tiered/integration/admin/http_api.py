@@ -11,6 +11,9 @@ keys are those of ``/flush_cache``.
                        of that prefix are durable there, or 503 with the number of tokens that are
                        not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  the same without ``tier``, as query or body: leading tokens by tier.
+``POST /tier/forget``  a prefix as for ``residency``, with ``keep_tokens`` (0): all whole pages of
+                       it behind that many tokens go from every tier and every server. Answers 200
+                       with their number of tokens once that is durable, or 503 (ask again).
 ``POST /tier/pin``     a prefix as for ``residency``, with ``name`` (by default its last page's
                        hash) and ``ttl`` in seconds (none: until it is unpinned): NVMe keeps it,
                        whatever else is stored. Answers as ``checkpoint`` does once it is durable
@@ -57,6 +60,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
     "checkpoint": (("POST",), TierService.checkpoint),
     "residency": (("GET", "POST"), TierService.residency),
+    "forget": (("POST",), TierService.forget),
     "tenants": (("GET",), TierService.tenants),
     "pin": (("POST",), TierService.pin),
     "unpin": (("POST",), TierService.unpin),

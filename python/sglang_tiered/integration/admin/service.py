@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_tiered.integration.admin.bodies import (
     CallError,
     check_num_tokens,
+    parse_forget,
     parse_limit,
     parse_pin,
     parse_prefetch,
@@ -37,6 +38,10 @@ TIMEOUT_S = 30.0
 
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
 UNKNOWN_RID = "no request with this rid ended recently; pass its text or input_ids"
+NOT_FORGOTTEN = (
+    "the pages are hidden here, but not every tier and every server has forgotten them for good; "
+    "ask again"
+)
 UNKNOWN_PIN = "there is no such pin"
 
 Answer = dict[str, Any]
@@ -95,6 +100,19 @@ class TierService:
         known = _known(answers, UNKNOWN_PIN)
         done = all(answer["done"] for answer in known)
         return Report(200 if done else 503, {"unpinned": done})
+
+    async def forget(self, body: Any) -> Report:
+        """Forget a prefix in every tier and on every server."""
+        body = await self._with_tokens(parse_forget(body))
+        answers = await self._ask("forget", body, repeats_body="input_ids" not in body)
+        known = _known(answers, UNKNOWN_RID)
+        if len(known) < len(answers):  # other replicas may hold its pages too
+            pages = {"hashes": next(answer["hashes"] for answer in known)}
+            known = _not_failed(await self._ask("forget", pages, repeats_body=False))
+        num_tokens = max(answer["num_tokens"] for answer in known)
+        if all(answer["durable"] for answer in known):
+            return Report(200, {"durable": True, "num_tokens": num_tokens})
+        return Report(503, {"error": NOT_FORGOTTEN, "durable": False, "num_tokens": num_tokens})
 
     async def pins(self, body: Any) -> Report:
         """List the pins of one tenant, by scheduler."""

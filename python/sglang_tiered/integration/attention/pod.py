@@ -7,10 +7,10 @@ decode rows decode tiles and runs them beside the prefill tiles, which want the 
 decode wants the memory bus. The kernels, the tables they read and the gate that decides between one
 fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
 
-``PodAttention`` is a mixin before a backend that does everything else: SGLang's Triton backend on
-CUDA (``pod_triton``), this package's ``reference`` on a CPU (``pod_reference``). It takes a forward
-only if there are decode rows in an extend, and a layer only if the kernels compute it; the parent
-computes the rest, so every model that the parent serves runs.
+``PodAttention`` is a mixin before a backend that does everything else: on CUDA SGLang's default for
+Hopper (``pod_flash``) or its Triton backend (``pod_triton``), on a CPU this package's ``reference``
+(``pod_reference``). It takes a forward only if there are decode rows in an extend, and a layer only
+if the kernels compute it; the parent computes the rest, so every model that the parent serves runs.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def why_not(layer: RadixAttention, extras: dict[str, Any]) -> str | None:
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         return f"{layer.logit_capping_method} logit cap"
     for name, value in extras.items():
-        if value is not None:
+        if value is not None and value is not False:
             return name
     return None
 
@@ -176,6 +176,7 @@ class PodAttention:
                     self._save_kv(k, v, layer, forward_batch)
                 return self._attend(forward, plan, q, layer, forward_batch, sinks)
             self.statistics.left[plan] += 1
+            self._complete_parent(forward)
         return super().forward_extend(  # type: ignore[misc, no-any-return]
             q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks, **extras
         )
@@ -276,6 +277,10 @@ class PodAttention:
         """Gather the slots of every row. Called once per forward that is taken, after the parent's
         metadata."""
         raise NotImplementedError
+
+    def _complete_parent(self, forward: PodForward) -> None:
+        """Give the parent what it has not got yet: it computes a layer of a forward that is taken.
+        Without a read of SGLang's request table."""
 
     def _save_kv(
         self,

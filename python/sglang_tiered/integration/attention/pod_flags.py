@@ -9,12 +9,18 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HINT", "check_arguments", "startup_line"]
+__all__ = ["FLASH", "HINT", "REFERENCE", "TRITON", "check_arguments", "startup_line"]
 
 _BACKEND_FLAGS = {
     "attention_backend": "--attention-backend",
     "prefill_attention_backend": "--prefill-attention-backend",
     "decode_attention_backend": "--decode-attention-backend",
+}
+FLASH, TRITON, REFERENCE = "fa3", "triton", "reference"
+_PARENTS = {
+    FLASH: "SGLang's FlashAttention 3",
+    TRITON: "SGLang's Triton backend",
+    REFERENCE: "the reference backend",
 }
 HINT = (
     "attention backend pod: pass --enable-mixed-chunk; without it prefill and decode rows hardly "
@@ -65,15 +71,16 @@ def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
         )
 
 
-def startup_line(*, reason: str | None, shape: str, on_cpu: bool) -> str:
+def startup_line(*, reason: str | None, shape: str, parent: str) -> str:
     """Return the log line of the start. reason: why no layer uses the kernels, or None. shape: the
-    model's attention in words."""
-    kernels, parent = "the POD kernels", "SGLang's Triton backend"
-    if on_cpu:
-        kernels, parent = "the PyTorch form of the POD kernels", "the reference backend"
+    model's attention in words. parent: the backend below, by its name."""
+    kernels = "the POD kernels"
+    if parent == REFERENCE:
+        kernels = "the PyTorch form of the POD kernels"
+    below = _PARENTS[parent]
     if reason is not None:
-        return f"attention backend pod leaves this model to {parent}: {reason}."
+        return f"attention backend pod leaves this model to {below}: {reason}."
     return (
         f"attention backend pod: extends with decode rows, mixed batches above all, go through "
-        f"{kernels} ({shape}), everything else through {parent}."
+        f"{kernels} ({shape}), everything else through {below}."
     )

@@ -8,19 +8,21 @@ forward are used as they are. The parent runs a fully captured prefill.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_tiered.integration.attention.pod import PodAttention, PodForward
+from sglang_tiered.integration.attention import pod_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_tiered.integration.attention.pod import PodForward
 
 __all__ = ["SIGNATURES", "TritonPodAttnBackend"]
 
@@ -29,6 +31,7 @@ _BACKEND = "sglang.srt.layers.attention.triton_backend:TritonAttnBackend"
 # The methods that this class calls or overrides; checked when the backend is made, since the
 # launcher and the detokenizer need not import it.
 SIGNATURES: dict[str, tuple[str, ...]] = {
+    **pod_device.SIGNATURES,
     f"{_BACKEND}.init_forward_metadata": ("self", "forward_batch"),
     f"{_BACKEND}.init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
     f"{_BACKEND}.forward_extend": (
@@ -53,22 +56,24 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "k_scale",
         "v_scale",
     ),
-    "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch": ("forward_batch", "swa_loc"),
-    "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.pack_read_stream": (
+    f"{_BACKEND}._fill_kv_indptr_and_indices": (
         "self",
         "plan",
-        "req_pool_indices",
+        "bs",
         "seq_lens",
-        "indptr",
-        "out",
-        "kind",
-        "token_mapping",
+        "req_pool_indices",
+        "kv_indices",
+        "kv_indptr",
     ),
 }
 
 
-class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[misc]
-    """One per model runner; borrows its pools, request table and index translator."""
+class TritonPodAttnBackend(pod_device.DevicePod, TritonAttnBackend):  # type: ignore[misc]
+    """One per model runner. A forward's slots are gathered once: what the parent gathers is a part
+    of them, which it gets when a layer is left to it."""
+
+    _is_gathered_here = False
+    _wanted: torch.Tensor | None = None  # the parent's slots of a forward's prefixes, if not filled
 
     @property
     def serves(self) -> bool:
@@ -77,55 +82,47 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         forbids splits that depend on the batch."""
         return not (self.use_mla or self.dcp_size > 1 or self.enable_deterministic)
 
-    def _takes(self, forward_batch: ForwardBatch) -> bool:
-        return self.serves and super()._takes(forward_batch)
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._wanted = None
+        self._is_gathered_here = self._takes(forward_batch)
+        try:
+            super().init_forward_metadata(forward_batch)
+        finally:
+            self._is_gathered_here = False
+
+    def _fill_kv_indptr_and_indices(  # noqa: PLR0917 - SGLang's signature
+        self,
+        plan: KVLocPlan,
+        bs: int,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self._is_gathered_here:
+            filled: torch.Tensor = super()._fill_kv_indptr_and_indices(
+                plan, bs, seq_lens, req_pool_indices, kv_indices, kv_indptr
+            )
+            return filled
+        ends: torch.Tensor = self.kv_indptr[: bs + 1] if kv_indptr is None else kv_indptr
+        ends[1:] = torch.cumsum(seq_lens, dim=0)
+        self._wanted = kv_indices
+        return ends
+
+    def _complete_parent(self, forward: PodForward) -> None:
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        ends = self.forward_metadata.kv_indptr  # [rows + 1], of prefixes alone
+        shift = forward.indptr[:-1] - ends[:-1]
+        own = torch.arange(len(wanted), device=wanted.device)
+        places = own + torch.repeat_interleave(shift, ends.diff(), output_size=len(wanted))
+        wanted.copy_(forward.slots[places])
 
     def _has_window_pool(self) -> bool:
         return self.window_kv_indptr is not None and isinstance(
             self.token_to_kv_pool, BaseSWAKVPool
         )
-
-    def _pod_forward(self, forward_batch: ForwardBatch) -> PodForward:
-        extend_lens = forward_batch.extend_seq_lens_cpu
-        prefix_lens = forward_batch.extend_prefix_lens_cpu
-        rows = len(extend_lens)
-        num_keys = sum(extend_lens) + sum(prefix_lens)
-        indptr = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
-        indptr[1:] = torch.cumsum(forward_batch.seq_lens[:rows], dim=0)
-        slots = self._read_slots(forward_batch, indptr, num_keys)
-        sliding = slots
-        if self._has_window_pool():
-            sliding = self._read_slots(forward_batch, indptr, num_keys, sliding=True)
-        return PodForward(extend_lens, prefix_lens, indptr, slots, sliding)
-
-    def _read_slots(
-        self,
-        forward_batch: ForwardBatch,
-        indptr: torch.Tensor,
-        num_keys: int,
-        *,
-        sliding: bool = False,
-    ) -> torch.Tensor:
-        """Return the slots of every row's whole sequence, end to end: [num_keys] int32 or int64."""
-        translator, pool = self.kv_index_translator, self.token_to_kv_pool
-        # Half the size of SGLang's int64, since every tile of every layer reads them.
-        slots = torch.empty(num_keys, dtype=torch.int32, device=self.device)
-        options: dict[str, Any] = {}
-        if sliding:
-            options["kind"] = translator.window_kv_kind
-            if isinstance(pool, SWAKVPool):
-                options["token_mapping"] = pool.full_to_swa_index_mapping
-        translated = translator.pack_read_stream(
-            forward_batch.kv_loc_plan,
-            req_pool_indices=forward_batch.req_pool_indices,
-            seq_lens=forward_batch.seq_lens[: len(indptr) - 1],
-            indptr=indptr,
-            out=slots,
-            **options,
-        )
-        if sliding and not translated:
-            slots = pool.translate_loc_from_full_to_swa(slots)
-        return slots
 
     def _save_kv(
         self,
@@ -146,11 +143,6 @@ class TritonPodAttnBackend(PodAttention, TritonAttnBackend):  # type: ignore[mis
         self._set_kv_buffer(
             forward_batch, layer, location, k.clone(), v.clone(), layer.k_scale, layer.v_scale
         )
-
-    def _kv_scales(self, layer: RadixAttention) -> tuple[float, float]:
-        if layer.k_scale is None or layer.v_scale is None:
-            return 1.0, 1.0
-        return layer.k_scale_float, layer.v_scale_float
 
     def _num_sms(self) -> int:
         return int(self.device_core_count)

@@ -9,7 +9,13 @@ import torch
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.attention.pod import NAME, PodAttention
-from sglang_tiered.integration.attention.pod_flags import HINT, startup_line
+from sglang_tiered.integration.attention.pod_flags import (
+    FLASH,
+    HINT,
+    REFERENCE,
+    TRITON,
+    startup_line,
+)
 from sglang_tiered.integration.attention.reference import always_absorb
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered_kernels.pod_attention import PodShape, supports
@@ -42,7 +48,8 @@ def _create(runner: ModelRunner) -> Any:
 
     PodAttention.statistics.serving = True
     on_cpu = torch.device(runner.device).type == "cpu"
-    logger.info(_startup_line(runner, on_cpu))
+    parent = REFERENCE if on_cpu else _parent_of(runner)
+    logger.info(_startup_line(runner, parent))
     if not get_schedule().enable_mixed_chunk:
         logger.warning(HINT)
     if on_cpu:
@@ -51,8 +58,41 @@ def _create(runner: ModelRunner) -> Any:
         if runner.use_mla_backend:
             always_absorb(NAME)
         return ReferencePodAttnBackend(runner)
-    from sglang_tiered.integration.attention.pod_triton import SIGNATURES, TritonPodAttnBackend
     from sglang_tiered.integration.attention.pod_warm_up import compile_kernels
+
+    backend = _over_flash(runner) if parent == FLASH else _over_triton(runner)
+    if backend.serves:
+        kinds = compile_kernels(backend, runner.model, runner.dtype)
+        logger.info("attention backend pod: kernels for %d kinds of layers are compiled.", kinds)
+    return backend
+
+
+def _parent_of(runner: ModelRunner) -> str:
+    """The backend below, by its name: what SGLang takes on this device where none is asked for, if
+    that is FlashAttention 3, else its Triton backend. Drafts and fp8_e5m2 go with the latter."""
+    from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
+    from sglang.srt.runtime_context import get_server_args, get_spec
+
+    chosen = get_default_attn_backend(
+        get_server_args(), runner.use_mla_backend, runner.model_config
+    )
+    is_possible = (
+        not runner.use_mla_backend
+        and get_spec().speculative_algorithm is None
+        and runner.kv_cache_dtype != torch.float8_e5m2
+    )
+    return FLASH if chosen == FLASH and is_possible else TRITON
+
+
+def _over_flash(runner: ModelRunner) -> Any:
+    from sglang_tiered.integration.attention.pod_flash import SIGNATURES, FlashPodAttnBackend
+
+    check_signatures(SIGNATURES)
+    return FlashPodAttnBackend(runner)
+
+
+def _over_triton(runner: ModelRunner) -> Any:
+    from sglang_tiered.integration.attention.pod_triton import SIGNATURES, TritonPodAttnBackend
 
     check_signatures(SIGNATURES)
     if runner.model_config.is_encoder_decoder:
@@ -60,14 +100,10 @@ def _create(runner: ModelRunner) -> Any:
             "--attention-backend pod has no cross attention, since SGLang's Triton backend below "
             "it has none; pass --attention-backend flashinfer."
         )
-    backend = TritonPodAttnBackend(runner)
-    if backend.serves:
-        kinds = compile_kernels(backend, runner.model, runner.dtype)
-        logger.info("attention backend pod: kernels for %d kinds of layers are compiled.", kinds)
-    return backend
+    return TritonPodAttnBackend(runner)
 
 
-def _startup_line(runner: ModelRunner, on_cpu: bool) -> str:
+def _startup_line(runner: ModelRunner, parent: str) -> str:
     from sglang.srt.runtime_context import get_parallel
 
     model, ranks = runner.model_config, get_parallel().attn_tp_size
@@ -86,4 +122,4 @@ def _startup_line(runner: ModelRunner, on_cpu: bool) -> str:
         f"{shape.num_q_heads} query heads on {shape.num_kv_heads}, head size {shape.head_dim}, "
         f"{shape.q_dtype} on {shape.kv_dtype}, pages of {shape.page_size}"
     )
-    return startup_line(reason=reason, shape=words.replace("torch.", ""), on_cpu=on_cpu)
+    return startup_line(reason=reason, shape=words.replace("torch.", ""), parent=parent)

@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = [
-    "LoadScheduler",
-    "LoadingCache",
-]
+__all__ = ["LoadScheduler", "LoadingCache"]
 
 MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
@@ -565,9 +562,12 @@ class LoadScheduler:
 
     def has_room_ahead(self, num_tokens: int) -> bool:
         """Whether a load for which no request waits may begin: it overtakes none that one does."""
-        num_taken = self.num_tokens()
-        idle = not self._cache.ongoing_prefetch
-        return idle and self._window.has_room_for_next(num_tokens, num_taken)
+        is_idle = not self._cache.ongoing_prefetch
+        return is_idle and self._window.has_room_for_next(num_tokens, self.num_tokens())
+
+    def waits_for_room(self) -> bool:
+        """Whether a request's load waits until others leave it room."""
+        return self._window.waits_for_room
 
     def is_loading_or_waiting(self) -> bool:
         """Whether a load is under way or a request waits to be admitted."""

@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
@@ -38,7 +37,7 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
 from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
 from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
-from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.forgetting.forgetting_cache import ForgettingCache
 from sglang_tiered.integration.cache.host_size import (
     SMALL_RATIO,
     check_asked_size,
@@ -69,7 +68,7 @@ from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.host_budget import HostBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import (
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
         InitLoadBackParams,
     )
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.integration.observe.stats import ProcessStats
 
@@ -133,7 +133,7 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
-class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class TieredRadixCache(ForgettingCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
     tiering: Tiering | None = None
@@ -145,7 +145,6 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def __init__(self, params: CacheInitParams) -> None:
         self.purged_tenants = PurgedTenants()
         self.recent_requests = RecentRequests()  # for queries by a request's id
-        self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
         self._loads_under_way = LoadsUnderWay()
         super().__init__(params)  # which calls ``reset``
         # Whether no other rank must come to the same decisions.
@@ -168,6 +167,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         storage = self.storage
         if storage is None:
             return
+        storage.use_forgotten(self.forgotten, is_alone=not groups_of(self))
         if self.pp_size == 1:
             self.tiering = self._make_tiering(storage, config)
         else:
@@ -216,8 +216,11 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return self.purged_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
     def is_purged(self, node_id: int) -> bool:
-        """Whether a node's tenant was purged, and the node is perhaps not out of the tree yet."""
-        return bool(self.purged_tenants) and self.purged_tenants.blocks(self.tenant_of(node_id))
+        """Whether a node's tenant was purged or a page of it forgotten, and the node is perhaps not
+        out of the tree yet."""
+        if self.purged_tenants and self.purged_tenants.blocks(self.tenant_of(node_id)):
+            return True
+        return self.is_forgotten(node_id)
 
     def begin_store(self, node_id: int) -> int | None:
         """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
@@ -249,7 +252,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
-        call = Prefetch(*args, **kwargs)
+        call = self.visible_part(Prefetch(*args, **kwargs))
         return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
 
     def begin_load(self, call: Prefetch) -> bool | None:
@@ -331,8 +334,9 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
-        if self.tiering is not None and not write_back:
-            self.tiering.copies.attempted(action.node_ids[-1])
+        last = action.node_ids[-1]
+        if self.tiering is not None and not write_back and not self.is_forgotten(last):
+            self.tiering.copies.attempted(last)
         return written
 
     def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -378,6 +382,10 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self._observer is not None:
             for node_id in ended:
                 self._observer.announce_node(node_id)
+
+    def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
+        if self.tiering is not None:
+            self.tiering.store_soon(nodes)
 
     # ---- What leaves memory ----
 
@@ -537,6 +545,7 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
         """Hand the storage that an operator attached to every part that used the one before."""
+        storage.use_forgotten(self.forgotten, is_alone=self.decides_alone)
         if self.tiering is not None:
             self.tiering.attached(storage)
         if self._observer is not None:
@@ -548,7 +557,6 @@ class TieredRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().reset()
         self._loads_under_way.clear()  # SGLang has waited for its threads
         self._holds_old_kv = False
-        self.promised.clear()
         if self.tiering is not None:
             self.tiering.tree_was_reset()
         if self._observer is not None:

@@ -86,7 +86,8 @@ class SpillingCache(LockingCache, Protocol):
         ...
 
     def is_purged(self, node_id: int) -> bool:
-        """Whether a node's tenant was purged, and the node is perhaps not out of the tree yet."""
+        """Whether a node's tenant was purged or a page of it forgotten, and the node is perhaps not
+        out of the tree yet."""
         ...
 
     def begin_store(self, node_id: int) -> int | None:
@@ -143,6 +144,8 @@ class Spiller:
         node = path[-1]
         hashes = core.get_hash_values(node_id)
         if not self._cache.decides_alone or not hashes:
+            if self._cache.is_purged(node_id):
+                return
             self._announce(node, hashes, node.path_end, storage)
             self._queue_store(node_id)
             return
@@ -279,7 +282,7 @@ class Spiller:
     ) -> None:
         node_id = node.node_id
         core = self._cache.tree_core
-        if not core.is_backuped(node_id):
+        if not core.is_backuped(node_id) or self._cache.is_purged(node_id):
             return
         hashes = core.get_hash_values(node_id)
         self._dropped.pop(node_id, None)
@@ -295,7 +298,7 @@ class Spiller:
         """Queue a store now. Returns the operation, or None: SGLang declined it, or the node's host
         pages are still being copied, and the end of the copy brings the store."""
         cache, core = self._cache, self._cache.tree_core
-        if cache.is_purged(node_id) or self._copies.is_being_copied(node_id):
+        if self._copies.is_being_copied(node_id):
             return None
         # The host copy cannot go while it is read, and the device must not evict a node whose
         # copy it could not keep: SGLang counts only what is locked there as unevictable.

@@ -14,9 +14,12 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.session.streaming_session import StreamingSession
 
+from sglang_tiered.integration.cache.forgetting.forgetting_cache import SEEN
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.session.streaming_session import SessionSlot
 
 __all__ = ["PublishingSession"]
@@ -34,6 +37,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         slot = self.borrowed_slot(req)
         if slot is not None and not hasattr(slot, "turns_key"):
             slot.turns_key = _key(req)
+            slot.seen_version = getattr(req, SEEN, 0)
 
     def try_match_prefix(self, params: MatchPrefixParams) -> MatchResult | None:
         slot = self.find_active_slot(params.req)
@@ -44,8 +48,22 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                 # input either: it would compute that token again in the tree's page. SGLang ends
                 # the scheduler here, but drops the record on an NPU, as is done here.
                 self.release_session(params.req.session.session_id)
+            elif self._holds_forgotten(slot, params.key[:prefix_len]):
+                # The turn computes all of it again, on a record of its own.
+                self.release_session(params.req.session.session_id)
+                if params.req.kv is slot.kv:
+                    params.req.detach_kv()
         matched: MatchResult | None = super().try_match_prefix(params)
         return matched
+
+    def _holds_forgotten(self, slot: SessionSlot, key: RadixKey) -> bool:
+        """Whether a record holds pages that were forgotten since its first turn began or since this
+        was asked last: those of before were computed again."""
+        version = self.cache.forgotten.version
+        if slot.seen_version == version:
+            return False
+        slot.seen_version = version
+        return bool(self.cache.holds_forgotten(key))
 
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)

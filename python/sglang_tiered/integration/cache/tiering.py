@@ -25,14 +25,17 @@ from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
+from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -49,6 +52,7 @@ class TieredCache(LoadAheadCache, CopyingCache, SpillingCache, Protocol):
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
     apply_remote_purge: Callable[[bytes | None], object] | None
+    forgotten: ForgottenPages
 
 
 class PublishesCosts(Protocol):
@@ -286,6 +290,7 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
+        self._follow_forgotten(self._cache.forgotten)
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
@@ -301,6 +306,21 @@ class Tiering:
             self.warm.tick()
         self.hints.step(storage)
         self._apply_remote_purges(storage)
+
+    def forget_ahead(self) -> Future[bool] | None:
+        """Load nothing ahead of what was forgotten, nor after a restart. True once that is
+        durable."""
+        news = self._cache.forgotten.take_news()
+        if not news:
+            return None
+        self.hints.forget_pages(news)
+        return self.warm.forget_pages(news)
+
+    def _follow_forgotten(self, forgotten: ForgottenPages) -> None:
+        """Take note of what other servers forgot; all ranks hide all memory in the same step."""
+        self.forget_ahead()
+        if forgotten.are_too_many and self._cache.apply_remote_purge is not None:
+            self._cache.apply_remote_purge(MEMORY)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
         """Put out of reach what other servers purged; all ranks do so in the same step."""

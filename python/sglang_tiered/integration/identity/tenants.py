@@ -89,7 +89,7 @@ class PurgedTenants:
 
     def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Return the tenant of a request's key, marked or not; adapters make no difference."""
-        return tenant_digest(_users_key(self._original(extra_key)), cache_salt)
+        return tenant_digest(_users_key(self.original(extra_key)), cache_salt)
 
     def blocks(self, tenant: bytes) -> bool:
         """Return whether pages of this tenant must not be stored now."""
@@ -102,9 +102,10 @@ class PurgedTenants:
         tenant = self.tenant_of(extra_key, cache_salt)
         marks = [self._purges.get(None), self._purges.get(tenant)]
         mark = "".join(mark for mark in marks if mark is not None)
-        return (self._original(extra_key) or "") + mark if mark else extra_key
+        return (self.original(extra_key) or "") + mark if mark else extra_key
 
-    def _original(self, extra_key: str | None) -> str | None:
+    def original(self, extra_key: str | None) -> str | None:
+        """Return a key without marks, which the tiers know its pages by."""
         if not extra_key or self._token not in extra_key:
             return extra_key
         head, *marked = extra_key.split("\x1f" + self._token)

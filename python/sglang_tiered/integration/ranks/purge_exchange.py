@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.ranks.rank_consensus import Rule
+from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.storage.base import TENANT_BYTES
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ _PART_BYTES = 6  # what a float carries exactly
 _NUM_PARTS = -(-TENANT_BYTES // _PART_BYTES)
 RULES = (Rule.FIRST,) * (2 + _NUM_PARTS)
 INITIAL = (0.0,) * len(RULES)
-"""What ranks exchange: the number of the purge, whether it is of everything, its tenant."""
+"""What ranks exchange: the number of the purge, what it is of, its tenant."""
+
+_TENANT, _EVERYTHING, _MEMORY = 0.0, 1.0, 2.0
 
 
 class PurgeExchange:
@@ -41,7 +44,8 @@ class PurgeExchange:
             purges.leave_to_the_first_rank()
 
     def next(self) -> list[bytes | None]:
-        """Return the tenants that every rank puts out of reach in this step: one at most."""
+        """Return the tenants that every rank puts out of reach in this step, one at most; or
+        ``MEMORY``."""
         agreement = self._agreement
         if not self._is_shared:
             for tenant in self.purges.waiting():
@@ -60,14 +64,15 @@ class PurgeExchange:
 
 
 def _as_floats(tenant: bytes | None) -> list[float]:
+    kind = _EVERYTHING if tenant is None else _MEMORY if tenant == MEMORY else _TENANT
     data = tenant or bytes(TENANT_BYTES)
     parts = [data[at : at + _PART_BYTES] for at in range(0, TENANT_BYTES, _PART_BYTES)]
-    return [float(tenant is None), *(float(int.from_bytes(part, "little")) for part in parts)]
+    return [kind, *(float(int.from_bytes(part, "little")) for part in parts)]
 
 
 def _from_floats(values: Sequence[float]) -> bytes | None:
-    is_all, *parts = values
-    if is_all:
-        return None
+    kind, *parts = values
+    if kind != _TENANT:
+        return None if kind == _EVERYTHING else MEMORY
     data = b"".join(int(part).to_bytes(_PART_BYTES, "little") for part in parts)
     return data[:TENANT_BYTES]

@@ -27,7 +27,7 @@ from sglang_tiered.policy.admission import (
 from sglang_tiered.storage.base import Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import WriteTier
@@ -73,6 +73,9 @@ class StoreGate:
         self.lock = threading.RLock()
         # Tenants whose pages are not stored now; None: all. The setter must purge them afterwards.
         self.blocked: frozenset[bytes | None] = frozenset()
+        # Hashes of pages that were forgotten, of which nothing is stored until they are computed
+        # again. The setter must forget them in the tiers after each change.
+        self.forgotten: Container[str] = frozenset()
         self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
 
@@ -160,6 +163,12 @@ class StoreGate:
             self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
         ):
             self._num_admitted = 0
+        if self.forgotten:
+            num_visible = next((at for at, each in enumerate(hashes) if each in self.forgotten), -1)
+            if num_visible >= 0:
+                self._num_admitted = min(
+                    self._num_admitted, self._positions[hashes[0]] + num_visible
+                )
         num_left = max(0, self._num_admitted - self._positions[hashes[0]])
         if is_kv:
             # SGLang goes on with an operation only while all of it is stored.

@@ -35,6 +35,7 @@ from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
 from sglang_tiered.integration.storage.late_purges import LatePurges
 from sglang_tiered.integration.storage.page_layout import check_codec
+from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_purges import RemotePurges
 from sglang_tiered.integration.storage.store_ahead import BegunStore, StoreAhead
 from sglang_tiered.integration.storage.tiers import (
@@ -44,9 +45,8 @@ from sglang_tiered.integration.storage.tiers import (
     open_shard,
 )
 from sglang_tiered.integration.storage.transfers import ReadAhead, ReadPlanner, TierTransfers
-from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
-from sglang_tiered.storage.base import Health, Run, Stop, Tier
+from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.promises import all_true
 from sglang_tiered.storage.stack import TierStack
@@ -58,11 +58,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.notes import Notes
-    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["TieredStorage"]
 
@@ -70,11 +69,8 @@ logger = logging.getLogger(__name__)
 
 NOTE_JOIN_S = 10.0
 
-_NO_POOL = "no pool has this name"
-"""No tier holds pages of it."""
 
-
-class TieredStorage(ZeroCopyStorage):
+class TieredStorage(TierQueries):
     """Stores and loads the pages of every registered host pool, under one namespace.
 
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
@@ -97,7 +93,7 @@ class TieredStorage(ZeroCopyStorage):
         self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
         self._tiers: OpenTiers | None = None
-        self.remote_purges: RemotePurges | None = None  # made only with an index of other servers
+        self.remote_purges: RemotePurges | None = None  # made only with an index or a bucket
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
@@ -238,8 +234,8 @@ class TieredStorage(ZeroCopyStorage):
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        if self._config.index is not None:
-            self.remote_purges = RemotePurges(self._gate, self.begin_purge)
+        if self._config.index is not None or self.has_object_tier:
+            self.remote_purges = RemotePurges(self._gate, self.begin_purge, self.forget_keys)
 
     def _set_claim(self, *, changing: bool = False) -> None:
         """State what the pages are of. ``changing``: it is about to change, so state nothing."""
@@ -274,11 +270,6 @@ class TieredStorage(ZeroCopyStorage):
     def notes(self) -> Notes:
         """The small files beside the pages."""
         return self.region_engine.notes
-
-    @property
-    def knows_namespace(self) -> bool:
-        """Whether pages can be loaded and stored: the weights were read."""
-        return self._search is None
 
     @property
     def namespace(self) -> bytes:
@@ -364,10 +355,6 @@ class TieredStorage(ZeroCopyStorage):
         return self._tiers.stack
 
     @property
-    def region_engine(self) -> RegionEngine | BorrowedEngine:
-        return self.stack.nvme
-
-    @property
     def has_object_tier(self) -> bool:
         return self._config.object is not None
 
@@ -383,6 +370,35 @@ class TieredStorage(ZeroCopyStorage):
             # In the bucket and the index a purge is of a namespace.
             late = self._late_purges.add(tenant, is_remote=is_remote, propagate=propagate)
             return all_true([self.region_engine.begin_purge(tenant), late])
+
+    def begin_forget(self, hashes: Sequence[str]) -> Future[bool]:
+        """Hide pages, of every pool and on every server, and drop those on their way. Memory only,
+        any thread. What the backup thread is handed later is stored unless the pages are hidden in
+        memory too (``use_forgotten``), so that comes first."""
+        keys = [key for pool in self._pool_names() for key in engine_keys(pool, hashes)]
+        return self.forget_keys(keys, is_remote=False)
+
+    def forget_keys(self, keys: list[bytes], *, is_remote: bool) -> Future[bool]:
+        """As ``begin_forget``, by the keys of all pools; ``is_remote``: another server forgot them,
+        and told the others."""
+        with self.gate.lock:
+            if self._search is None or not self.stack.remote:
+                return self.stack.forget(keys, is_remote=is_remote)
+            late = self._late_purges.add_forget(keys, is_remote=is_remote)
+            return all_true([self.region_engine.forget(keys), late])
+
+    def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
+        """Store none of the pages that are hidden in memory, and hide there what other servers
+        forget. ``is_alone``: no other rank must hide the same in the same step."""
+        if self._gate is not None:
+            self._gate.forgotten = forgotten
+        if self.remote_purges is not None:
+            self.remote_purges.use_forgotten(forgotten, is_alone=is_alone)
+
+    def drop_queued_stores(self) -> None:
+        """Drop the stores that were announced and have not begun: what they hold was hidden."""
+        with self.gate.lock:
+            self.gate.purge_tenant(None)
 
     def tree_was_reset(self) -> None:
         """Allow stores again: no page of an earlier state is left in the tree."""
@@ -407,63 +423,6 @@ class TieredStorage(ZeroCopyStorage):
         return self._gate
 
     # ---- Queries (any thread, memory only) ----
-
-    def _keys(self, pool: PoolName, hashes: Sequence[str]) -> list[bytes]:
-        """Return the keys of pages in the tiers; before the namespace is known they match
-        nothing."""
-        return engine_keys(pool if self._search is None else _NO_POOL, hashes)
-
-    def holds(self, page_hash: str) -> bool:
-        """Whether a KV page is stored here, or about to be. Other servers' pages do not count."""
-        keys = self._keys(PoolName.KV, [page_hash])
-        if self.region_engine.lookup(keys).stop in (Stop.END, Stop.PENDING):
-            return True
-        return self.stack.contains_in_bucket(keys)[0]
-
-    def num_kept(self, hashes: Sequence[str]) -> int:
-        """Count the leading KV pages that are stored. Scheduler thread."""
-        keys = self._keys(PoolName.KV, hashes)
-        num_hits = self.region_engine.lookup(keys).num_hits
-        if self.stack.bucket is not None and num_hits < len(keys):
-            above = self.region_engine.contains(keys)
-            below = self.stack.contains_in_bucket(keys)
-            kept = [up or down for up, down in zip(above, below, strict=True)]
-            num_hits = [*kept, False].index(False)
-        return num_hits
-
-    def lookup_leading(self, hashes: Sequence[str]) -> int:
-        """Count the leading KV pages that a load could serve now. Scheduler thread."""
-        return self.stack.lookup(self._keys(PoolName.KV, hashes)).num_hits
-
-    def lookup_spans(self, hashes: Sequence[str]) -> list[Span]:
-        """Return the leading KV pages that a load could serve now, by tier. Scheduler thread."""
-        return self.stack.lookup_spans(self._keys(PoolName.KV, hashes))
-
-    def pages_by_tier(self, hashes: Sequence[str]) -> dict[Tier, int]:
-        """Count the leading KV pages in each tier that is configured. Memory only."""
-        keys = self._keys(PoolName.KV, hashes)
-        shard = self.region_engine
-        found = {Tier.NVME: shard.lookup(keys).num_hits}
-        has = {Tier.PEER: self._config.index, Tier.OBJECT: self._config.object}
-        for tier in [tier for tier in REMOTE_TIERS if has[tier] is not None]:
-            found[tier] = self.stack.remote.get(tier, shard).lookup(keys).num_hits
-        return found
-
-    def keys_of_pools(self, hashes: Sequence[str]) -> list[bytes]:
-        """Return the engine keys of pages in every pool, those of KV first."""
-        pools = [PoolName.KV, *getattr(self, "registered_pools", {})]
-        names = dict.fromkeys(pools)  # KV may be registered by name too
-        return [key for name in names for key in self._keys(name, hashes)]
-
-    @property
-    def takes_stores(self) -> bool:
-        """Whether NVMe is healthy and the namespace of its pages is known."""
-        return self.knows_namespace and self.region_engine.health is Health.RUNNING
-
-    @property
-    def serves_loads(self) -> bool:
-        """Whether waiting for a load can still pay off."""
-        return self.stack.health is Health.RUNNING
 
     def get_stats(self) -> None:
         """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""

@@ -1,9 +1,14 @@
-"""``RemotePurges``: what other servers purged, hidden in the tiers and queued for the scheduler.
+"""``RemotePurges``: what other servers purged or forgot, hidden in the tiers and queued for the
+scheduler.
 
 Another server's purge arrives on a thread of the peer tier, and counts as applied once that thread
 is done with it: from then on others take pages of this server again. So that thread hides the
 tenant in the tiers. Device and host memory belong to the scheduler: until it has put their pages of
 the tenant out of reach, the gate stores none of them.
+
+Single pages, which a bucket tells of too, are hidden in memory at once, by their hashes. Where
+several ranks must hide the same in the same step, all that memory holds is hidden instead: their
+exchange has no room for hashes.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.storage.promises import all_true
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from typing import Protocol
 
@@ -24,8 +30,17 @@ if TYPE_CHECKING:
     class BeginPurge(Protocol):
         def __call__(self, tenant: bytes | None, *, is_remote: bool) -> Future[bool]: ...
 
+    class ForgetKeys(Protocol):
+        def __call__(self, keys: list[bytes], *, is_remote: bool) -> Future[bool]: ...
 
-__all__ = ["RemotePurges", "with_unknown"]
+    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+
+
+__all__ = ["MEMORY", "RemotePurges", "with_unknown"]
+
+MEMORY = b""
+"""In place of a tenant: what device and host memory hold is hidden, of every tenant, and the tiers
+keep their pages."""
 
 MAX_WAITING = 4096
 """Beyond this number everything is purged, which is never too little."""
@@ -35,9 +50,13 @@ class RemotePurges:
     """Takes purges by ``__call__``, on any thread; ``PurgeExchange`` uses the rest, on the
     scheduler's."""
 
-    def __init__(self, gate: StoreGate, begin_purge: BeginPurge) -> None:
+    def __init__(self, gate: StoreGate, begin_purge: BeginPurge, forget_keys: ForgetKeys) -> None:
         self._gate = gate
         self._begin_purge = begin_purge
+        self._forget_keys = forget_keys
+        self._forgotten: ForgottenPages | None = None
+        self._is_alone = True
+        self._early: list[str] = []  # pages that were forgotten before memory could hear of it
         self._lock = threading.Lock()
         self._waiting: deque[bytes | None] = deque()
         self._is_followed = True
@@ -50,6 +69,29 @@ class RemotePurges:
         begun = [self._begin_purge(each, is_remote=True) for each in with_unknown(tenant)]
         return all_true(begun)
 
+    def forget(self, keys: Sequence[bytes]) -> Future[bool]:
+        """Forget pages, as another server did. True once that is durable here."""
+        hashes = [key.hex() for key in keys]
+        with self._lock:
+            if not self._is_alone:
+                if self._is_followed and MEMORY not in self._waiting:
+                    self._wait_for(MEMORY)
+            elif self._forgotten is None:
+                self._early += hashes
+            else:
+                self._forgotten.hide(hashes)
+        return self._forget_keys(list(keys), is_remote=True)
+
+    def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
+        """Hide pages in memory from now on, and those that were forgotten before."""
+        with self._lock:
+            self._forgotten, self._is_alone = forgotten, is_alone
+            early, self._early = self._early, []
+            if early and is_alone:
+                forgotten.hide(early)
+            elif early:
+                self._wait_for(MEMORY)
+
     def waiting(self) -> list[bytes | None]:
         """Return the purge that waits longest, if there is one."""
         with self._lock:
@@ -61,7 +103,7 @@ class RemotePurges:
         with self._lock:
             if self._waiting and self._waiting[0] == tenant:
                 self._waiting.popleft()
-            self._gate.blocked = frozenset(self._waiting)
+            self._block()
 
     def leave_to_the_first_rank(self) -> None:
         """Clear only the tiers from now on: the first rank hears of the same purges."""
@@ -75,7 +117,10 @@ class RemotePurges:
             self._waiting.clear()
             tenant = None
         self._waiting.append(tenant)
-        self._gate.blocked = frozenset(self._waiting)
+        self._block()
+
+    def _block(self) -> None:
+        self._gate.blocked = frozenset(None if each == MEMORY else each for each in self._waiting)
 
 
 def with_unknown(tenant: bytes | None) -> list[bytes | None]:

@@ -196,6 +196,7 @@ def open_remote_tiers(
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
     stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote)
+    stack.on_forgotten = None if purge is None else purge.forget
     return OpenTiers(stack, bucket, object_settings(config))
 
 
@@ -228,7 +229,11 @@ def _open_peers(
 
     assert config.index is not None
     return PeerTier(
-        peer_settings(config.index, rank), namespace=namespace, region=shard, purge=purge
+        peer_settings(config.index, rank),
+        namespace=namespace,
+        region=shard,
+        purge=purge,
+        forget=purge.forget,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.sharing.locality.formats import unpack_purge
+from sglang_tiered.sharing.locality.formats import unpack_forget, unpack_purge
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
@@ -72,7 +72,7 @@ class AppliedPurges:
         file = unseal(self._notes.read(APPLIED_PURGES_NAME), _File)
         offset_s = self._clock() - self._wall_clock()
         for entry in file.entries if file is not None and file.version == VERSION else ():
-            if unpack_purge(entry.member) is not None:
+            if (unpack_purge(entry.member) or unpack_forget(entry.member)) is not None:
                 self._written[entry.namespace, entry.member] = entry.forget_at
         for (namespace, member), forget_at in self._written.items():
             self._book.recall(namespace, member, forget_at + offset_s)

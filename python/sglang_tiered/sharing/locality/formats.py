@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DELTA_PAGES",
+    "FORGET_KEYS",
+    "MAX_KEYS_BYTES",
     "MAX_PIECE_BYTES",
     "MAX_RECORD_BYTES",
     "PIECE_PAGES",
     "MAX_SERVING_BYTES",
     "Delta",
+    "Forget",
     "Purge",
     "Role",
     "ServerRecord",
@@ -37,12 +40,16 @@ __all__ = [
     "is_address",
     "is_serving",
     "pack_delta",
+    "pack_forget",
+    "pack_keys",
     "pack_piece",
     "pack_purge",
     "pack_record",
     "pack_serving",
     "piece_range",
     "unpack_delta",
+    "unpack_forget",
+    "unpack_keys",
     "unpack_piece",
     "unpack_purge",
     "unpack_record",
@@ -54,22 +61,29 @@ PIECE_PAGES = 65_536
 """Fingerprints in every piece of a snapshot except the last."""
 DELTA_PAGES = 8_192
 """Bounds the fingerprints of a delta."""
+FORGET_KEYS = 1_024
+"""Bounds the keys of one forget; more are several."""
 
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<8sII32s16sQQQQ16sH")
 _PIECE = struct.Struct("<8sII16sQII")
 _DELTA = struct.Struct("<8sII16sQII")
 _PURGE = struct.Struct("<8sII16s16s")
+_FORGET = struct.Struct("<8sII16s16s")
+_KEYS = struct.Struct("<8sII16s")
+_KEY_BYTES = 32
 _SERVING = struct.Struct("<8sII16sIHH")
 _SERVING_MAGIC = b"SGLTSRVS"
 _RECORD_MAGIC, _PIECE_MAGIC = b"SGLTPEER", b"SGLTPGES"
 _DELTA_MAGIC, _PURGE_MAGIC = b"SGLTDLTA", b"SGLTPURG"
+_FORGET_MAGIC, _KEYS_MAGIC = b"SGLTFRGT", b"SGLTKEYS"
 _EVERYONE = 1
 
 _MAX_ADDRESS_BYTES = 255
 MAX_RECORD_BYTES = _RECORD.size + _MAX_ADDRESS_BYTES + _CHECKSUM.size
 MAX_SERVING_BYTES = _SERVING.size + _MAX_ADDRESS_BYTES + _CHECKSUM.size
 MAX_PIECE_BYTES = _PIECE.size + 8 * PIECE_PAGES + _CHECKSUM.size
+MAX_KEYS_BYTES = _KEYS.size + _KEY_BYTES * FORGET_KEYS + _CHECKSUM.size
 _ADDRESS = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z0-9]+\]):([0-9]{1,5})")
 
 
@@ -115,6 +129,14 @@ class Purge(NamedTuple):
 
     number: bytes  # 16, at random
     tenant: bytes | None
+
+
+class Forget(NamedTuple):
+    """Asks all servers to forget pages. Their keys lie under a key of their own, by ``number``."""
+
+    number: bytes  # 16, at random
+    num_keys: int
+    digest: bytes  # 16, of the keys
 
 
 def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:
@@ -290,3 +312,36 @@ def unpack_purge(data: bytes) -> Purge | None:
         return None
     tenant: bytes = fields[4]
     return Purge(fields[3], None if fields[2] == _EVERYONE else tenant)
+
+
+def pack_forget(number: bytes, keys: Sequence[bytes]) -> bytes:
+    return _seal(_FORGET.pack(_FORGET_MAGIC, VERSION, len(keys), number, _digest(b"".join(keys))))
+
+
+def unpack_forget(data: bytes) -> Forget | None:
+    if len(data) != _FORGET.size + _CHECKSUM.size:
+        return None
+    fields = _verified(data, _FORGET_MAGIC, _FORGET)
+    if fields is None or not 0 < fields[2] <= FORGET_KEYS:
+        return None
+    return Forget(fields[3], fields[2], fields[4])
+
+
+def pack_keys(number: bytes, keys: Sequence[bytes]) -> bytes:
+    return _seal(_KEYS.pack(_KEYS_MAGIC, VERSION, len(keys), number) + b"".join(keys))
+
+
+def unpack_keys(data: bytes | None, forget: Forget) -> list[bytes] | None:
+    if data is None or len(data) != _KEYS.size + _KEY_BYTES * forget.num_keys + _CHECKSUM.size:
+        return None
+    fields = _verified(data, _KEYS_MAGIC, _KEYS)
+    if fields is None or fields[2:] != (forget.num_keys, forget.number):
+        return None
+    keys = data[_KEYS.size : -_CHECKSUM.size]
+    if _digest(keys) != forget.digest:
+        return None
+    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
+
+
+def _digest(keys: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(keys)

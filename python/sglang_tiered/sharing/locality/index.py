@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.applied_purges import NoteStore
     from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
     from sglang_tiered.sharing.settings import PeerSettings
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
@@ -76,9 +76,10 @@ class LocalityIndex:
     fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has it.
     ``purge_wanted(tenant)`` must hide this server's own pages of a tenant (None: of all) before it
     returns, and returns a purge that is done when it is durable (None: it is); it must not begin a
-    purge here, nor in a store that servers share. Both are called on threads of the index and may
-    block. ``notes`` keep the durable purges over a restart; without them ``purge_wanted`` is called
-    again for purges of the last days.
+    purge here, nor in a store that servers share. ``forget_wanted(keys)`` does the same of single
+    pages. All are called on threads of the index and may block. ``notes`` keep the durable purges
+    over a restart; without them both are called again for what was purged and forgotten in the last
+    days.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LocalityIndex:
         namespace: bytes,
         held: Held,
         purge_wanted: PurgeWanted,
+        forget_wanted: ForgetWanted,
         notes: NoteStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,9 +101,10 @@ class LocalityIndex:
         if memory is not None:
             memory.recall()
         self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
+        reader = Reader(state, self._connections[1], purge_wanted, forget_wanted)
         bodies = (
             ("locality-publisher", Publisher(state, self._connections[0], held, memory).run),
-            ("locality-reader", Reader(state, self._connections[1], purge_wanted).run),
+            ("locality-reader", reader.run),
         )
         self._threads = [
             threading.Thread(target=body, name=name, daemon=True) for name, body in bodies
@@ -173,6 +176,23 @@ class LocalityIndex:
                 keep(purge, False)
             state.publisher_wakes.notify_all()
         return purge
+
+    def begin_forget(
+        self, keys: Sequence[bytes], local: Future[bool] | None = None
+    ) -> Future[bool]:
+        """Ask every server to forget pages, as this one has; ``local`` as for ``begin_purge``.
+        Memory only. True once every server that lives says that it has done so: the others do it
+        when they are back."""
+        state = self._state
+        is_done = state.book.begin_forget(keys, local)
+        state.mirror.choose()
+        with state.lock:
+            if state.closed:
+                keep(is_done, False)
+            state.look_now = True
+            state.publisher_wakes.notify_all()
+            state.reader_wakes.notify_all()
+        return is_done
 
     def set_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace: pages of the old one are neither found nor published.

@@ -11,7 +11,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.locality.connection import IndexFailure
-from sglang_tiered.sharing.locality.formats import ServerRecord, pack_record, pack_serving
+from sglang_tiered.sharing.locality.formats import (
+    ServerRecord,
+    pack_record,
+    pack_serving,
+    unpack_forget,
+)
 from sglang_tiered.sharing.locality.local_snapshot import LocalSnapshot, SnapshotLostError
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
@@ -38,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 NEWS_ENTRIES = 64
 _PURGES_AT_ONCE = 256
+_FORGETS_AT_ONCE = 256
 _TIDY_S = 30.0
 _GONE_AT_ONCE = 256
 
@@ -264,9 +270,14 @@ class Publisher:
                 names = RedisKeys.of(namespace)
                 own = [purge for purge in due if purge.namespace == namespace]
                 scored: list[bytes | str | int] = []
+                keys: list[Command] = []
                 for purge in own:
                     scored += [max(now_ms - int(purge.age_s * 1000), 0), purge.member]
+                    forget = None if purge.keys is None else unpack_forget(purge.member)
+                    if forget is not None and purge.keys is not None:
+                        keys.append(self._set_keys(names, forget.number, purge.keys))
                 self._connection.exchange(
+                    *keys,  # first, as who reads the member reads them
                     ("ZADD", names.purges, "NX", *scored),
                     ("PEXPIRE", names.purges, 2 * self._retention_ms),
                     ("ZREMRANGEBYRANK", names.purges, 0, -MAX_PURGES - 1),
@@ -274,13 +285,17 @@ class Publisher:
                 self._state.book.told(own)
             self._wake_others()
 
+    def _set_keys(self, names: RedisKeys, number: bytes, keys: bytes) -> Command:
+        return "SET", names.keys(number), keys, "PX", 2 * self._retention_ms
+
     def _redis_ms(self) -> int:
         (answer,) = self._connection.exchange(("TIME",))
         seconds, microseconds = answer
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     def _tidy(self) -> None:
-        """Remove purges past their retention, and servers without a record."""
+        """Remove purges past their retention, and servers without a record; add the keys of forgets
+        that Redis has lost."""
         state = self._state
         now_ms = self._redis_ms()
         with state.lock:
@@ -291,6 +306,11 @@ class Publisher:
             ("ZREMRANGEBYSCORE", self._names.purges, "-inf", now_ms - self._retention_ms),
             *removal,
         )
+        kept = state.book.kept_keys(_FORGETS_AT_ONCE)
+        held = self._connection.exchange(*(("EXISTS", self._names.keys(each)) for each in kept))
+        for (number, keys), is_held in zip(kept.items(), held, strict=True):
+            if not is_held:
+                self._connection.exchange(self._set_keys(self._names, number, keys))
         self._tidy_at = state.clock() + _TIDY_S
 
     # ---- Ends ----

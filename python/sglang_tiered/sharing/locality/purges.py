@@ -1,4 +1,5 @@
-"""The purges that this server knows of, and those that are not in Redis yet.
+"""The purges that this server knows of, and those that are not in Redis yet. A request to forget
+single pages, a ``Forget``, is one of them here; its keys go beside it.
 
 All servers of a namespace come to know the same set: each adds to Redis the purges that are missing
 there and applies those that it finds there. A digest of the set, in every server's record, shows
@@ -14,17 +15,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from sglang_tiered.sharing.locality.formats import Purge, pack_purge
+from sglang_tiered.sharing.locality.formats import (
+    FORGET_KEYS,
+    Purge,
+    pack_forget,
+    pack_keys,
+    pack_purge,
+    unpack_forget,
+)
 from sglang_tiered.storage.promises import keep, promise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
 __all__ = ["MAX_PURGES", "DuePurge", "PurgeBook"]
 
 MAX_PURGES = 16_384
 """Bounds the known purges of one namespace; beyond it the oldest are forgotten."""
+
+MAX_KEPT = 512
+"""Forgets whose keys are kept to be added again should Redis lose them: 16 MiB. The oldest go
+first."""
 
 DIGEST_BYTES = 16
 
@@ -35,6 +47,14 @@ class DuePurge(NamedTuple):
     namespace: bytes
     member: bytes
     age_s: float
+    keys: bytes | None = None  # packed, of a forget
+
+
+class _Spreading(NamedTuple):
+    """A request to forget pages that began here, until all servers have followed it."""
+
+    members: frozenset[bytes]
+    is_done: Future[bool]
 
 
 class PurgeBook:
@@ -49,6 +69,8 @@ class PurgeBook:
         self._due: dict[tuple[bytes, bytes], float] = {}  # (namespace, member): when it began
         self._watched: dict[bytes, Future[bool]] = {}  # begun here and due
         self._local: dict[bytes, Future[bool]] = {}  # not known to be durable here
+        self._keys: dict[bytes, bytes] = {}  # of forgets, packed
+        self._spreading: list[_Spreading] = []
         self._recalled: dict[bytes, dict[bytes, float]] = {}  # of other namespaces
         self._sum = 0
         self.num_told = 0
@@ -70,18 +92,78 @@ class PurgeBook:
         """Begin a purge that this server has applied itself; ``local`` is true once it is durable.
         The result is true once the purge is in Redis, and false if the book was closed before."""
         told = promise()
-        member = pack_purge(Purge(secrets.token_bytes(16), tenant))
         with self._lock:
-            self._learn(member, self._clock() + self._retention_s, local)
-            self._due[self._namespace, member] = self._clock()
-            self._watched[member] = told
-            while len(self._due) > MAX_PURGES:  # of namespaces before
-                self._drop_due(*next(iter(self._due)))
+            self._begin(pack_purge(Purge(secrets.token_bytes(16), tenant)), told, local)
         return told
 
-    def applied(self, member: bytes, age_s: float, local: Future[bool] | None = None) -> None:
-        """Note that a peer's purge was applied here; ``local`` is true once it is durable."""
+    def begin_forget(
+        self, keys: Sequence[bytes], local: Future[bool] | None = None
+    ) -> Future[bool]:
+        """Begin to forget pages that this server has forgotten itself; ``local`` as above. The
+        result is true once every server that lives has followed (``agreed``), and false if the book
+        was closed or the namespace changed before."""
+        is_done = promise()
         with self._lock:
+            members = set()
+            for at in range(0, len(keys), FORGET_KEYS):
+                number, part = secrets.token_bytes(16), keys[at : at + FORGET_KEYS]
+                member = pack_forget(number, part)
+                self._keep(member, pack_keys(number, part))
+                self._begin(member, promise(), local)
+                members.add(member)
+            self._spreading.append(_Spreading(frozenset(members), is_done))
+        return is_done
+
+    def _begin(self, member: bytes, told: Future[bool], local: Future[bool] | None) -> None:
+        self._learn(member, self._clock() + self._retention_s, local)
+        self._due[self._namespace, member] = self._clock()
+        self._watched[member] = told
+        while len(self._due) > MAX_PURGES:  # of namespaces before
+            self._drop_due(*next(iter(self._due)))
+
+    def _keep(self, member: bytes, keys: bytes) -> None:
+        self._keys[member] = keys
+        while len(self._keys) > MAX_KEPT:
+            del self._keys[next(iter(self._keys))]
+
+    @property
+    def is_spreading(self) -> bool:
+        """Whether other servers are waited for."""
+        return bool(self._spreading)
+
+    def agreed(self, digest: bytes) -> None:
+        """Note that every server that lives has applied the purges of this digest."""
+        with self._lock:
+            if digest != self.digest:
+                return
+            due = {member for _, member in self._due}
+            self._end_spreading(lambda each: due.isdisjoint(each.members), succeeded=True)
+
+    def _end_spreading(self, ends: Callable[[_Spreading], bool], *, succeeded: bool) -> None:
+        ended = [each for each in self._spreading if ends(each)]
+        self._spreading = [each for each in self._spreading if each not in ended]
+        for each in ended:
+            keep(each.is_done, succeeded)
+
+    def kept_keys(self, limit: int) -> dict[bytes, bytes]:
+        """The packed keys of the newest forgets, by their number."""
+        with self._lock:
+            newest = list(self._keys.items())[-limit:]
+        forgets = ((unpack_forget(member), keys) for member, keys in newest)
+        return {forget.number: keys for forget, keys in forgets if forget is not None}
+
+    def applied(
+        self,
+        member: bytes,
+        age_s: float,
+        local: Future[bool] | None = None,
+        keys: bytes | None = None,
+    ) -> None:
+        """Note that a peer's purge was applied here; ``local`` is true once it is durable.
+        ``keys``: packed, of a forget."""
+        with self._lock:
+            if keys is not None:
+                self._keep(member, keys)
             self._learn(member, self._clock() + self._retention_s - age_s, local)
             self.num_applied += 1
 
@@ -127,7 +209,7 @@ class PurgeBook:
         with self._lock:
             now = self._clock()
             return [
-                DuePurge(namespace, member, max(now - began, 0.0))
+                DuePurge(namespace, member, max(now - began, 0.0), self._keys.get(member))
                 for (namespace, member), began in list(self._due.items())[:limit]
             ]
 
@@ -147,6 +229,7 @@ class PurgeBook:
                 self._known.clear()
                 self._local.clear()
                 self._sum = 0
+                self._end_spreading(lambda _: True, succeeded=False)
                 for member, forget_at in self._recalled.pop(namespace, {}).items():
                     self._learn(member, forget_at, None)
 
@@ -157,6 +240,7 @@ class PurgeBook:
                 keep(purge, False)
             self._watched.clear()
             self._due.clear()
+            self._end_spreading(lambda _: True, succeeded=False)
 
     def _settle(self, member: bytes) -> None:
         purge = self._watched.pop(member, None)
@@ -176,6 +260,7 @@ class PurgeBook:
     def _forget(self, member: bytes) -> None:
         del self._known[member]
         self._local.pop(member, None)
+        self._keys.pop(member, None)
         self._sum ^= xxhash.xxh3_128_intdigest(member)
         self._drop_due(self._namespace, member)
 
@@ -185,6 +270,7 @@ class PurgeBook:
             purge = self._watched.pop(member, None)
             if purge is not None:
                 keep(purge, False)
+            self._end_spreading(lambda each: member in each.members, succeeded=False)
 
     def check_integrity(self) -> None:
         with self._lock:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.mirror import MirroredPeer
-    from sglang_tiered.sharing.locality.purge_reader import PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
     from sglang_tiered.sharing.locality.state import IndexState
 
 __all__ = ["Reader"]
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_S = 0.5  # bounds the delay of a request to look now
 _LOOK_GAP_S = 0.05  # between two looks, however much news comes
+_AGREE_S = 0.2  # between two looks while a server that forgets waits for the others
 _RELOAD_S = 60.0  # between two reads of a server's snapshot for pages that did not fit
 _MAX_GONE = 4096
 _SERVER_CHARS = 32
@@ -56,6 +57,7 @@ class Reader:
         state: IndexState,
         connection: IndexConnection,
         purge_wanted: PurgeWanted,
+        forget_wanted: ForgetWanted,
     ) -> None:
         self._state = state
         self._connection = connection
@@ -66,7 +68,7 @@ class Reader:
         self._look_at = state.clock()
         self._looked = float("-inf")
         self._news = ""  # id of the last news seen
-        self._purges = PurgeReader(state, connection, purge_wanted)
+        self._purges = PurgeReader(state, connection, purge_wanted, forget_wanted)
         self._is_poisoned = False  # some stream cannot be read together with others
 
     def run(self) -> None:
@@ -164,8 +166,13 @@ class Reader:
             or any(record.purges != digest for record in records)
         ):
             self._purges.read(self._names, self._epoch)
+        if all(record.purges == digest for record in records):
+            state.book.agreed(digest)
         self._looked = state.clock()
-        self._look_at = self._looked + state.settings.heartbeat_s
+        pause_s = state.settings.heartbeat_s
+        if state.book.is_spreading:
+            pause_s = min(pause_s, _AGREE_S)
+        self._look_at = self._looked + pause_s
 
     def _look_soon(self) -> None:
         self._look_at = min(self._look_at, max(self._state.clock(), self._looked + _LOOK_GAP_S))

@@ -24,8 +24,12 @@ class RedisKeys(NamedTuple):
 
     @property
     def purges(self) -> str:
-        """Sorted set of purges, by their time in milliseconds of Redis' clock."""
+        """Sorted set of purges and forgets, by their time in milliseconds of Redis' clock."""
         return f"{self.prefix}:purges"
+
+    def keys(self, number: bytes) -> str:
+        """String with the keys of the pages of a forget, which is among the purges."""
+        return f"{self.prefix}:keys:{number.hex()}"
 
     @property
     def news(self) -> str:

@@ -22,6 +22,7 @@ from sglang_tiered.storage.object.format import (
 )
 from sglang_tiered.storage.object.listings import Entry, IdFilter, Oldest
 from sglang_tiered.storage.object.names import Layout, parse_id, tenant_tag
+from sglang_tiered.storage.object.old_tombstones import OldTombstone, OldTombstones
 from sglang_tiered.storage.object.removals import CollectorReport, Removal
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Collection:
         self._graves: set[str] = set()
         self._bounds: dict[int, dict[bytes | None, int]] = {}
         self._unfinished_purges: set[bytes | None] = set()
+        self._forgets = OldTombstones()
         self._live = IdFilter()
         self._present = IdFilter()
         self._num_live = 0
@@ -114,6 +116,7 @@ class Collection:
             if self.report.num_manifests > self._num_live:
                 self._remove_dangling()
             self._forget_purges(purges)
+            self._forget_tombstones()
             self._remove_markers()
             self._remove_staged()
         except _Enough:
@@ -157,6 +160,10 @@ class Collection:
             if purge is None or purge.namespace != self._layout.namespace:
                 self.report.num_unreadable += 1
                 continue
+            if purge.keys:
+                if self._age_s(entry) >= self._settings.purge_keep_s:
+                    self._forgets.add(OldTombstone(path, entry, purge.bound_ms, purge.keys))
+                continue
             tag = _EVERYONE if purge.tenant is None else tenant_tag(purge.tenant)
             bounds = self._bounds.setdefault(tag, {})
             bounds[purge.tenant] = max(bounds.get(purge.tenant, 0), purge.bound_ms)
@@ -192,11 +199,14 @@ class Collection:
                 if self._age_s(entry) >= self._settings.orphan_grace_s:
                     if len(orphans) <= self._budget:
                         orphans.append(entry)
-                elif self._maybe_purged(object_id):
-                    self._keep_purges(object_id)
+                else:
+                    self._forgets.keep_for(object_id)
+                    if self._maybe_purged(object_id):
+                        self._keep_purges(object_id)
                 continue
             self._num_live += 1
             report.live_bytes += entry.nbytes
+            self._forgets.saw(object_id, entry)
             if self._maybe_purged(object_id):
                 if len(purged) <= self._budget:
                     purged.append(entry)
@@ -302,6 +312,37 @@ class Collection:
                 if self._delete:
                     self._erase(path)
                     self._done(removal)
+
+    def _forget_tombstones(self) -> None:
+        """Remove tombstones that no object needs any more, and objects that hold nothing but what
+        they speak of."""
+        forgets = self._forgets
+        older = forgets.to_read()
+        if older is None:
+            return
+        for entry in older:
+            if entry.name in self._graves:
+                continue
+            data = self._get(self._layout.manifest(entry.name))
+            manifest = None if data is None else unpack_manifest(data)
+            if manifest is None:
+                object_id = parse_id(entry.name)
+                assert object_id is not None
+                if data is not None and other_version(data) is not None:
+                    forgets.keep_for(object_id)
+            elif forgets.is_dead(manifest):
+                path = self._layout.object(entry.name)
+                removal = self._plan(path, "object", entry.nbytes, "all its pages are forgotten")
+                if self._delete:
+                    self._erase(self._layout.manifest(entry.name), path)
+                    self._done(removal)
+                else:
+                    forgets.keep_for(manifest.object_id)
+        for path, entry, _, _ in forgets.over():
+            removal = self._plan(path, "purge", entry.nbytes, "nothing of it is left")
+            if self._delete:
+                self._erase(path)
+                self._done(removal)
 
     def _remove_markers(self) -> None:
         """Remove markers of the clock that a dead collector left."""

@@ -17,7 +17,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.base import Tombstone
 from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.forgetting import apply_forget, note_tombstone, tell
 from sglang_tiered.storage.object.format import (
     MAX_MANIFEST_BYTES,
     MAX_PURGE_BYTES,
@@ -47,6 +49,7 @@ FULL_LISTING_S = 600.0
 _SKEW_MS = 60_000
 _BATCH = 64
 _MAX_PURGES_SEEN = 65_536
+_KEEP_MS = 7 * 86_400_000  # a tombstone that is younger has not gone, whatever a listing shows
 
 
 class _PassOver(Exception):  # noqa: N818
@@ -111,7 +114,7 @@ class Discovery:
                     orders = state.refresh_orders
                     state.refresh_orders = []
                     return orders
-                if not state.purge_orders:
+                if not state.purge_orders and (not state.untold or state.on_forgotten is None):
                     state.discovery_ready.wait(wait_s)
                     continue
             self._serve_purges()
@@ -120,9 +123,10 @@ class Discovery:
         while True:
             with self._state.lock:
                 if self._state.closed or not self._state.purge_orders:
-                    return
+                    break
                 order = self._state.purge_orders.popleft()
             self._purger.serve(order)
+        tell(self._state)
 
     # ---- A pass ----
 
@@ -135,7 +139,7 @@ class Discovery:
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         after = None if full else f"{max(self._cursor_ms - self._look_back_ms, 0):012x}"
         self._purger.sweep()
-        self._read_purges(layout, after, epoch)
+        self._read_purges(layout, after, epoch, now_ms)
         latest_ms = self._read_manifests(layout, after, epoch, now_ms)
         self._purger.retry()
         self._epoch = epoch
@@ -150,11 +154,15 @@ class Discovery:
         if self._state.closed or self._state.epoch != epoch:
             raise _PassOver
 
-    def _read_purges(self, layout: Layout, after: str | None, epoch: int) -> None:
+    def _read_purges(self, layout: Layout, after: str | None, epoch: int, now_ms: int) -> None:
+        bounds: set[int] = set()
         for chunk in self._client.listing(layout.purges, after=after):
             for listed in chunk:
                 named = parse_path(listed.path)
-                if named is None or listed.path in self._purges_seen:
+                if named is None:
+                    continue
+                bounds.add(named.unix_ms)
+                if listed.path in self._purges_seen:
                     continue
                 try:
                     data = self._client.get(listed.path, MAX_PURGE_BYTES)
@@ -168,10 +176,20 @@ class Discovery:
                     purge = Purge(layout.namespace, None, named.unix_ms)
                 with self._state.lock:
                     self._check(epoch)
-                    apply_remote_purge(self._state, purge)
+                    if purge.keys:
+                        apply_forget(self._state, purge.keys, purge.bound_ms)
+                        if named.writer != self._state.writer:
+                            tombstone = Tombstone(str(named), purge.bound_ms, purge.keys)
+                            note_tombstone(self._state, tombstone)
+                    else:
+                        apply_remote_purge(self._state, purge)
+                tell(self._state)
                 self._purges_seen[listed.path] = None
                 if len(self._purges_seen) > _MAX_PURGES_SEEN:
                     self._purges_seen.popitem(last=False)
+        if after is None:
+            with self._state.lock:  # no listing is as old as that
+                self._state.forgotten.keep_only(bounds, now_ms - _KEEP_MS)
 
     def _read_manifests(self, layout: Layout, after: str | None, epoch: int, now_ms: int) -> int:
         """Read manifests; returns the time of the latest one."""

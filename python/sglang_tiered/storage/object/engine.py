@@ -28,13 +28,14 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.discovery import Discovery
-from sglang_tiered.storage.object.forgetting import begin_forget, hide_pages
+from sglang_tiered.storage.object.dropping import drop_stores
+from sglang_tiered.storage.object.forgetting import begin_forget, hide_pages, set_owner
 from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
 from sglang_tiered.storage.object.pending import RefreshOrder
-from sglang_tiered.storage.object.purging import Purger, begin_purge, drop_stores, hide
+from sglang_tiered.storage.object.purging import Purger, begin_purge, hide
 from sglang_tiered.storage.object.state import ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.codecs.base import PageCodec
-    from sglang_tiered.storage.base import EngineStats, TenantUsage
+    from sglang_tiered.storage.base import EngineStats, TenantUsage, Tombstone
     from sglang_tiered.storage.object.failures import RequestError
     from sglang_tiered.storage.object.settings import ObjectSettings
 
@@ -249,10 +250,13 @@ class ObjectEngine(BucketTier):
 
     def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
         """Forget pages as the contract says, for every server."""
-        return begin_forget(self._state, unique_keys(keys))
+        return begin_forget(self._state, unique_keys(keys), local)
 
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         hide_pages(self._state, unique_keys(keys))
+
+    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
+        set_owner(self._state, told)
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:

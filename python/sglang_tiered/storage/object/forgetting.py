@@ -9,32 +9,68 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.object.pending import StoreTicket
-from sglang_tiered.storage.object.purging import drop_stores
-from sglang_tiered.storage.promises import ended
+from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.object.dropping import drop_stores, drop_stores_of_pages
+from sglang_tiered.storage.object.format import MAX_FORGOTTEN_PAGES
+from sglang_tiered.storage.object.pending import PurgeOrder
+from sglang_tiered.storage.promises import all_true, ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.object.pending import OpenObject
-    from sglang_tiered.storage.object.state import ObjectState
+    from sglang_tiered.storage.base import Tombstone
+    from sglang_tiered.storage.object.state import ObjectState, OnForgotten
 
-__all__ = ["apply_forget", "begin_forget", "hide_pages"]
+__all__ = [
+    "apply_forget",
+    "begin_forget",
+    "hide_pages",
+    "note_tombstone",
+    "set_owner",
+    "tell",
+]
 
 _MAX_SKEW_MS = 60_000
 
 
-def begin_forget(state: ObjectState, keys: Sequence[bytes]) -> Future[bool]:
+def begin_forget(
+    state: ObjectState, keys: Sequence[bytes], local: Future[bool] | None
+) -> Future[bool]:
     """Forget pages, each key once. Memory only."""
-    hide_pages(state, keys)
-    return ended(False)
+    if not keys:
+        return ended(True)
+    gone = set(keys)
+    with state.lock:
+        if state.closed:
+            return ended(False)
+        names = state.index.names_of(keys)
+        uploading = [o for o in state.uploading if any(row[0] in gone for row in o.rows)]
+        bound = _bound(state, keys)
+        apply_forget(state, keys, bound)
+        orders = []
+        for start in range(0, len(keys), MAX_FORGOTTEN_PAGES):
+            order = PurgeOrder(
+                None,
+                state.next_id(NO_TENANT)._replace(unix_ms=bound, tenant_tag=0),
+                state.namespace,
+                state.promises.make(),
+                tuple(keys[start : start + MAX_FORGOTTEN_PAGES]),
+                local=local,
+            )
+            orders.append(order)
+        orders[-1].names, orders[-1].uploading = names, uploading
+        state.purge_orders.extend(orders)
+        state.discovery_ready.notify_all()
+        jobs = [job for job in state.jobs.inflight if not gone.isdisjoint(job.run.keys)]
+    return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
 
 def hide_pages(state: ObjectState, keys: Sequence[bytes]) -> None:
     """Forget pages, each key once, for this engine alone: another server makes it durable."""
     with state.lock:
+        # What its owner is told of is hidden already, no further than its tombstone says.
+        keys = [key for key in keys if key not in state.barred]
         if keys and not state.closed:
             apply_forget(state, keys, _bound(state, keys))
 
@@ -50,7 +86,7 @@ def apply_forget(state: ObjectState, keys: Iterable[bytes], bound_ms: int) -> No
     news = state.forgotten.add(keys, bound_ms)
     if not news:
         return
-    _drop_stores_of(state, set(news), bound_ms)
+    drop_stores_of_pages(state, set(news), bound_ms)
     state.num_pages_purged += state.index.drop_pages(news, bound_ms)
     folded = state.forgotten.fold()
     if folded >= 0:  # rather forget pages than that they are forgotten
@@ -59,35 +95,32 @@ def apply_forget(state: ObjectState, keys: Iterable[bytes], bound_ms: int) -> No
         state.num_pages_purged += state.index.drop_before(None, folded)
 
 
-def _drop_stores_of(state: ObjectState, gone: set[bytes], bound_ms: int) -> None:
-    for key in gone:
-        state.pending.pop(key, None)
-    tickets = [entry for entry in (*state.stores, state.packing) if isinstance(entry, StoreTicket)]
-    for ticket in tickets:
-        ticket.forgotten |= gone.intersection(ticket.job.run.keys)
-    staged = [*state.open_objects.values(), *state.uploads]
-    for each in staged:
-        _take_out(state, each, gone)
-    # What is dead by its name needs no more; the others' objects must not stay.
-    for each in state.uploading:
-        if each.object_id.unix_ms > bound_ms and any(row[0] in gone for row in each.rows):
-            each.dropped = True
-            state.settle(each, Reason.CANCELLED)
-    for each in [each for each in state.uploads if not each.rows]:
-        state.uploads.remove(each)
+def note_tombstone(state: ObjectState, tombstone: Tombstone) -> None:
+    """Have the owner of the engine told of a tombstone. The caller holds the state's lock."""
+    state.untold.append(tombstone)
+    if state.on_forgotten is not None:
+        state.barred.update(tombstone.keys)
 
 
-def _take_out(state: ObjectState, open_object: OpenObject, gone: set[bytes]) -> None:
-    """Take pages out of an object that no uploader has; their bytes become zeros."""
-    rows, entries = open_object.rows, open_object.entries
-    kept = [at for at, row in enumerate(rows) if row[0] not in gone]
-    if len(kept) == len(rows):
-        return
-    for (key, offset, stored, length, _), (ticket, position, _) in zip(rows, entries, strict=True):
-        if key in gone:
-            open_object.buffer[offset : offset + stored] = bytes(stored)
-            open_object.staged_bytes -= length
-            ticket.job.reasons[position] = Reason.CANCELLED
-            state.settle_pages(ticket, [key], length)
-    open_object.rows = [rows[at] for at in kept]
-    open_object.entries = [entries[at] for at in kept]
+def set_owner(state: ObjectState, told: OnForgotten) -> None:
+    """Have ``told`` called with every tombstone, those that were read before too."""
+    with state.lock:
+        state.on_forgotten = told
+        for tombstone in state.untold:
+            state.barred.update(tombstone.keys)
+        state.discovery_ready.notify_all()
+
+
+def tell(state: ObjectState) -> None:
+    """Tell the owner, on the discovery thread, what it was not told of. Until it has forgotten a
+    page in its other tiers none is stored here: it may have been read from there before."""
+    while True:
+        with state.lock:
+            told = state.on_forgotten
+            if told is None:
+                return
+            if not state.untold:
+                state.barred.clear()
+                return
+            tombstone = state.untold.popleft()
+        told(tombstone)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.base import KEY_BYTES, NO_TENANT
 from sglang_tiered.storage.object.names import ID_BYTES, MAX_UNIX_MS, ObjectId, parse_id
 from sglang_tiered.storage.region.format import NAMESPACE_BYTES, page_checksum
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT_VERSION",
+    "MAX_FORGOTTEN_PAGES",
     "MAX_MANIFEST_BYTES",
     "MAX_OBJECT_BYTES",
     "MAX_OBJECT_PAGES",
@@ -36,6 +37,7 @@ __all__ = [
     "Manifest",
     "Purge",
     "manifest_bytes",
+    "num_forgotten",
     "other_version",
     "pack_manifest",
     "pack_purge",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+FORGET_VERSION = 2  # of a purge that names pages
 MAX_OBJECT_PAGES = 1 << 16
 MAX_OBJECT_BYTES = 1 << 30  # of payload; offsets and lengths are 32 bits
 NO_CODEC = "none"
@@ -55,10 +58,12 @@ NO_CODEC = "none"
 MANIFEST_MAGIC = b"SGLTOMAN"
 PURGE_MAGIC = b"SGLTOPRG"
 TAIL_MAGIC = b"SGLTOEND"
+_VERSIONS = {MANIFEST_MAGIC: (FORMAT_VERSION,), PURGE_MAGIC: (FORMAT_VERSION, FORGET_VERSION)}
 
 # magic version num_pages namespace tenant codec id payload_bytes
 _MANIFEST = struct.Struct("<8sII32s16s16s40sQ")
-_PURGE = struct.Struct("<8sII32s16sQ")  # magic version everyone namespace tenant bound_ms
+# magic version everyone (or num_pages) namespace tenant bound_ms
+_PURGE = struct.Struct("<8sII32s16sQ")
 _TAIL = struct.Struct("<Q8s")  # manifest_bytes magic
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
@@ -75,7 +80,8 @@ PAGE_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
-MAX_PURGE_BYTES = 4096  # another version's may be longer than this one's
+MAX_FORGOTTEN_PAGES = 1 << 16  # that one purge names
+MAX_PURGE_BYTES = _PURGE.size + MAX_FORGOTTEN_PAGES * KEY_BYTES + _CHECKSUM.size
 MAX_MANIFEST_BYTES = _MANIFEST.size + MAX_OBJECT_PAGES * PAGE_DTYPE.itemsize + _CHECKSUM.size
 
 
@@ -107,11 +113,13 @@ class Manifest(NamedTuple):
 
 
 class Purge(NamedTuple):
-    """Objects of the tenant (of everyone: None) that were opened up to ``bound_ms`` are dead."""
+    """Objects of the tenant (of everyone: None) that were opened up to ``bound_ms`` are dead; where
+    it names pages, only these, in whatever object that was opened up to then."""
 
     namespace: bytes
     tenant: bytes | None
     bound_ms: int
+    keys: tuple[bytes, ...] = ()
 
 
 def manifest_bytes(num_pages: int) -> int:
@@ -144,8 +152,8 @@ def other_version(data: Buffer) -> int | None:
     if not _verifies(data):
         return None
     magic, version = _MAGIC_VERSION.unpack_from(data)
-    known = magic in (MANIFEST_MAGIC, PURGE_MAGIC)
-    return int(version) if known and version != FORMAT_VERSION else None
+    known = _VERSIONS.get(magic)
+    return int(version) if known is not None and version not in known else None
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
@@ -214,19 +222,28 @@ def unpack_tail(data: Buffer) -> int | None:
 
 
 def pack_purge(purge: Purge) -> bytes:
-    everyone = purge.tenant is None
+    version = FORGET_VERSION if purge.keys else FORMAT_VERSION
+    number = len(purge.keys) or int(purge.tenant is None)
     tenant = NO_TENANT if purge.tenant is None else purge.tenant
-    return _close(
-        _PURGE.pack(PURGE_MAGIC, FORMAT_VERSION, everyone, purge.namespace, tenant, purge.bound_ms)
-    )
+    fields = _PURGE.pack(PURGE_MAGIC, version, number, purge.namespace, tenant, purge.bound_ms)
+    return _close(fields + b"".join(purge.keys))
+
+
+def num_forgotten(num_bytes: int) -> int:
+    """Return how many pages a purge of that length names."""
+    return max(num_bytes - _PURGE.size - _CHECKSUM.size, 0) // KEY_BYTES
 
 
 def unpack_purge(data: Buffer) -> Purge | None:
-    if len(data) != _PURGE.size + _CHECKSUM.size or not _verifies(data):
+    num_keys, odd = divmod(len(data) - _PURGE.size - _CHECKSUM.size, KEY_BYTES)
+    if num_keys < 0 or odd or not _verifies(data):
         return None
-    magic, version, everyone, namespace, tenant, bound_ms = _PURGE.unpack_from(data)
-    if (magic, version) != (PURGE_MAGIC, FORMAT_VERSION) or everyone > 1:
+    magic, version, number, namespace, tenant, bound_ms = _PURGE.unpack_from(data)
+    if magic != PURGE_MAGIC or bound_ms > MAX_UNIX_MS:
         return None
-    if bound_ms > MAX_UNIX_MS:
+    if version == FORMAT_VERSION and not num_keys and number <= 1:
+        return Purge(namespace, None if number else tenant, bound_ms)
+    if version != FORGET_VERSION or number != num_keys or tenant != NO_TENANT or not num_keys:
         return None
-    return Purge(namespace, None if everyone else tenant, bound_ms)
+    ends = range(_PURGE.size, len(data) - _CHECKSUM.size, KEY_BYTES)
+    return Purge(namespace, None, bound_ms, tuple(bytes(data[at : at + KEY_BYTES]) for at in ends))

@@ -202,6 +202,8 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
         length = sum(segment.nbytes for segment in page)
         if held[position] or key in state.pending:
             job.reasons[position] = Reason.DUPLICATE
+        elif key in state.barred:
+            job.reasons[position] = Reason.CANCELLED
         elif length > settings.max_page_bytes:
             job.reasons[position] = Reason.NO_SPACE
         elif share is not None and taken + length + _MIN_OBJECT_OVERHEAD > share:

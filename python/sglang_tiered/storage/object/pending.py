@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.storage.object.format import MAX_OBJECT_PAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Job
@@ -145,12 +145,18 @@ class LoadTicket:
 
 @dataclass(eq=False, slots=True)
 class PurgeOrder:
-    """Make a purge durable."""
+    """Make a purge durable: of a tenant, of everyone (None), or of single pages. In the latter
+    case ``names`` are objects that had one, ``uploading`` those that were on their way, and
+    ``local`` says whether this server's own tier has forgotten the pages."""
 
     tenant: bytes | None
     purge_id: ObjectId  # its time is the bound
     namespace: bytes
     durable: Future[bool]
+    keys: tuple[bytes, ...] = ()
+    names: set[str] = field(default_factory=set)
+    uploading: Sequence[OpenObject] = ()
+    local: Future[bool] | None = None
 
 
 class RefreshOrder(NamedTuple):

@@ -1,8 +1,9 @@
-"""How pages are forgotten on order: hidden in memory at once, then gone from the bucket.
+"""How tenants are purged on order: hidden in memory at once, then gone from the bucket.
 
 A purge is known to other servers by its tombstone, which says up to when objects of the tenant are
 dead; it is written first, then manifests and objects are deleted. A purge of a tenant is of every
-namespace under the prefix, a purge of everyone of the engine's own.
+namespace under the prefix, a purge of everyone of the engine's own. ``Purger`` makes what was
+forgotten page by page (``forgetting``) durable too, in every namespace.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.base import NO_TENANT, JobKind, Tombstone
+from sglang_tiered.storage.object.dropping import drop_stores
 from sglang_tiered.storage.object.failures import Failure, RequestError
-from sglang_tiered.storage.object.format import Purge, pack_purge
+from sglang_tiered.storage.object.forgetting import apply_forget, note_tombstone
+from sglang_tiered.storage.object.format import Purge, pack_purge, unpack_manifest
 from sglang_tiered.storage.object.names import (
     ROOT,
     Layout,
@@ -21,8 +24,8 @@ from sglang_tiered.storage.object.names import (
     parse_path,
     tenant_tag,
 )
-from sglang_tiered.storage.object.pending import OpenObject, PurgeOrder, StoreTicket
-from sglang_tiered.storage.promises import all_true, ended, keep
+from sglang_tiered.storage.object.pending import PurgeOrder
+from sglang_tiered.storage.promises import all_true, ended, is_true, keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +41,8 @@ logger = logging.getLogger(__name__)
 _MAX_SKEW_MS = 60_000
 _SWEPT_ROWS = 1 << 16
 _DELETED_AT_ONCE = 1000
+_MAX_READ = 256  # objects that a forget looks into; the collector finds the rest
+_LOCAL_S = 10.0
 
 
 def begin_purge(state: ObjectState, tenant: bytes | None) -> Future[bool]:
@@ -85,45 +90,13 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
     state.num_pages_purged += state.index.drop_before(purge.tenant, purge.bound_ms)
 
 
-def drop_stores(
-    state: ObjectState, tenant: bytes | None, bound_ms: int | None, but: Sequence[OpenObject] = ()
-) -> None:
-    """Keep what is on its way of a tenant (None: of anyone) invisible, but for some objects; with a
-    bound, only what is in objects opened up to it. The caller holds the state's lock."""
-    if bound_ms is None:
-        if state.packing is not None and tenant in (None, state.packing.tenant):
-            state.packing.dropped = True  # the packer finishes it
-        kept = []
-        for entry in state.stores:
-            if isinstance(entry, StoreTicket) and tenant in (None, entry.tenant):
-                entry.dropped = True
-                state.refuse(entry, entry.positions, Reason.CANCELLED)
-            else:
-                kept.append(entry)
-        state.stores.clear()
-        state.stores.extend(kept)
-    gone = [
-        each
-        for each in state.in_staging()
-        if tenant in (None, each.tenant)
-        and each not in but
-        and (bound_ms is None or min(each.object_id.unix_ms, each.opened_ms) <= bound_ms)
-    ]
-    for each in gone:
-        each.dropped = True
-        state.settle(each, Reason.CANCELLED)
-    state.open_objects = {k: each for k, each in state.open_objects.items() if not each.dropped}
-    for each in [each for each in state.uploads if each.dropped]:
-        state.uploads.remove(each)
-
-
 class Purger:
     """Makes purges durable, on the discovery thread. A failed purge is tried again."""
 
     def __init__(self, state: ObjectState, client: ObjectClient) -> None:
         self._state = state
         self._client = client
-        self._unfinished: dict[bytes | None, PurgeOrder] = {}
+        self._unfinished: dict[bytes | tuple[bytes, ...] | None, PurgeOrder] = {}
 
     def serve(self, order: PurgeOrder) -> None:
         durable = False
@@ -132,20 +105,20 @@ class Purger:
             self._await_uploads(order)
             self._make_durable(order)
         except RequestError:
-            self._unfinished[order.tenant] = order
+            self._unfinished[_what(order)] = order
         except BaseException:  # a panic of the library is no Exception
             logger.exception("internal error while purging; the purge is tried again")
-            self._unfinished[order.tenant] = order
+            self._unfinished[_what(order)] = order
         else:
-            self._unfinished.pop(order.tenant, None)
+            self._unfinished.pop(_what(order), None)
             durable = True
         keep(order.durable, durable)
 
     def retry(self) -> None:
         """Try again what failed. Raises ``RequestError``."""
-        for tenant, order in list(self._unfinished.items()):
+        for what, order in list(self._unfinished.items()):
             self._make_durable(order)
-            del self._unfinished[tenant]
+            del self._unfinished[what]
 
     def sweep(self) -> None:
         """Remove hidden pages from the index, with the lock let go in between."""
@@ -162,7 +135,8 @@ class Purger:
             dropped = [
                 each
                 for each in state.uploading
-                if each.dropped and order.tenant in (None, each.tenant)
+                if each in order.uploading
+                or (each.dropped and not order.keys and order.tenant in (None, each.tenant))
             ]
             state.upload_done.wait_for(
                 lambda: state.closed or not any(each in state.uploading for each in dropped)
@@ -170,16 +144,26 @@ class Purger:
 
     def _make_durable(self, order: PurgeOrder) -> None:
         namespaces = [order.namespace]
-        if order.tenant is not None:
+        if order.tenant is not None or order.keys:
             found = {namespace_of(folder) for folder in self._client.folders(ROOT)}
             namespaces += [name for name in found if name and name != order.namespace]
         self._cover_later_names(order, namespaces)
         purges = [
-            (Layout(namespace), Purge(namespace, order.tenant, order.purge_id.unix_ms))
+            (
+                Layout(namespace),
+                Purge(namespace, order.tenant, order.purge_id.unix_ms, order.keys),
+            )
             for namespace in namespaces
         ]
         for layout, purge in purges:
             self._client.put(layout.purge(order.purge_id), pack_purge(purge))
+        if order.keys:
+            self._delete_dead(order)
+            if order.local is not None and is_true(order.local, _LOCAL_S):
+                with self._state.lock:
+                    name, bound_ms = str(order.purge_id), order.purge_id.unix_ms
+                    note_tombstone(self._state, Tombstone(name, bound_ms, ()))
+            return
         for layout, _ in purges:
             for folder in (layout.manifests, layout.objects):
                 self._delete(folder, order)
@@ -201,13 +185,41 @@ class Purger:
         order.purge_id = order.purge_id._replace(unix_ms=newest)
         state = self._state
         with state.lock:
-            if order.tenant is not None or state.namespace == order.namespace:
+            if order.keys:
+                apply_forget(state, order.keys, newest)
+            elif order.tenant is not None or state.namespace == order.namespace:
                 apply_remote_purge(state, Purge(order.namespace, order.tenant, newest))
+
+    def _delete_dead(self, order: PurgeOrder) -> None:
+        """Delete objects that held pages which were forgotten, and now hold none that counts. The
+        others keep the bytes until they go."""
+        state, layout = self._state, Layout(order.namespace)
+        names = order.names | {
+            str(each.object_id) for each in order.uploading if each.namespace == order.namespace
+        }
+        gone = []
+        for name in sorted(names)[:_MAX_READ]:
+            try:
+                manifest = unpack_manifest(self._client.get(layout.manifest(name)))
+            except RequestError as error:
+                if error.failure is not Failure.NOT_FOUND:
+                    raise
+                continue
+            with state.lock:
+                if manifest is not None and state.forgotten.dead(manifest).all():
+                    gone.append(name)
+                    if state.namespace == order.namespace:
+                        state.index.drop_objects([name])
+        self._erase([layout.manifest(name) for name in gone])
+        self._erase([layout.object(name) for name in gone])
 
     def _delete(self, folder: str, order: PurgeOrder) -> None:
         gone: list[str] = []
         for chunk in self._client.listing(folder):
             gone += [listed.path for listed in chunk if self._is_dead(listed.path, order)]
+        self._erase(gone)
+
+    def _erase(self, gone: list[str]) -> None:
         for start in range(0, len(gone), _DELETED_AT_ONCE):
             try:
                 self._client.delete(gone[start : start + _DELETED_AT_ONCE])
@@ -223,6 +235,10 @@ class Purger:
             return False
         skew = 0 if named.writer == order.purge_id.writer else _MAX_SKEW_MS
         return named.unix_ms <= order.purge_id.unix_ms + skew
+
+
+def _what(order: PurgeOrder) -> bytes | tuple[bytes, ...] | None:
+    return order.keys or order.tenant
 
 
 def _is_of_tenant(order: PurgeOrder, named: ObjectId) -> bool:

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT, Reason
+from sglang_tiered.storage.base import NO_TENANT, Reason, Tombstone
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.object.budgets import DailyBudget
 from sglang_tiered.storage.object.forgotten import Forgotten
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     )
     from sglang_tiered.storage.object.settings import ObjectSettings
 
-__all__ = ["Bounds", "ObjectState", "OnFault"]
+__all__ = ["Bounds", "ObjectState", "OnFault", "OnForgotten"]
 
 _MAX_PURGES = 16_384
 _MAX_SKIPPED = 8192
 _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
 
+
+OnForgotten = Callable[[Tombstone], None]
+"""What the owner of an engine wants to be told of."""
 
 OnFault = Callable[[str], None]
 """A thread calls it with what it was doing when an unforeseen exception ended that; the thread goes
@@ -130,10 +133,13 @@ class ObjectState:
         self.bounds = Bounds()
         self.forgotten = Forgotten()
         self.purge_orders: deque[PurgeOrder] = deque()
+        self.on_forgotten: OnForgotten | None = None
+        self.untold: deque[Tombstone] = deque()
+        self.barred: set[bytes] = set()  # pages of those: not stored until the owner knows
         self.refresh_orders: list[RefreshOrder] = []
         self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
         self.suspects: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
-        self._writer = secrets.randbits(32)
+        self.writer = secrets.randbits(32)
         self._last_ms = 0
         self._sequence = 0
         # Counters
@@ -164,7 +170,7 @@ class ObjectState:
             self._last_ms = opened
         self._sequence = (self._sequence + 1) % _MAX_SEQUENCE
         opened = max(opened, not_before)
-        return ObjectId(opened, self._writer, self._sequence, tenant_tag(tenant))
+        return ObjectId(opened, self.writer, self._sequence, tenant_tag(tenant))
 
     def suspect(self, name: str) -> None:
         """Note a manifest that does not verify. It may have been damaged on its way: it is read

@@ -12,6 +12,7 @@ import re
 from sglang_tiered.storage.region.format import parse_region_name
 
 __all__ = [
+    "APPLIED_FORGETS_NAME",
     "APPLIED_PURGES_NAME",
     "CHECKPOINT_NAME",
     "IGNORED_NAMES",
@@ -50,13 +51,20 @@ PURGES_NAME = "PURGES"
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
+APPLIED_FORGETS_NAME = "APPLIED-FORGETS"
 APPLIED_PURGES_NAME = "APPLIED-PURGES"
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
 WARM_NAME = "WARM"
 TEMPORARY_SUFFIX = ".tmp"
 
-NOTE_NAMES = (APPLIED_PURGES_NAME, NAMESPACE_NAME, PAGE_SIZES_NAME, WARM_NAME)
+NOTE_NAMES = (
+    APPLIED_FORGETS_NAME,
+    APPLIED_PURGES_NAME,
+    NAMESPACE_NAME,
+    PAGE_SIZES_NAME,
+    WARM_NAME,
+)
 LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,

@@ -36,6 +36,7 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true
 from sglang_tiered.storage.region.engine import RegionEngine
+from sglang_tiered.storage.stack.applied_forgets import AppliedForgets
 from sglang_tiered.storage.stack.demotion import Demoter
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
@@ -98,9 +99,14 @@ class TierStack(WriteTier):
             generation=lambda: self._generation,
             clock=clock,
         )
+        self.on_forgotten: Callable[[Sequence[bytes]], Future[bool]] | None = None
+        """Called on a thread of the bucket with pages that another server was asked to forget; the
+        owner that sets it forgets them in memory too, and calls ``forget`` as ``is_remote``."""
         self._demoter: Demoter | None = None  # without a bucket nothing goes down
         if self.bucket is not None:
             assert isinstance(nvme, RegionEngine), "what is borrowed is its owner's to copy"
+            applied = AppliedForgets(nvme, self._forget_elsewhere)
+            self.bucket.report_forgotten(applied.told)
             self._demoter = Demoter(
                 nvme,
                 self.bucket,
@@ -310,6 +316,11 @@ class TierStack(WriteTier):
                     begun.append(remote.forget(unique, local=begun[0]))
             self._generation += 1  # last, as for a purge
         return all_true(begun)
+
+    def _forget_elsewhere(self, keys: Sequence[bytes]) -> Future[bool]:
+        if self.on_forgotten is not None:
+            return self.on_forgotten(keys)
+        return self.forget(keys, is_remote=True)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True

@@ -6,7 +6,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.storage.object.format import PAGE_DTYPE, TAIL_BYTES, manifest_bytes
+from sglang_tiered.storage.object.format import (
+    PAGE_DTYPE,
+    TAIL_BYTES,
+    manifest_bytes,
+    num_forgotten,
+)
 from sglang_tiered.storage.object.listings import IdFilter
 from sglang_tiered.storage.object.names import Layout, parse_path
 from sglang_tiered.tools.store.bucket import open_bucket, requests_end
@@ -28,6 +33,7 @@ _SUMMED = (
     "object_bytes",
     "manifest_bytes",
     "purges",
+    "forgotten_pages",
     "waiting_for_removal",
     "foreign",
 )
@@ -91,11 +97,11 @@ def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
                 found["payload_bytes"] += entry.size - TAIL_BYTES
     # Every announced object ends with a copy of its manifest.
     found["payload_bytes"] = max(found["payload_bytes"] - found["manifest_bytes"], 0)
-    for key, folder in (
-        ("purges", layout.purges),
-        ("waiting_for_removal", f"{layout.folder}/graves"),
-    ):
-        found[key] = sum(len(chunk) for chunk in client.listing(folder))
+    for chunk in client.listing(layout.purges):
+        found["purges"] += len(chunk)
+        found["forgotten_pages"] += sum(num_forgotten(entry.size) for entry in chunk)
+    graves = client.listing(f"{layout.folder}/graves")
+    found["waiting_for_removal"] = sum(len(chunk) for chunk in graves)
     now = time.time()
     return {
         "namespace": layout.namespace.hex(),
@@ -139,6 +145,8 @@ def _show(report: dict[str, Any]) -> None:
         lines.append(
             f"note: {total['foreign']:,} names do not belong to the store and are left alone"
         )
+    if total["forgotten_pages"]:
+        lines.append(f"note: {total['forgotten_pages']:,} pages are forgotten, and hidden if left")
     requests = sum(report["requests"].values())
     lines.append(f"note: this took {requests:,} requests")
     print_lines(["", *lines, *(f"note: {text}" for text in report["notes"])])

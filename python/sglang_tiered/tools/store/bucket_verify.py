@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _READ_BYTES = 8 << 20
-_COUNTED = ("objects", "pages", "damaged_pages", "payload_bytes", "purges", "gone_meanwhile")
+_COUNTED = (
+    "objects",
+    "pages",
+    "damaged_pages",
+    "payload_bytes",
+    "purges",
+    "forgotten_pages",
+    "gone_meanwhile",
+)
 
 
 @dataclass
@@ -116,8 +124,13 @@ def _verify(client: ObjectClient, layout: Layout, pool: ThreadPoolExecutor, jobs
         path = layout.purge(purge_id)
         data = _get(client, path, MAX_PURGE_BYTES)
         found.counts["purges"] += 1
-        if data is not None and other_version(data) is None and unpack_purge(data) is None:
+        if data is None or other_version(data) is not None:
+            continue
+        purge = unpack_purge(data)
+        if purge is None:
             found.problem(path, "does not verify: what it purged may be served again")
+        else:
+            found.counts["forgotten_pages"] += len(purge.keys)
     return found
 
 

@@ -81,6 +81,21 @@ def test_the_replica_that_holds_it_answers() -> None:
     assert report == Report(200, {"unpinned": True})
 
 
+def test_replicas_that_know_no_rid_forget_too() -> None:
+    forgotten = {"done": True, "durable": True, "num_tokens": 64}
+    unknown = {"done": True, "unknown": True}
+    report, manager = call(
+        TierService.forget,
+        {"rid": "r"},
+        [unknown, {**forgotten, "hashes": ["ab"]}],
+        [{**forgotten, "durable": False}, forgotten],
+    )
+    assert manager.asked[1].body["hashes"] == ["ab"]
+    assert report.status == 503 and report.body["durable"] is False
+    report, _ = call(TierService.forget, {"input_ids": [1]}, [forgotten])
+    assert report == Report(200, {"durable": True, "num_tokens": 64})
+
+
 @pytest.mark.parametrize(
     ("method", "body", "answers", "status", "sentence"),
     [
@@ -91,6 +106,9 @@ def test_the_replica_that_holds_it_answers() -> None:
         (TierService.purge, {}, [DONE], 400, "pass extra_key"),
         (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
         (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
+        (TierService.forget, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
+        (TierService.forget, {"rid": "r", "keep_tokens": -1}, [DONE], 400, "keep_tokens -1"),
+        (TierService.forget, {"rid": "r", "keep_tokens": True}, [DONE], 400, "keep_tokens True"),
         (TierService.pin, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
         (TierService.purge, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
         (TierService.residency, {"rid": "r"}, [REFUSED, "KeyError: 7"], 500, "KeyError: 7"),

@@ -9,6 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import flash_kernels
 import pytest
 import torch
 from attention_world import DIM, HEADS, KV_HEADS, SLOTS, World, mha_pool, qkv, radix_layer, run
@@ -385,6 +386,31 @@ def test_gpu_gets_the_triton_form_with_compiled_kernels(
             ATTENTION_BACKENDS["pod"](given)
 
 
+@pytest.mark.parametrize(
+    ("is_hopper", "dtype", "mla", "parent"),
+    [
+        (True, torch.bfloat16, False, "fa3"),
+        (False, torch.bfloat16, False, "triton"),
+        (True, torch.float8_e5m2, False, "triton"),
+        (True, torch.bfloat16, True, "triton"),
+    ],
+)
+def test_parent_is_what_sglang_takes_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, is_hopper: bool, dtype: torch.dtype, mla: bool, parent: str
+) -> None:
+    given = described_runner("cuda", has_attention_sinks=False, hf_config=SimpleNamespace())
+    given.model_config.hf_config.architectures = ["LlamaForCausalLM"]
+    given.kv_cache_dtype, given.use_mla_backend = dtype, mla
+    base = "sglang.srt.arg_groups.model_override_base"
+    monkeypatch.setattr(f"{base}.current_platform.is_out_of_tree", lambda: False)
+    device = SimpleNamespace(
+        is_hopper_with_cuda_12_3=is_hopper, is_sm100=False, is_hip=False, has_flashinfer=False
+    )
+    monkeypatch.setattr(f"{base}.get_platform", lambda: device)
+    with get_context().override_server_args(model_path="none", device="cpu"):
+        assert registration._parent_of(given) == parent
+
+
 @pytest.mark.parametrize("mixed_chunk", [True, False])
 def test_log_names_the_kernels_and_hints_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mixed_chunk: bool
@@ -461,5 +487,9 @@ def test_working_flags_pass(explicit: dict[str, Any]) -> None:
     pod_flags.check_arguments(explicit, page_size=64)
 
 
-def test_installed_sglang_has_the_triton_parents_seams() -> None:
+def test_installed_sglang_has_the_parents_seams() -> None:
     compat.check_signatures(pod_triton.SIGNATURES)
+    with flash_kernels.installed():
+        from sglang_tiered.integration.attention import pod_flash
+
+        compat.check_signatures(pod_flash.SIGNATURES)

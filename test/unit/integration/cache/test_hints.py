@@ -208,6 +208,22 @@ def test_memory_that_others_need_withdraws_a_hint(
     assert hinting.num_in_host(LONG) == 0
 
 
+def test_load_without_room_withdraws_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
+    loads = hinting.cache.tiering.loads
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    loads._window = PrefetchWindow(4 * PAGE)
+    request = hinting.world.asks("r", SHORT)
+    assert loads.is_put_off(request)
+    hinting.cache.check_hicache_events()
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    request = hinting.world.asks("r", SHORT)
+    assert request in hinting.cache.ongoing_prefetch
+    hold()
+    hinting.world.until(lambda: hinting.cache.load_has_ended(request))
+    assert hinting.num_in_host(SHORT) == len(SHORT)
+
+
 def test_pages_evicted_before_the_end_withdraw_a_hint(
     hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,3 +431,42 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     assert not hinting.cache.ongoing_prefetch
     loads._window.withdraw_load("someone")
     assert hinting.wait() == DONE
+
+
+def test_models_with_windows_load_what_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their states lie at some places only, so a piece is longer there."""
+    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
+        world.store(LONG)
+        hinting = HintWorld(world)
+        hinting.hint(LONG)
+        assert hinting.wait() == DONE
+        assert hinting.num_in_host(LONG) == len(LONG)
+        assert hinting.is_at_rest()
+
+
+def test_small_host_tier_loads_below_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front is on the device, whose copy in host memory has given way; it is made again."""
+    whole = prompt(3, 12)
+    with cache_world(tmp_path / "kv", monkeypatch, is_small=True) as world:
+        world.store(whole)
+        world.compute(whole[: 4 * PAGE])
+        world.until(lambda: not world.cache.ongoing_backup)
+        world.cache.evict_host(world.num_host_tokens)
+        hinting = HintWorld(world)
+        assert hinting.hint(whole)["num_in_memory"] == 4 * PAGE
+        assert hinting.wait()["num_in_memory"] == len(whole)
+        assert hinting.num_in_host(whole) == len(whole) - 4 * PAGE
+        assert hinting.is_at_rest()
+
+
+def test_small_host_tier_takes_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cache_world(tmp_path / "kv", monkeypatch, is_small=True) as world:
+        world.store(LONG)
+        hinting = HintWorld(world)
+        begun = hinting.hint(LONG)["num_loading"]
+        assert 0 < begun < len(LONG)
+        assert hinting.wait()["num_in_memory"] == begun == hinting.num_in_host(LONG)

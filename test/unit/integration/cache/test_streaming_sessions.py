@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
@@ -171,6 +172,24 @@ def test_a_retracted_turn_is_published_at_its_end(
     assert talk.num_published(100) == aligned(40)
     talk.end(talk.begin(101))
     assert talk.num_published(101) == aligned(101)
+    talk.close()
+
+
+def test_forgotten_turns_are_computed_again(talk: Conversation) -> None:
+    """A session's record holds them beside the tree."""
+    hashes = get_storage_hash_str(RadixKey(HISTORY[: 4 * PAGE]), None, page_size=PAGE)
+    talk.end(talk.begin(75))
+    turn = talk.begin(100)
+    talk.cache.forgotten.hide(hashes)
+    talk.end(turn)  # which was under way
+    assert talk.num_published(100) == 0
+    turn = talk.begin(150)
+    assert turn.prefix_len == 0
+    talk.end(turn)
+    assert talk.num_published(150) == aligned(150)
+    turn = talk.begin(200)
+    assert turn.prefix_len == 150, "what was computed again was dropped"
+    talk.end(turn)
     talk.close()
 
 

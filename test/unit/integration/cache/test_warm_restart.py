@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
@@ -110,6 +112,26 @@ def test_purge_is_durable_once_the_list_forgot(
     assert OTHER in tier.tenants()
     assert finished(tier.host.purge_tenant(None))
     assert not tier.tenants()
+
+
+def test_forgotten_prompts_leave_the_file(tmp_path: Path) -> None:
+    tier = Tier(tmp_path)
+    tier.use("a", "acme", "s3cret")
+    tier.use("b", "other", None)
+    tier.host.close()
+    tier = Tier(tmp_path)
+    tier.use("c", "other", None)  # who is named now, acme is not
+    key = RadixKey(array("q", range(64)), "third")
+    done = tier.host.forget_pages(get_storage_hash_str(key, None, page_size=16))
+    assert done.result(TIMEOUT_S)
+    assert tier.tenants() == {OTHER}
+    key = RadixKey(array("q", range(64)), "other")
+    done = tier.host.forget_pages(get_storage_hash_str(key, None, page_size=16)[3:])
+    assert done.result(TIMEOUT_S)
+    assert tier.tenants() == set()
+    tier.host.name_keys("acme", "s3cret")
+    assert tier.load_all() == [], "what cannot be told was loaded"
+    tier.host.close()
 
 
 def test_a_full_disk_removes_a_purged_tenants_list(

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES, PurgeExchange
 from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, RemotePurges
+from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, MEMORY, RemotePurges
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import ended
 
@@ -28,7 +29,9 @@ class Rank:
     def __init__(self, *, is_first: bool, is_alone: bool) -> None:
         self.gate = StoreGate(MemoryEngine(1 << 20), host_tokens=1 << 30, page_bytes=100)
         self.purged: list[bytes | None] = []
-        self.told = RemotePurges(self.gate, self.begin_purge)
+        self.forgotten: list[bytes] = []
+        self.hidden = ForgottenPages()
+        self.told = RemotePurges(self.gate, self.begin_purge, self.forget_keys)
         self.exchange: PurgeExchange | None = None
         self.agreement = RankAgreement(INITIAL, RULES, is_first=is_first, is_alone=is_alone)
         self.acted: list[bytes | None] = []
@@ -36,6 +39,11 @@ class Rank:
     def begin_purge(self, tenant: bytes | None, *, is_remote: bool) -> Future[bool]:
         assert is_remote
         self.purged.append(tenant)
+        return ended(True)
+
+    def forget_keys(self, keys: list[bytes], *, is_remote: bool) -> Future[bool]:
+        assert is_remote
+        self.forgotten += keys
         return ended(True)
 
     def act(self) -> None:
@@ -135,7 +143,7 @@ def test_reattached_storage_does_not_repeat_purges() -> None:
     (rank,) = ranks = make_ranks(1)
     rank.told(A)
     step(ranks)
-    rank.told = RemotePurges(rank.gate, rank.begin_purge)
+    rank.told = RemotePurges(rank.gate, rank.begin_purge, rank.forget_keys)
     step(ranks)
     assert rank.acted == [A]
     rank.told(B)
@@ -155,3 +163,31 @@ def test_more_than_can_wait_becomes_everything(number: int) -> None:
     assert len(rank.acted) == expected
     assert (None in rank.acted) == (number > MAX_WAITING)
     assert not rank.gate.blocked
+
+
+def test_lone_scheduler_hides_forgotten_pages_at_once() -> None:
+    (rank,) = ranks = make_ranks(1)
+    key = bytes.fromhex(PAGE)
+    rank.told.forget([key])  # the tiers are open, and memory is not asked yet
+    rank.told.use_forgotten(rank.hidden, is_alone=True)
+    assert PAGE in rank.hidden
+    rank.told.forget([bytes(32)])
+    assert bytes(32).hex() in rank.hidden and rank.forgotten == [key, bytes(32)]
+    step(ranks)
+    assert rank.acted == []
+
+
+def test_ranks_hide_memory_together_for_forgotten_pages() -> None:
+    """Hashes have no place in what ranks exchange, and a rank alone must not match less."""
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.told.use_forgotten(rank.hidden, is_alone=False)
+    step(ranks)
+    ranks[0].told.forget([bytes(32)])
+    ranks[0].told.forget([bytes(32)])
+    ranks[1].told.forget([bytes(32)])
+    assert not ranks[0].stores(A), "memory may hold the page still"
+    for _ in range(4):
+        step(ranks)
+    assert [rank.acted for rank in ranks] == [[MEMORY], [MEMORY]]
+    assert ranks[0].stores(A) and not ranks[0].hidden

@@ -41,6 +41,8 @@ def examples() -> list[bytes]:
         formats.pack_piece(SERVER, 2, 0, PAGES),
         formats.pack_delta(SERVER, 3, Delta(np.array([5], np.uint64), PAGES[:1])),
         formats.pack_purge(Purge(b"\x33" * 16, b"\x22" * 16)),
+        formats.pack_forget(b"\x44" * 16, [b"\x55" * 32]),
+        formats.pack_keys(b"\x44" * 16, [b"\x55" * 32]),
         formats.pack_serving(SERVER, Serving("http://192.0.2.7:30000", Role.PREFILL, 0, 8998)),
     ]
 
@@ -65,6 +67,7 @@ def test_documented_keys_equal_the_keys_made() -> None:
         names.changes("<id>", 0).removesuffix("0") + "<i>",
         names.news,
         names.purges,
+        names.keys(bytes(16)).removesuffix("00" * 16) + "<number>",
     ):
         assert f"`{key.replace(names.prefix, '<ns>')}`" in text, key
 
@@ -78,6 +81,8 @@ def test_documented_figures_equal_the_settings() -> None:
     assert f"({settings.expiry_s:.0f} s after its last sign of life" in text
     assert f"({settings.purge_retention_s / 86400:.0f} days)" in text
     assert f"At most {purges.MAX_PURGES:,} purges" in text
+    assert f"at most {formats.FORGET_KEYS:,} keys" in text
+    assert f"of the newest {purges.MAX_KEPT}" in text
     assert f"{MAX_REPLY_BYTES >> 20} MiB" in text
     assert f"at most {formats.DELTA_PAGES} fingerprints" in text
     assert f"{formats.PIECE_PAGES} fingerprints in each but the last" in text

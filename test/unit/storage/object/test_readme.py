@@ -59,6 +59,7 @@ def test_the_worked_examples_are_what_the_code_writes() -> None:
     for data in (
         example_object(),
         pack_purge(Purge(NAMESPACE, TENANT, ID.unix_ms)),
+        pack_purge(Purge(NAMESPACE, None, ID.unix_ms + 60_000, (PAGES[0][0],))),
     ):
         assert f"```\n{hexdump(data)}\n```" in page(), hexdump(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -93,3 +94,88 @@ def test_a_purge_of_both_tiers_outlives_the_server(
     assert second.bucket.refresh(TIMEOUT_S)
     assert second.lookup(mine.keys).num_hits == 0
     assert second.lookup(other.keys).num_hits == 4
+
+
+def test_what_another_server_forgot_leaves_this_ones_disk(
+    open_engine: Callable[[str], TierStack], make_run: MakeRun, blank: Blank
+) -> None:
+    first, second = open_engine("first"), open_engine("second")
+    run = make_run(1, PAGES)
+    for engine in (first, second):
+        finished(engine.submit_store(Run(run.keys, run.pages, TENANT)))
+        assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    assert is_true(first.forget(run.keys[1:3]), TIMEOUT_S)
+    assert second.bucket.refresh(TIMEOUT_S)
+    expected = [True, False, False, True]
+    for engine in (first, second):
+        assert engine.contains(run.keys) == expected
+        assert engine.nvme.contains(run.keys) == expected
+    again = Run(run.keys[1:2], run.pages[1:2], TENANT)
+    finished(second.submit_store(again))
+    assert second.flush_to_bucket(again.keys, TIMEOUT_S) == [True]
+    assert first.bucket.refresh(TIMEOUT_S)
+    assert first.contains(run.keys) == [True, True, False, True]
+
+
+def test_a_restart_keeps_what_was_stored_again(
+    open_engine: Callable[[str], TierStack], make_run: MakeRun
+) -> None:
+    """Every start reads all tombstones that are left."""
+    run = make_run(1, PAGES)
+    other = make_run(2, PAGES)
+    first, second = open_engine("first"), open_engine("second")
+    for stored in (run, other):
+        finished(first.submit_store(Run(stored.keys, stored.pages, TENANT)))
+    assert is_true(first.forget(run.keys), TIMEOUT_S)
+    assert is_true(second.forget(other.keys), TIMEOUT_S)
+    assert first.bucket.refresh(TIMEOUT_S)
+    assert not any(first.nvme.contains(run.keys + other.keys))
+    for stored in (run, other):
+        finished(first.submit_store(Run(stored.keys, stored.pages, TENANT)))
+    assert first.flush(TIMEOUT_S)
+    first.close()
+    first = open_engine("first")
+    assert first.bucket.refresh(TIMEOUT_S, full=True)
+    assert all(first.nvme.contains(run.keys + other.keys))
+
+
+def test_a_server_that_was_down_forgets_then(
+    open_engine: Callable[[str], TierStack], make_run: MakeRun
+) -> None:
+    run = make_run(1, PAGES)
+    first, second = open_engine("first"), open_engine("second")
+    finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
+    assert first.flush(TIMEOUT_S)
+    first.close()
+    assert is_true(second.forget(run.keys[:3]), TIMEOUT_S)
+    first = open_engine("first")
+    assert first.bucket.refresh(TIMEOUT_S, full=True)
+    assert first.contains(run.keys) == [False, False, False, True]
+
+
+def test_a_copy_read_before_the_tombstone_stays_up(
+    open_engine: Callable[[str], TierStack], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = open_engine("first"), open_engine("second")
+    run = make_run(1, PAGES)
+    assert second.bucket.refresh(TIMEOUT_S)
+    read, told = threading.Event(), threading.Event()
+    demoter = second._demoter
+    read_batch = demoter._read
+
+    def slow_read(batch: object) -> object:
+        found = read_batch(batch)
+        read.set()
+        assert told.wait(TIMEOUT_S)
+        return found
+
+    monkeypatch.setattr(demoter, "_read", slow_read)
+    finished(second.submit_store(Run(run.keys, run.pages, TENANT)))
+    assert read.wait(TIMEOUT_S), "nothing was copied"
+    assert is_true(first.forget(run.keys[:2]), TIMEOUT_S)
+    assert second.bucket.refresh(TIMEOUT_S)
+    told.set()
+    assert second.flush_to_bucket(run.keys, TIMEOUT_S)[2:] == [True, True]
+    assert first.bucket.refresh(TIMEOUT_S)
+    for engine in (first, second):
+        assert engine.contains(run.keys) == [False, False, True, True]

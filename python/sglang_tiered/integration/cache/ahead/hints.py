@@ -2,8 +2,9 @@
 
 A hint is served by the same policy as loads, one hint and one piece at a time, and only while no
 request's load is under way or waits for room. It is dropped, and says so, when host memory is
-needed: what is kept there had to give way, the piece got no pages, or what it had loaded is gone
-again. At the end of its life it is dropped, too, on however busy a server.
+needed: a request's load waits for the room of its piece, what is kept there had to give way, the
+piece got no pages, or what it had loaded is gone again. At the end of its life it is dropped, too,
+on however busy a server.
 
 Scheduler thread only. Hints come to every rank in the same step. Whether one is over, which is a
 matter of clocks, ranks ask each other, as they do how much to load.
@@ -19,7 +20,7 @@ from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -35,6 +36,7 @@ NOT_READ = "a tier did not give what it should hold, or it did not verify; the r
 OVER = f"the hint was not served within {LIFE_S:.0f} s, as loads of requests go first; ask again"
 EMPTIED = "memory was to be emptied meanwhile; ask again"
 DETACHED = "the tiers were detached meanwhile; attach them and ask again"
+FORGOTTEN = "the conversation was forgotten meanwhile"
 PURGED = "the pages of its tenant were purged meanwhile"
 WEIGHTS = "the weights of the model were replaced meanwhile, so nothing fits them any more"
 
@@ -135,11 +137,12 @@ class Hints:
         if not self._hinted:
             return
         self._end_oldest()
-        if self._memory_is_short:
-            self._memory_is_short = False
-            if self._served is not None:
-                self._drop(self._served, NO_MEMORY)
         loader = self._loader
+        # A request waits for the room that the piece under way takes.
+        in_the_way = loader.is_loading and self._loads.waits_for_room()
+        if (self._memory_is_short or in_the_way) and self._served is not None:
+            self._drop(self._served, NO_MEMORY)
+        self._memory_is_short = False
         if loader.is_loading:
             return
         self._take_piece()
@@ -221,6 +224,17 @@ class Hints:
                 continue
             if hinted.is_active:
                 self._drop(hinted, why)
+            elif not hinted.why_dropped:
+                self._forget(last)
+
+    def forget_pages(self, hashes: Sequence[str]) -> None:
+        """Drop the hints for chains that hold one of these pages. As ``end_all``."""
+        gone = frozenset(hashes)
+        for last, hinted in list(self._hinted.items()):
+            if gone.isdisjoint(hinted.chain.hashes):
+                continue
+            if hinted.is_active:
+                self._drop(hinted, FORGOTTEN)
             elif not hinted.why_dropped:
                 self._forget(last)
 

@@ -25,7 +25,7 @@ from sglang_tiered.storage.promises import keep, promise
 from sglang_tiered.storage.region.files import WARM_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.integration.cache.ahead.chain_loader import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["ColdStart", "WarmHost", "remove_list"]
 
 SAVE_INTERVAL_S = 30.0
+MAX_KEYS = 4096  # of tenants, beyond which those without a prompt are dropped
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ class ColdStart:
     def purge_tenant(self, tenant: bytes | None) -> None:
         """Do nothing: there is no list."""
 
+    def forget_pages(self, hashes: Sequence[str]) -> None:
+        """Do nothing: there is no list."""
+
 
 class WarmHost:
     """Keeps the list of one scheduler. Scheduler thread; a thread of its own writes the file."""
@@ -103,6 +107,8 @@ class WarmHost:
         self._capacity = capacity
         self._waiting: deque[_Named] = deque()
         self._unnamed: dict[bytes, list[WarmChain]] = {}  # by the digest of their keys
+        # The keys of the chains that were noted, and of those that were named.
+        self._keys: dict[bytes, tuple[str | None, str | None]] = {}
         chains = decode(notes.read(WARM_NAME))
         if not chains:
             remove_list(notes)  # damaged, or of another format
@@ -127,21 +133,44 @@ class WarmHost:
             self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
             tenant_digest(req.extra_key, req.cache_salt),
         )
+        self._keys[content.keys] = req.extra_key, req.cache_salt
+        if len(self._keys) > MAX_KEYS:  # what none of is left
+            kept = {each.keys for each in self._list.snapshot()}
+            self._keys = {digest: keys for digest, keys in self._keys.items() if digest in kept}
         self._list.note_chain(chain, content, prefixes=prefixes)
 
     def purge_tenant(self, tenant: bytes | None) -> Future[bool]:
         """Neither load nor keep a tenant (None: every one) from now on. True once the file no
         longer names it."""
+        return self._forget_chains(
+            lambda chain: tenant in (None, chain.tenant),
+            lambda chain: tenant in (None, chain.tenant_in(self._cache)),
+        )
 
-        def belongs(chain: WarmChain) -> bool:
-            return tenant in (None, chain.tenant)
+    def forget_pages(self, hashes: Sequence[str]) -> Future[bool]:
+        """Neither load nor keep the prompts that hold one of these pages. Those of tenants that no
+        request has named go too: their pages cannot be told. True as for ``purge_tenant``."""
+        gone = frozenset(hashes)
 
-        self._list.forget_chains(belongs)
-        self._waiting = deque(named for named in self._waiting if not belongs(named.chain))
-        self._unnamed = {
-            keys: chains for keys, chains in self._unnamed.items() if not belongs(chains[0])
+        def holds(chain: WarmChain) -> bool:
+            keys = self._keys.get(chain.keys)
+            if keys is None:
+                return True
+            return not gone.isdisjoint(chain_of(self._cache, chain.token_ids(), *keys).hashes)
+
+        return self._forget_chains(holds, lambda chain: not gone.isdisjoint(chain.hashes))
+
+    def _forget_chains(
+        self, is_gone: Callable[[WarmChain], bool], is_loading_gone: Callable[[Chain], bool]
+    ) -> Future[bool]:
+        self._list.forget_chains(is_gone)
+        self._waiting = deque(named for named in self._waiting if not is_gone(named.chain))
+        kept = {
+            keys: [chain for chain in chains if not is_gone(chain)]
+            for keys, chains in self._unnamed.items()
         }
-        if self._chain is not None and tenant in (None, self._chain.tenant_in(self._cache)):
+        self._unnamed = {keys: chains for keys, chains in kept.items() if chains}
+        if self._chain is not None and is_loading_gone(self._chain):
             self._loader.stop()
             self._chain = None
         is_rewritten = promise()
@@ -153,7 +182,10 @@ class WarmHost:
     def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None:
         """Load the chains that are kept under these keys: a request goes by them."""
         if self._unnamed:
-            chains = self._unnamed.pop(tenant_digest(extra_key, cache_salt), ())
+            digest = tenant_digest(extra_key, cache_salt)
+            chains = self._unnamed.pop(digest, ())
+            if chains:
+                self._keys[digest] = extra_key, cache_salt
             self._waiting += [_Named(chain, extra_key, cache_salt) for chain in chains]
 
     def tick(self) -> None:

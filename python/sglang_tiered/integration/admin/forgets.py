@@ -1,0 +1,103 @@
+"""``Forgets``: conversations that are forgotten, in a scheduler process, for ``service``.
+
+Every rank gets the same messages in the same order. Pages are hidden in memory first, so that
+nothing is stored behind the tiers' back, and then in the tiers, in memory too. Whether that is
+durable, and known to every other server, is asked afterwards: the scheduler waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_tiered.config import TieredConfig
+from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selector_of
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.identity.recent_requests import Selector
+
+__all__ = ["Forgets"]
+
+DETACHED = (
+    "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
+    "it and ask again"
+)
+
+
+@dataclass(slots=True)
+class _Forget:
+    hashes: list[str]  # as the tiers know the pages
+    under_way: list[Future[bool]]
+
+
+class Forgets:
+    """The conversations that one scheduler process forgets. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._begun: PendingRequests[_Forget] = PendingRequests()
+
+    def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Begin to forget a conversation behind its first ``keep_tokens``, or the pages with these
+        ``hashes``, or report how far that is."""
+        if number not in self._begun:
+            if "keep_tokens" in body:
+                selector = selector_of(cache, body)
+                if selector is None:
+                    return {"done": True, "unknown": True}
+                self._begun[number] = _forget(cache, selector, int(body["keep_tokens"]))
+            elif "hashes" in body:
+                self._begun[number] = _forget_pages(cache, body["hashes"], body["hashes"])
+            else:  # a later question, and it was dropped
+                return refused("too many conversations are forgotten at once; ask again", 503)
+        entry = self._begun[number]
+        config = TieredConfig.from_environment()
+        if cache.storage is None and config is not None and config.nvme is not None:
+            del self._begun[number]  # the next request begins anew
+            return refused(DETACHED, 503)
+        done = all(each.done() for each in entry.under_way)
+        durable = done and all(each.result() for each in entry.under_way)
+        done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+        num_tokens = len(entry.hashes) * int(cache.page_size)
+        answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}
+        if body.keys() & {"rid", "conversation_id"} and get_parallel().dp_size > 1:
+            answer["hashes"] = entry.hashes  # for the replicas that do not know the rid
+        return answer
+
+
+def _forget(cache: TieredRadixCache, selector: Selector, keep_tokens: int) -> _Forget:
+    page_size = int(cache.page_size)
+    num_kept = -(-keep_tokens // page_size)
+    purged, salt = cache.purged_tenants, selector.cache_salt
+    original = purged.original(selector.extra_key)
+    # Memory may know the pages by a key from before a purge of the tenant, or from after; the tiers
+    # know the first one.
+    names = dict.fromkeys((original, purged.key_of(original, salt), selector.extra_key))
+    hidden: list[str] = []
+    for name in names:
+        key = RadixKey(selector.tokens, extra_key=name, cache_salt=salt)
+        pages = cache.page_hashes(key)
+        hidden += pages[num_kept:]
+        if num_kept and len(pages) > num_kept:
+            # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
+            cache.match_visible(key[: num_kept * page_size])
+    return _forget_pages(cache, hidden, hidden[: len(hidden) // len(names)])
+
+
+def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str]) -> _Forget:
+    """Hide pages in memory, and forget them in the tiers by the names they have there."""
+    if not hashes:
+        return _Forget([], [])
+    cache.forgotten.hide(hidden)
+    under_way = []
+    if cache.tiering is not None and (is_rewritten := cache.tiering.forget_ahead()) is not None:
+        under_way.append(is_rewritten)
+    if cache.storage is not None:
+        under_way.append(cache.storage.begin_forget(hashes))
+    return _Forget(hashes, under_way)

@@ -1,0 +1,207 @@
+"""``ForgettingCache``: SGLang's radix cache, with pages in it that were forgotten.
+
+Every match ends before the first hidden page of its path, by a second walk of the tree where there
+is one. Nothing is looked at while nothing is hidden; otherwise a node is looked through once after
+each ``hide``. Scheduler thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.session.streaming_session import is_virtual_node
+
+from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        CacheInitParams,
+        CacheRequestHandle,
+        MatchResult,
+    )
+    from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    from sglang_tiered.integration.cache.planned_hits import Prefetch
+
+__all__ = ["SEEN", "ForgettingCache"]
+
+SEEN = "_sglang_tiered_forgotten_version"
+"""Marks a request with the version that it had seen when it was matched last."""
+
+MAX_CLEAN = 65_536
+"""Nodes remembered as holding no hidden page."""
+
+
+class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
+    """See the module docstring."""
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.forgotten = ForgottenPages()
+        self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
+        # Nodes with the span of their tokens, which a split changes, and the version that they
+        # were looked through at.
+        self._clean: dict[tuple[int, int, int], int] = {}
+        super().__init__(params)
+
+    # ---- Matches ----
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        req = params.req
+        if self.forgotten and req is not None and not self._is_promised(req):
+            setattr(req, SEEN, self.forgotten.version)
+        return super().match_prefix(params)
+
+    def match_visible(self, key: RadixKey) -> MatchResult:
+        """Match a key in the tree itself: no session, no state for a request."""
+        return self._match_visible(MatchPrefixParams(key=key))[1]
+
+    def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        if not self.forgotten or (params.req is not None and self._is_promised(params.req)):
+            return super()._match_tree(params)
+        return self._finalize_match_result(*self._match_visible(params))
+
+    def _is_promised(self, req: Any) -> bool:
+        """Whether prefill sends only what follows the prefix that was promised for a request: what
+        was forgotten since must serve this one still."""
+        return bool(self.promised) and req.cache_request_handle in self.promised
+
+    def _match_visible(self, params: MatchPrefixParams) -> tuple[MatchPrefixParams, MatchResult]:
+        """Returns the match, and the part of the key that it is of."""
+        result = self._walk(params)
+        if not self.forgotten:
+            return params, result
+        last = result.last_visited_node_id
+        node_id = result.best_match_node if last is None else last
+        end = self._end_of_visible(params.key, node_id)
+        if end is not None:
+            params = replace(params, key=self._view(params.key)[:end])
+            result = self._walk(params)
+        return params, result
+
+    def _walk(self, params: MatchPrefixParams) -> MatchResult:
+        result = self.tree_core.match_prefix(params)
+        self._apply_cache_actions(result.cache_actions)
+        return result
+
+    def _end_of_visible(self, key: RadixKey, node_id: int) -> int | None:
+        """Return where the first hidden page on the path to a node begins, if there is one."""
+        version = self.forgotten.version
+        for node in self.tree_core.collect_path_info([node_id])[0]:
+            place = node.node_id, node.path_start, node.path_end
+            if self._clean.get(place) == version:
+                continue
+            hashes = self._hashes(node, key)
+            num_visible = self.forgotten.num_visible(hashes)
+            if num_visible < len(hashes):
+                return int(node.path_start + num_visible * self.page_size)
+            if len(self._clean) >= MAX_CLEAN:
+                self._clean.clear()
+            self._clean[place] = version
+        return None
+
+    def _hashes(self, node: TreePathNodeInfo, key: RadixKey) -> Sequence[str]:
+        """Return the hashes of a node's pages; ``key`` begins with the path to it. The tree has
+        none of what was inserted while no storage was attached."""
+        hashes: list[str] = self.tree_core.get_hash_values(node.node_id)
+        if len(hashes) * self.page_size != node.path_end - node.path_start:
+            path = self._view(key)[: node.path_end]
+            whole: list[str] = get_storage_hash_str(path, None, page_size=self.page_size)
+            hashes = whole[node.path_start // self.page_size :]
+        return hashes
+
+    def _view(self, key: RadixKey) -> RadixKey:
+        """Return a key whose length counts as the tree counts."""
+        view: RadixKey = key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
+        return view
+
+    def visible_part(self, call: Prefetch) -> Prefetch:
+        """Return the load up to the first page that is hidden: nobody could use what follows."""
+        if not self.forgotten:
+            return call
+        is_eagle = self.tree_core.is_eagle
+        key = RadixKey(
+            call.new_input_tokens,
+            extra_key=call.extra_key,
+            is_bigram=is_eagle,
+            cache_salt=call.cache_salt,
+        ).page_aligned(self.page_size)
+        if len(key) == 0:
+            return call
+        hashes = get_storage_hash_str(key, call.last_hash, page_size=self.page_size)
+        num_visible = self.forgotten.num_visible(hashes)
+        if num_visible == len(hashes):
+            return call
+        end = num_visible * self.page_size + int(is_eagle)
+        return call._replace(new_input_tokens=call.new_input_tokens[:end], storage_hit_end=None)
+
+    def holds_forgotten(self, key: RadixKey) -> bool:
+        """Whether a whole page of these tokens is hidden."""
+        if not self.forgotten:
+            return False
+        hashes = self.page_hashes(key)
+        return self.forgotten.num_visible(hashes) < len(hashes)
+
+    def page_hashes(self, key: RadixKey) -> list[str]:
+        """Return the hashes of the whole pages of a key, which name them in every tier."""
+        aligned = self._view(key).page_aligned(self.page_size)
+        if len(aligned) == 0:
+            return []
+        hashes: list[str] = get_storage_hash_str(aligned, None, page_size=self.page_size)
+        return hashes
+
+    # ---- What is kept of them ----
+
+    def is_forgotten(self, node_id: int) -> bool:
+        """Whether a page of a node is hidden."""
+        if not self.forgotten:
+            return False
+        hashes = self.tree_core.get_hash_values(node_id)
+        return self.forgotten.num_visible(hashes) < len(hashes)
+
+    def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
+        if not write_back and any(map(self.is_forgotten, action.node_ids)):
+            return 0
+        written: int = super()._execute_and_commit_kv_backup(action, write_back)
+        return written
+
+    # ---- What was computed again ----
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if self.forgotten and not is_virtual_node(req.last_node):
+            self._note_computed(req)
+
+    def _note_computed(self, req: Any) -> None:
+        """Show the pages that a request has computed since they were forgotten, and hide what it
+        has put behind others."""
+        seen, is_behind, first = getattr(req, SEEN, 0), False, None
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+        path = self.tree_core.collect_path_info([req.last_node])[0]
+        for at, node in enumerate(path):
+            hashes = self._hashes(node, key)
+            has_shown, is_behind = self.forgotten.computed(hashes, seen, is_behind=is_behind)
+            if has_shown and first is None:
+                first = at
+        if is_behind:
+            self._clean.clear()
+        if first is not None:
+            self.pages_shown(path[first:])
+
+    def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
+        """Called when pages of the first of these nodes were computed again: the tiers hold none of
+        them, whatever the tree believes, and nodes below may lack a copy."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._clean.clear()
+        self.forgotten.clear()
+        self.promised.clear()

@@ -1,0 +1,113 @@
+"""Each place of ``same_turn`` is what the answer says, or there is no figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from serving_bench import same_turn
+from serving_bench.bench import Bench
+from serving_bench.client import RequestFailedError, Sample
+from serving_bench.same_turn import COMPUTED, PLACES, SIZES, found_in
+from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY
+from storage_bench.figures import Report
+from storage_bench.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HISTORY = 2 * PAGE_SIZE
+
+
+def sample(label: str = "a", ttft_s: float = 1.0, output: int = 1, **cached: int) -> Sample:
+    tiers = {"device": 0, "host": 0, "storage": 0, **cached}
+    return Sample(label, 0.0, ttft_s, (), ttft_s, 200, HISTORY, (output,), tiers)
+
+
+@pytest.mark.parametrize(
+    ("cached", "loaded", "place"),
+    [
+        ({}, {}, COMPUTED),
+        ({"device": HISTORY}, {}, "device"),
+        ({"host": HISTORY}, {"nvme": 1}, "host"),
+        ({"storage": HISTORY}, {"nvme": 2, "peer": 0}, "nvme"),
+        ({"storage": HISTORY}, {"nvme": 1, "peer": 2}, "peer"),  # and a probe of the disk
+        ({"storage": HISTORY}, {"bucket": 2}, "bucket"),
+        ({"storage": HISTORY}, {"nvme": 2, "peer": 2}, None),
+        ({"storage": HISTORY}, {"nvme": 1, "peer": 1}, None),
+        ({"storage": PAGE_SIZE}, {"nvme": 2}, None),
+        ({"host": PAGE_SIZE, "storage": PAGE_SIZE}, {"nvme": 1}, None),
+    ],
+)
+def test_a_place_is_one_that_served_all(
+    cached: dict[str, int], loaded: dict[str, int], place: str | None
+) -> None:
+    assert found_in(sample(**cached), loaded, HISTORY) == place
+
+
+@pytest.mark.parametrize("setting", [FULL, QUICK, TINY])
+def test_sizes_leave_one_place_at_a_time(setting: Any) -> None:
+    sizes = SIZES[setting.name]
+    geometry = sizes.geometry(1000)
+    assert sizes.num_history % PAGE_SIZE == 0
+    turn = sizes.num_history + PAGE_SIZE + setting.num_output
+    assert turn < geometry.device_tokens
+    fillers = 2 * (geometry.device_tokens // 2 + PAGE_SIZE)
+    assert fillers > geometry.device_tokens  # which put the history out of it
+    assert geometry.host_tokens > turn + fillers  # and leave it in host memory
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(
+        setting=TINY,
+        workspace=Workspace(tmp_path, allow_tmpfs=True),
+        report=Report(),
+        model=tmp_path,
+        kv_bytes_per_token=1000,
+        names=["tiered"],
+    )
+
+
+def measure(bench: Bench, rounds: Iterator[tuple[Any, str]]) -> None:
+    servers = SimpleNamespace(sizes=SIZES["tiny"], fillers=[], of=lambda _: SimpleNamespace(url=""))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(same_turn, "ask_each", lambda *_: [])
+        patched.setattr(same_turn, "_ask_round", lambda *_: next(rounds))
+        same_turn._measure(bench, servers, PLACES)  # type: ignore[arg-type]
+
+
+def one_round(number: int, output: int = 1) -> dict[str, list[Sample]]:
+    """Computing takes 4 s, a host copy 1 s; the host's answer is ``output``."""
+    taken = {place: [sample(f"turn/{number}", 2.0)] for place in PLACES}
+    taken[COMPUTED] = [sample(f"turn/{number}", 4.0)]
+    taken["host"] = [sample(f"turn/{number}", 1.0, output)]
+    return taken
+
+
+def test_a_round_of_another_place_is_left_out(bench: Bench) -> None:
+    wrong = one_round(9)
+    wrong["host"] = [dataclasses.replace(wrong["host"][0], ttft_s=400.0)]
+    taken = [(one_round(0), ""), (one_round(1), ""), (wrong, "host was nvme"), (one_round(2), "")]
+    measure(bench, iter(taken))
+    ratio = bench.report.ratios["same_turn_host_ttft_over_computed"]
+    assert (ratio["value"], ratio["max"], ratio["n"]) == (0.25, 0.25, 2)
+    assert bench.report.ratios["same_turn_computed_ms_p99"]["value"] == 4000.0
+    assert bench.report.raw["same_turn"]["left_out"] == ["host was nvme"]
+
+
+def test_places_that_never_come_about_are_refused(bench: Bench) -> None:
+    rounds = iter([(one_round(0), ""), *[(one_round(1), "host was nvme")] * 9])
+    with pytest.raises(RequestFailedError, match="host was nvme"):
+        measure(bench, rounds)
+    assert not bench.report.ratios
+
+
+def test_different_answers_give_no_ratio_of_places(bench: Bench) -> None:
+    measure(bench, iter([(one_round(n, output=1 + (n == 2)), "") for n in range(3)]))
+    assert not bench.report.ratios
+    assert len(bench.failures) == 1

@@ -1,0 +1,107 @@
+"""Conversations that are forgotten, over the real tree and a real store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_tiered.integration.admin import forgets
+from sglang_tiered.integration.admin.conversations import residency
+from sglang_tiered.integration.admin.forgets import Forgets
+from sglang_tiered.integration.identity.recent_requests import Selector
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKENS, OTHER = prompt(1, 6), prompt(2, 2)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        world.store(TOKENS, OTHER)
+        world.compute(TOKENS)
+        world.until(lambda: not world.cache.is_under_way())
+        yield world
+
+
+def answer(world: CacheWorld, **body: Any) -> dict[str, Any]:
+    """The answer once it is done, as the service asks for it."""
+    asked = Forgets()
+    got = asked.answer(world.cache, "n", body)
+
+    def is_done() -> bool:
+        got.update(asked.answer(world.cache, "n", {}))
+        return bool(got.get("done"))
+
+    if not got.get("done") and "error" not in got:
+        world.until(is_done)
+    return got
+
+
+def held(world: CacheWorld, tokens: array[int]) -> tuple[int, int]:
+    """Leading pages in memory, and on NVMe."""
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
+    by_tier = residency(world.cache, {"input_ids": tokens.tolist()})
+    assert by_tier["device"] <= match.device_prefix_len
+    return (match.device_prefix_len + match.host_hit_length) // PAGE, by_tier["nvme"] // PAGE
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0, 0), (1, 1), (2 * PAGE, 2), (6 * PAGE, 6)])
+def test_whole_pages_behind_what_is_kept_go(world: CacheWorld, keep: int, kept: int) -> None:
+    assert held(world, TOKENS) == (6, 6)
+    got = answer(world, input_ids=TOKENS.tolist(), keep_tokens=keep)
+    assert got == {"done": True, "durable": True, "num_tokens": (6 - kept) * PAGE}
+    assert held(world, TOKENS) == (kept, kept)
+    assert held(world, OTHER)[1] == 2
+
+
+def test_rid_names_what_to_forget(world: CacheWorld) -> None:
+    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None))
+    assert answer(world, rid="s", keep_tokens=0) == {"done": True, "unknown": True}
+    assert answer(world, rid="r", keep_tokens=0)["num_tokens"] == 6 * PAGE
+    assert held(world, TOKENS) == (0, 0)
+    assert answer(world, rid="r", keep_tokens=0)["durable"], "asked again"
+
+
+def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:
+    assert world.cache.detach_storage_backend()[0]
+    got = answer(world, input_ids=TOKENS.tolist(), keep_tokens=0)
+    assert got["status"] == 503 and got["error"] == forgets.DETACHED
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    assert match.device_prefix_len == match.host_hit_length == 0
+
+
+def test_pages_named_before_the_weights_are_known(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names hold for every namespace, but a bucket needs to know which."""
+    storage = world.cache.storage
+    told: list[Any] = []
+    monkeypatch.setattr(storage, "_search", SimpleNamespace(answer=None))
+    monkeypatch.setattr(storage.stack, "remote", {"bucket": None})
+    monkeypatch.setattr(
+        storage.stack, "forget", lambda keys, is_remote: told.append(keys) or promised
+    )
+    promised = storage.region_engine.forget([])
+    asked = Forgets()
+    got = asked.answer(world.cache, "n", {"input_ids": TOKENS.tolist(), "keep_tokens": 0})
+    assert not got["done"] and not told
+    assert not any(
+        storage.region_engine.contains([bytes.fromhex(each) for each in asked._begun["n"].hashes])
+    )
+    storage._late_purges.begin(storage.stack)
+    world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
+    assert [len(keys) for keys in told] == [6]
+    monkeypatch.undo()
+
+
+def test_question_that_was_dropped_is_asked_again(world: CacheWorld) -> None:
+    assert Forgets().answer(world.cache, "n", {})["status"] == 503

@@ -1,0 +1,217 @@
+"""Forgotten pages in SGLang's own tree, over a real store: no match reaches them and nothing stores
+them, until a request that began later computes them again."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import pytest
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKENS = prompt(1, 6)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        yield world
+
+
+def hashes_of(tokens: array[int], *, is_bigram: bool = False) -> list[str]:
+    key = RadixKey(tokens, None, is_bigram=is_bigram).page_aligned(PAGE)
+    hashes: list[str] = get_storage_hash_str(key, None, page_size=PAGE)
+    return hashes
+
+
+def matched(world: CacheWorld, tokens: array[int]) -> int:
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
+    return int(match.device_prefix_len + match.host_hit_length) // PAGE
+
+
+class Turn:
+    """What the scheduler does for a request: match, compute, insert."""
+
+    def __init__(self, world: CacheWorld, tokens: array[int]) -> None:
+        self.world, self.cache = world, world.cache
+        self.req = req = Req("r", "", tokens, SamplingParams(max_new_tokens=1))
+        req.refresh_fill_ids()
+        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None), req=req))
+        req.last_node, req.prefix_len = match.last_device_node, match.device_prefix_len
+        self.num_matched = match.device_prefix_len // PAGE
+        req.lock = self.cache.lock(req.last_node)
+        pool = self.cache.req_to_token_pool
+        pool.alloc([req])
+        held = self.cache.path_device_indices(req.last_node)
+        row = pool.req_to_token[req.kv.req_pool_idx]
+        row[: len(held)] = held
+        req.kv.cache_protected_len = len(held)
+        row[len(held) : len(tokens)] = world.alloc(len(tokens) - len(held))
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
+
+    def end_chunk(self, num_pages: int) -> None:
+        self.cache.checkpoint(self.req, up_to=num_pages * PAGE)
+
+    def end(self) -> None:
+        self.req.finished_reason, self.req.finished_len = FINISH_LENGTH(length=0), 0
+        release_kv_cache(self.req, self.cache, checkpoint=True)
+        self.world.wait_for_copies()
+
+
+def run(world: CacheWorld, tokens: array[int]) -> int:
+    """A request from its begin to its end; returns the pages it found on the device."""
+    turn = Turn(world, tokens)
+    turn.end()
+    return turn.num_matched
+
+
+def settle(world: CacheWorld) -> None:
+    world.until(lambda: not world.cache.is_under_way())
+
+
+def test_match_ends_before_a_hidden_page(world: CacheWorld) -> None:
+    run(world, TOKENS)
+    assert matched(world, TOKENS) == 6
+    world.cache.forgotten.hide(hashes_of(TOKENS)[2:4])
+    assert matched(world, TOKENS) == 2
+    assert matched(world, TOKENS[: 2 * PAGE]) == 2
+    world.cache.forgotten.hide(hashes_of(TOKENS))
+    assert matched(world, TOKENS) == 0
+    assert Turn(world, TOKENS).num_matched == 0
+
+
+def test_pages_of_other_prompts_stay_found(world: CacheWorld) -> None:
+    branch = TOKENS[: 2 * PAGE] + prompt(2, 2)
+    run(world, TOKENS)
+    run(world, branch)
+    world.cache.forgotten.hide(hashes_of(TOKENS)[2:])
+    assert matched(world, branch) == 4
+    assert matched(world, TOKENS) == 2
+
+
+def test_computed_again_is_found_and_stored_again(world: CacheWorld) -> None:
+    run(world, TOKENS)
+    world.until(lambda: world.num_stored() == 6)
+    settle(world)
+    hashes = hashes_of(TOKENS)
+    cache = world.cache
+    cache.forgotten.hide(hashes)
+    assert cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    assert world.num_stored() == 0
+    assert run(world, TOKENS[: 4 * PAGE]) == 0
+    assert matched(world, TOKENS) == 4, "the rest was not computed again"
+    world.until(lambda: world.num_stored() == 4)
+    assert run(world, TOKENS) == 4
+    assert matched(world, TOKENS) == 6
+    assert not cache.forgotten
+    world.until(lambda: world.num_stored() == 6)
+
+
+def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
+    longer = TOKENS + prompt(3, 2)
+    turn = Turn(world, longer)
+    turn.end_chunk(4)
+    settle(world)
+    hashes = hashes_of(TOKENS)
+    world.cache.forgotten.hide(hashes)
+    world.cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    turn.end_chunk(7)
+    turn.end()
+    settle(world)
+    assert matched(world, longer) == 0
+    assert world.num_stored() == 0, "what follows a forgotten page was stored"
+    assert run(world, longer) == 0
+    assert matched(world, longer) == 8
+    world.until(lambda: world.num_stored() == 8)
+
+
+def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
+    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.compute(TOKENS)  # by nobody who could have seen that
+    settle(world)
+    assert matched(world, TOKENS) == 0
+    assert world.num_stored() == 0
+    host = world.cache.cache_controller.mem_pool_host
+    assert host.available_size() == host.logical_size
+
+
+def test_queued_store_of_a_hidden_page_is_dropped(world: CacheWorld) -> None:
+    world.cache.storage.gate.announce_store(
+        hashes_of(TOKENS), num_tokens=len(TOKENS), prefix_tokens=len(TOKENS)
+    )
+    world.cache.forgotten.hide(hashes_of(TOKENS)[3:])
+    assert world.cache.storage.gate.num_admitted(hashes_of(TOKENS), is_kv=True) == 3
+
+
+def test_load_under_way_brings_nothing_back(world: CacheWorld) -> None:
+    world.store(TOKENS)
+    request = world.asks("r", TOKENS)
+    assert request in world.cache.ongoing_prefetch
+    world.cache.forgotten.hide(hashes_of(TOKENS)[1:])
+    world.until(lambda: world.cache.check_prefetch_progress(request))
+    assert matched(world, TOKENS) <= 1
+
+
+def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
+    world.store(TOKENS)
+    world.cache.forgotten.hide(hashes_of(TOKENS)[2:])
+    request = world.asks("r", TOKENS)
+    world.until(lambda: world.cache.check_prefetch_progress(request))
+    assert matched(world, TOKENS) == 2
+
+
+def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
+    run(world, TOKENS)
+    req = Req("d", "", TOKENS, SamplingParams(max_new_tokens=1))
+    params = MatchPrefixParams(key=RadixKey(TOKENS, None), req=req)
+    match = world.cache.match_prefix(params)
+    world.cache.promised.lock(req.cache_request_handle, match.best_match_node)
+    world.cache.forgotten.hide(hashes_of(TOKENS))
+    assert world.cache.match_prefix(params).device_prefix_len == 6 * PAGE
+    world.cache.promised.unlock_all_but()
+    assert world.cache.match_prefix(params).device_prefix_len == 0
+
+
+def test_last_page_of_bigrams_is_hidden(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.cache.tree_core, "is_eagle", True, raising=False)
+    tokens = array("q", [*TOKENS, 7])  # as many bigrams as TOKENS has tokens
+    key = RadixKey(tokens, None)
+    assert len(world.cache._view(key)) == 6 * PAGE
+    assert len(hashes_of(tokens, is_bigram=True)) == 6
+    world.cache.forgotten.hide(hashes_of(tokens, is_bigram=True)[5:])
+    assert world.cache.holds_forgotten(RadixKey(tokens, None))
+    assert not world.cache.holds_forgotten(RadixKey(tokens[:-1], None))
+
+
+def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
+    run(world, TOKENS)
+    settle(world)
+    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.cache.reset()
+    world.allocator.clear()
+    assert not world.cache.forgotten
+    assert run(world, TOKENS) == 0
+    assert matched(world, TOKENS) == 6
+
+
+def test_page_hidden_twice_needs_a_later_request() -> None:
+    pages = ForgottenPages()
+    pages.hide(["a"])
+    seen = pages.version
+    pages.hide(["a"])
+    assert pages.computed(["a"], seen, is_behind=False) == (False, True)
+    assert "a" in pages
+    assert pages.computed(["a", "b"], pages.version, is_behind=False) == (True, False)
+    assert not pages
