@@ -1,10 +1,10 @@
 """A conversation that leaves one server and arrives at another, through a bucket that both use.
 
-    python examples/move.py leave --url http://10.0.0.1:30000 --file talk.json
-    python examples/move.py arrive --url http://10.0.0.2:30000 --file talk.json
+    python examples/move.py leave --url http://first:30000 --file talk.json
+    python examples/move.py arrive --url http://second:30000 --file talk.json
 
 Both servers have the same model and the same --tier-object-url, which may be a shared directory
-(file:///mnt/shared/kv). The first may be gone when the conversation arrives.
+(/mnt/shared/kv). The first may be gone when the conversation arrives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two servers that share pages by an index: what one computed, the other does not compute again.
 
-    python examples/sharing.py --first http://10.0.0.1:30000 --second http://10.0.0.2:30000
+    python examples/sharing.py --first http://first:30000 --second http://second:30000
 
 Both have the same model and were started with SGLANG_TIERED_INDEX_URL=redis://HOST:PORT in their
 environment.

@@ -36,7 +36,7 @@ def servers(
 ) -> Iterator[dict[str, Server]]:
     """Two that have an index, and two that have a bucket; the second has both."""
     folder = tmp_path_factory.mktemp("servers")
-    bucket = ("--tier-object-url", f"file://{folder}/bucket")
+    bucket = ("--tier-object-url", str(folder / "bucket"))
     with RedisServer() as redis:
         index = {"SGLANG_TIERED_INDEX_URL": redis.url}
         started = {

@@ -27,12 +27,17 @@ NO_FLAG = {"log_level"}
 @pytest.mark.parametrize(
     "keywords",
     [
-        {},
+        {"tier_nvme_bytes": "1GiB"},  # its default follows the free disk
         {"tier_mode": "off", "page_size": 32},
         {"tier_mode": "host", "tier_host_bytes": 64 << 20, "max_total_tokens": 4096},
         {"tier_nvme_bytes": "64MiB", "tier_warm_host": True, "tp_size": 1},
-        {"tp_size": 2, "tier_load": "always", "hicache_write_policy": "write_back"},
-        {"sleep_on_idle": True, "cuda_graph_bs_decode": [1, 2], "tier_object_url": None},
+        {
+            "tp_size": 2,
+            "tier_nvme_bytes": 1 << 30,
+            "tier_load": "always",
+            "hicache_write_policy": "write_back",
+        },
+        {"tier_nvme_bytes": "1GB", "cuda_graph_bs_decode": [1, 2], "tier_object_url": None},
     ],
 )
 def test_keywords_resolve_as_the_command_line(keywords: dict[str, Any], tmp_path: Path) -> None:
@@ -85,7 +90,7 @@ def test_refused_engine_touches_nothing(
     assert not list(path.rglob("region-*"))
 
 
-def test_directory_of_a_server_is_refused_and_let_go(
+def test_directory_in_use_is_refused_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "LOCK_TIMEOUT_S", 0.0)
