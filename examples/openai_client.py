@@ -37,9 +37,7 @@ def main() -> None:
         print("pinned", pin.num_tokens, "tokens in", pin.tier)
 
         gone = tiers.forget(rid=completion.id, within_s=60)
-        print(
-            "forgot", gone.num_tokens, "tokens; pins left:", tiers.conversation_page().pinned_bytes
-        )
+        print("forgot", gone.num_tokens, "tokens")
 
 
 if __name__ == "__main__":
