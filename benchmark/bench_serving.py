@@ -31,6 +31,7 @@ from machine import describe_machine, describe_versions
 from serving_bench import (
     balanced,
     disk_added,
+    hinted,
     many,
     noreuse,
     regret,
@@ -83,6 +84,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "balanced": balanced.run,
     "users": users.run,
     "regret": regret.run,
+    "hinted": hinted.run,
     "same_turn": same_turn.run,  # five servers of its own
 }
 

@@ -8,17 +8,20 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
+    NO_TENANT,
     BucketTier,
     Health,
     Job,
     JobKind,
     LookupResult,
+    PinInfo,
     Reason,
     Run,
     Stop,
     Tier,
 )
 from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +45,7 @@ class SharedTier(MemoryEngine, BucketTier):
         self.deadlines: list[float | None] = []
         self.hidden: set[bytes] = set()  # keys
         self.num_looks = 0  # at its health
+        self.named: dict[str, PinInfo] = {}  # pins, which keep nothing here
         self._held: list[tuple[Job, float | None]] = []
         self._guard = threading.Lock()
 
@@ -126,6 +130,35 @@ class SharedTier(MemoryEngine, BucketTier):
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             self.hidden |= self._pages.keys() & set(keys)
+
+    def pin(
+        self,
+        name: str,
+        keys: Iterable[bytes],
+        tenant: bytes = NO_TENANT,
+        until_s: float | None = None,
+        data: bytes = b"",
+    ) -> Future[bool]:
+        self.named[name] = PinInfo(name, tenant, len(list(keys)), 0, until_s, data)
+        return ended(True)
+
+    def unpin(self, name: str) -> Future[bool]:
+        self.named.pop(name, None)
+        return ended(True)
+
+    def has_pin(self, name: str) -> bool:
+        return name in self.named
+
+    def pins(self) -> list[PinInfo]:
+        return list(self.named.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    @property
+    def pin_bound_bytes(self) -> int:
+        return 1 << 30
 
     def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
         self.told = told

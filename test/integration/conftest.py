@@ -43,6 +43,7 @@ ASYNCHRONOUS = {
     "test_disaggregation_kinds": _FORWARDS | {"receive"},
     "test_families": _COPIES,
     "test_features": _COPIES,
+    "test_forgets": _COPIES,
     "test_long_context": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,

@@ -32,6 +32,7 @@ STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
 REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
 COLD = make_prompts(24, 3, LENGTH)
 RAISED = make_prompts(25, 1, LENGTH)  # brought up to the disk before it is asked for
+FORGOTTEN = make_prompts(26, 1, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 
 
@@ -130,6 +131,32 @@ class TestLife:
         code, report = ask(a, "/tier/checkpoint", {"input_ids": COLD[0]})
         assert (code, report["num_tokens"]) == (503, 0)
         assert report["num_missing"] == LENGTH // PAGE * PAGE
+
+    def test_forgotten_on_one_server_is_gone_on_both(self, pair: list[Server]) -> None:
+        """They share a bucket and no index."""
+        a, b = pair
+        (prompt,) = FORGOTTEN
+        whole = LENGTH // PAGE * PAGE
+        expected = a.generate(prompt, NUM_NEW).output_ids
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt, "tier": "object"})[0] == 200
+        wait_for_residency(b, prompt, "object", whole)
+        assert b.generate(prompt, NUM_NEW).output_ids == expected
+        wait_for_residency(b, prompt, "nvme", aligned(LENGTH))
+        code, report = ask(a, "/tier/forget", {"input_ids": prompt})
+        assert (code, report) == (200, {"durable": True, "num_tokens": whole})
+
+        def tokens(server: Server) -> int:
+            held = ask(server, "/tier/residency", {"input_ids": prompt})[1]
+            return int(sum(held[tier] for tier in ("device", "host", "nvme", "object")))
+
+        assert tokens(a) == 0
+        deadline = time.monotonic() + DEADLINE_S
+        while tokens(b):
+            assert time.monotonic() < deadline, "the other server never heard of it"
+            time.sleep(0.1)
+        again = b.generate(prompt, NUM_NEW)
+        assert (again.output_ids, again.num_cached) == (expected, 0)
+        wait_for_residency(b, prompt, "nvme", aligned(LENGTH))  # stored again
 
     def test_conversation_resumed_elsewhere_gives_the_same_answers(
         self, pair: list[Server]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import ALWAYS, Launch, aligned, make_prompts
+from conftest import ALWAYS, Launch, aligned, ask, make_prompts
 
 if TYPE_CHECKING:
     from server_process import Answer, Server
@@ -94,6 +94,16 @@ def test_rank_with_older_shard_costs_only_hits(
     assert outputs(again) == expected
     assert [answer.cached["storage"] for answer in again] == [aligned(LENGTH)] * len(PROMPTS)
     assert restarted.tier_state()["nvme_healthy"] == 1
+
+    # A hint begins and proceeds on both ranks in the same steps, or the checker ends the server.
+    restarted.flush()
+    for prompt in PROMPTS[:2]:
+        assert ask(restarted, "/tier/prefetch", {"input_ids": prompt})[0] == 202
+    status, hinted = ask(restarted, "/tier/prefetch", {"input_ids": PROMPTS[1], "wait_s": 30})
+    assert (status, hinted["num_in_memory"]) == (200, LENGTH // 64 * 64)
+    hinted_answers = restarted.generate_all(PROMPTS[:2])
+    assert outputs(hinted_answers) == expected[:2]
+    assert [answer.cached["host"] for answer in hinted_answers] == [aligned(LENGTH)] * 2
     restarted.kill()
 
 

@@ -50,6 +50,8 @@ __all__ = [
     "JobKind",
     "LookupResult",
     "Page",
+    "PinInfo",
+    "PinRefusal",
     "ReadTier",
     "Reason",
     "RemoteTier",
@@ -279,6 +281,26 @@ class TenantUsage(NamedTuple):
     physical_bytes: int  # of storage that its pages take, those waiting for reclaim included
 
 
+class PinInfo(NamedTuple):
+    """What a pin keeps now. Pages it names that are not stored are in neither number."""
+
+    name: str
+    tenant: bytes
+    num_pages: int  # held
+    physical_bytes: int  # of those, with padding; a page of two pins is in both
+    until_s: float | None
+    data: bytes
+
+
+class PinRefusal(NamedTuple):
+    """A pin that would be beyond a bound; nothing was changed."""
+
+    asked_bytes: int  # of pages that no pin keeps yet
+    pinned_bytes: int  # of all other pins
+    bound_bytes: int
+    why: str  # one sentence
+
+
 class Tombstone(NamedTuple):
     """What a bucket says of pages that were forgotten. ``keys`` is empty where this server did it:
     then all its tiers have."""
@@ -420,6 +442,42 @@ class BucketTier(RemoteTier, WriteTier):
     """A remote tier that stores."""
 
     tier = Tier.OBJECT
+
+    @abstractmethod
+    def pin(
+        self,
+        name: str,
+        keys: Iterable[bytes],
+        tenant: bytes = NO_TENANT,
+        until_s: float | None = None,
+        data: bytes = b"",
+    ) -> Future[bool] | PinRefusal:
+        """Keep pages for every server, those that are still to be stored too, until ``until_s``
+        (seconds since 1970; None: until it is unpinned), in the place of a pin of the same name.
+        Memory only, in time that grows with the keys. True once the pin is in the bucket, false
+        when that is not known: it is tried again. Raises ``ValueError`` for what no pin can be."""
+
+    @abstractmethod
+    def unpin(self, name: str) -> Future[bool]:
+        """Let a pin go, if there is one of that name, whoever made it. True once it is gone."""
+
+    @abstractmethod
+    def has_pin(self, name: str) -> bool:
+        """Return whether a pin of that name is known here. Memory only."""
+
+    @abstractmethod
+    def pins(self) -> list[PinInfo]:
+        """Return all pins that are known here. For an operator's request."""
+
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Return what pins keep, in bytes of the bucket."""
+
+    @property
+    @abstractmethod
+    def pin_bound_bytes(self) -> int:
+        """Return what all pins may keep together."""
 
     @abstractmethod
     def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:

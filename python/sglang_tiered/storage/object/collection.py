@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.object.forgotten import Forgotten
 from sglang_tiered.storage.object.format import (
     MAX_MANIFEST_BYTES,
     MAX_PURGE_BYTES,
@@ -23,7 +24,11 @@ from sglang_tiered.storage.object.format import (
 from sglang_tiered.storage.object.listings import Entry, IdFilter, Oldest
 from sglang_tiered.storage.object.names import Layout, parse_id, tenant_tag
 from sglang_tiered.storage.object.old_tombstones import OldTombstone, OldTombstones
+from sglang_tiered.storage.object.pinning.collected import PinnedObjects
+from sglang_tiered.storage.object.pinning.pins import pin_share
 from sglang_tiered.storage.object.removals import CollectorReport, Removal
+from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES
+from sglang_tiered.storage.region.pinning.pins import unpack as unpack_pin
 
 if TYPE_CHECKING:
     import threading
@@ -39,6 +44,7 @@ _CLOCKS = "clocks"
 _GRAVES = "graves"
 _MAX_GRAVES = 100_000
 _MAX_PURGES = 1 << 16
+_LOOKED_AT_ONCE = 16  # objects that may go for their age between two looks at the pins
 _EVERYONE = -1  # beside the tags of tenants
 _CLOCK_STEP_S = 1.0  # S3 tells times in whole seconds
 _STAGED = re.compile(r"(.+)#\d+")  # what obstore calls a file of a directory until it is whole
@@ -90,6 +96,8 @@ class Collection:
         self._bounds: dict[int, dict[bytes | None, int]] = {}
         self._unfinished_purges: set[bytes | None] = set()
         self._forgets = OldTombstones()
+        self._forgotten = Forgotten()
+        self._pins = PinnedObjects(pin_share(settings.capacity_bytes))
         self._live = IdFilter()
         self._present = IdFilter()
         self._num_live = 0
@@ -106,6 +114,7 @@ class Collection:
             self._now = self._clock()
             self._empty_graves()
             purges = self._read_purges()
+            self._read_pins()
             self._read_manifests()
             purged, orphans, oldest = self._read_objects()
             for entry in purged:
@@ -161,6 +170,7 @@ class Collection:
                 self.report.num_unreadable += 1
                 continue
             if purge.keys:
+                self._forgotten.add(purge.keys, purge.bound_ms)
                 if self._age_s(entry) >= self._settings.purge_keep_s:
                     self._forgets.add(OldTombstone(path, entry, purge.bound_ms, purge.keys))
                 continue
@@ -169,6 +179,33 @@ class Collection:
             bounds[purge.tenant] = max(bounds.get(purge.tenant, 0), purge.bound_ms)
             found.append((path, entry, purge.tenant))
         return found
+
+    def _read_pins(self) -> None:
+        """Read the pins, and remove those that are over. Looked at again before objects go for
+        their age: a pin is at once."""
+        for path, entry in self._list(self._layout.pins):
+            pin_id = parse_id(entry.name)
+            if pin_id is None:
+                self.report.num_foreign += 1
+            elif pin_id not in self._pins:
+                found = unpack_pin(bytes(self._get(path, MAX_PIN_BYTES) or b""))
+                if found is None:
+                    self.report.num_unreadable += 1  # or unpinned meanwhile
+                else:
+                    self._pins.add(found, pin_id, entry)
+        self._pins.take_up(
+            lambda pin, pin_id: (
+                not (pin.until_s is not None and pin.until_s <= self._now)
+                and not self._is_purged(pin_id, pin.tenant)
+            ),
+            self._forgotten,
+        )
+        for pin_id, entry in self._pins.over():
+            path = self._layout.pin(pin_id)
+            removal = self._plan(path, "pin", entry.nbytes, "it keeps nothing any more")
+            if self._delete:
+                self._erase(path)
+                self._done(removal)
 
     def _read_manifests(self) -> None:
         for _, entry in self._list(self._layout.manifests):
@@ -270,13 +307,17 @@ class Collection:
     def _bury(self, oldest: list[Entry]) -> None:
         settings = self._settings
         left = self.report.live_bytes - self._purged_bytes
-        for entry in oldest:
+        for number, entry in enumerate(oldest):
             if settings.ttl_s is not None and self._age_s(entry) >= settings.ttl_s:
                 reason = "older than the time to live"
             elif settings.capacity_bytes is not None and left > settings.capacity_bytes:
                 reason = "beyond the byte cap"
             else:
                 return
+            if number % _LOOKED_AT_ONCE == 0:
+                self._read_pins()
+            if self._is_pinned(entry):
+                continue
             if len(self._graves) >= _MAX_GRAVES:
                 raise _Enough
             left -= entry.nbytes
@@ -287,6 +328,12 @@ class Collection:
                 self._graves.add(entry.name)
                 self.report.num_buried += 1
                 removal.is_done = True
+
+    def _is_pinned(self, entry: Entry) -> bool:
+        if not self._pins.keys:
+            return False
+        manifest = unpack_manifest(self._get(self._layout.manifest(entry.name)) or b"")
+        return manifest is not None and self._pins.keeps(manifest)
 
     def _remove_dangling(self) -> None:
         """Remove manifests whose object is gone: it was deleted by hand, or a stalled writer
@@ -338,6 +385,7 @@ class Collection:
                     self._done(removal)
                 else:
                     forgets.keep_for(manifest.object_id)
+        forgets.keep_of(self._pins.forgotten_keys)
         for path, entry, _, _ in forgets.over():
             removal = self._plan(path, "purge", entry.nbytes, "nothing of it is left")
             if self._delete:
@@ -355,7 +403,8 @@ class Collection:
         half-finished multipart uploads, which obstore cannot list."""
         if self._client.directory is None:
             return
-        for folder in (self._layout.objects, self._layout.manifests, self._layout.purges):
+        layout = self._layout
+        for folder in (layout.objects, layout.manifests, layout.purges, layout.pins):
             directory = self._client.directory / folder
             with contextlib.suppress(FileNotFoundError):
                 for file in directory.iterdir():

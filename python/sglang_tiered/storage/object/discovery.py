@@ -30,6 +30,7 @@ from sglang_tiered.storage.object.format import (
     unpack_purge,
 )
 from sglang_tiered.storage.object.names import parse_path
+from sglang_tiered.storage.object.pinning.keeper import PinKeeper
 from sglang_tiered.storage.object.purging import apply_remote_purge
 from sglang_tiered.storage.promises import keep
 
@@ -66,6 +67,7 @@ class Discovery:
         self._client = client
         self._breaker = breaker
         self._purger = purger
+        self._pins = PinKeeper(state, client)
         settings = state.settings
         self._look_back_ms = _SKEW_MS + int(
             1000 * (2 * settings.linger_s + 4 * settings.request_timeout_s)
@@ -114,7 +116,8 @@ class Discovery:
                     orders = state.refresh_orders
                     state.refresh_orders = []
                     return orders
-                if not state.purge_orders and (not state.untold or state.on_forgotten is None):
+                is_told = not state.untold or state.on_forgotten is None
+                if is_told and not state.purge_orders and not state.pins.orders:
                     state.discovery_ready.wait(wait_s)
                     continue
             self._serve_purges()
@@ -127,6 +130,12 @@ class Discovery:
                 order = self._state.purge_orders.popleft()
             self._purger.serve(order)
         tell(self._state)
+        while True:
+            with self._state.lock:
+                if self._state.closed or not self._state.pins.orders:
+                    return
+                pin_order = self._state.pins.orders.popleft()
+            self._pins.serve(pin_order)
 
     # ---- A pass ----
 
@@ -140,6 +149,7 @@ class Discovery:
         after = None if full else f"{max(self._cursor_ms - self._look_back_ms, 0):012x}"
         self._purger.sweep()
         self._read_purges(layout, after, epoch, now_ms)
+        self._pins.look(layout, epoch)
         latest_ms = self._read_manifests(layout, after, epoch, now_ms)
         self._purger.retry()
         self._epoch = epoch
@@ -147,6 +157,7 @@ class Discovery:
         if full:
             self._last_full = state.clock()
             with state.lock:
+                state.pins.look_again()
                 state.discovery.num_full_listings += 1
 
     def _check(self, epoch: int) -> None:
@@ -203,6 +214,8 @@ class Discovery:
             young = f"{max(now_ms - self._look_back_ms, 0):012x}"
             unseen = {name for name in state.index.names() if name < young} if full else set()
             limit = state.index.max_objects
+            # What is too old, or older than all that the index has room for, may be pinned.
+            seeks_pinned = full and state.pins.lack_pages()
         newest: list[str] = []  # heap of at most so many names as can be held
         latest_ms = 0
         for chunk in self._client.listing(layout.manifests, after=after):
@@ -216,9 +229,11 @@ class Discovery:
                     if named.unix_ms <= now_ms:  # no clock that is ahead may move the cursor
                         latest_ms = max(latest_ms, named.unix_ms)
                     unseen.discard(name)
-                    if name < oldest or named.unix_ms <= state.bounds.everyone:
+                    is_over = name < oldest and not seeks_pinned
+                    if is_over or named.unix_ms <= state.bounds.everyone:
                         continue
-                    if name in state.skipped or not state.index.accepts(name):
+                    accepted = state.index.accepts(name, seeks_pinned)
+                    if name in state.skipped or not accepted:
                         continue
                     if listed.size > MAX_MANIFEST_BYTES:
                         state.discovery.num_manifests_bad += 1
@@ -235,19 +250,25 @@ class Discovery:
         newest.sort(reverse=True)
         for start in range(0, len(newest), _BATCH):
             self._serve_purges()
-            if not self._read_batch(layout, newest[start : start + _BATCH], epoch):
+            if not self._read_batch(
+                layout, newest[start : start + _BATCH], epoch, oldest, seeks_pinned
+            ):
                 break  # full: the rest is older still
         return latest_ms
 
-    def _read_batch(self, layout: Layout, names: list[str], epoch: int) -> bool:
+    def _read_batch(
+        self, layout: Layout, names: list[str], epoch: int, oldest: str, seeks_pinned: bool
+    ) -> bool:
         """Read manifests into the index; false when it took none of them."""
         state = self._state
         with state.lock:
             self._check(epoch)
-            wanted = [name for name in names if state.index.accepts(name)]
+            wanted = [name for name in names if state.index.accepts(name, seeks_pinned)]
             batch = _Batch(len(wanted))
             state.background_reads.extend(
-                _ManifestRead(state, self._client, layout, name, epoch, batch).run
+                _ManifestRead(
+                    state, self._client, layout, name, epoch, oldest, seeks_pinned, batch
+                ).run
                 for name in wanted
             )
             state.load_ready.notify_all()
@@ -275,6 +296,8 @@ class _ManifestRead:
     layout: Layout
     name: str
     epoch: int
+    oldest: str  # by the time to live
+    seeks_pinned: bool  # it may be none that the index has room for
     batch: _Batch
 
     def run(self) -> None:
@@ -317,7 +340,12 @@ class _ManifestRead:
             state.skip(self.name)
         elif manifest.object_id.unix_ms <= state.bounds.of(manifest.tenant):
             state.skip(self.name)
-        elif state.index.accepts(self.name):
+        elif state.index.accepts(self.name) and self.name >= self.oldest:
             counts.num_manifests_seen += 1
             if not state.learn(manifest):
                 state.skip(self.name)
+        elif state.pins.want(manifest):
+            counts.num_manifests_seen += 1
+            state.learn(manifest)
+        elif self.seeks_pinned:
+            state.skip(self.name)

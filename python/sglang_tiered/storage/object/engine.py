@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import (
+    NO_TENANT,
     BucketTier,
     Health,
     Job,
@@ -35,11 +36,13 @@ from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
 from sglang_tiered.storage.object.pending import RefreshOrder
+from sglang_tiered.storage.object.pinning.keeper import pin, unpin
 from sglang_tiered.storage.object.purging import Purger, begin_purge, hide
 from sglang_tiered.storage.object.state import ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
 from sglang_tiered.storage.promises import all_true, is_true
+from sglang_tiered.storage.region.pinning.pins import Pin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import EngineStats, TenantUsage, Tombstone
     from sglang_tiered.storage.object.failures import RequestError
     from sglang_tiered.storage.object.settings import ObjectSettings
+    from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
 
 __all__ = ["ObjectEngine"]
 
@@ -236,6 +240,7 @@ class ObjectEngine(BucketTier):
             state.pending.clear()
             state.skipped.clear()
             state.bounds.change_namespace()
+            state.pins.clear()
             self._close_fillings()
             state.discovery_ready.notify_all()
 
@@ -257,6 +262,51 @@ class ObjectEngine(BucketTier):
 
     def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
         set_owner(self._state, told)
+
+    # ---- Pins ----
+
+    def pin(
+        self,
+        name: str,
+        keys: Iterable[bytes],
+        tenant: bytes = NO_TENANT,
+        until_s: float | None = None,
+        data: bytes = b"",
+    ) -> Future[bool] | PinRefusal:
+        return pin(self._state, Pin.checked(name, keys, tenant, until_s, data))
+
+    def unpin(self, name: str) -> Future[bool]:
+        return unpin(self._state, name)
+
+    def has_pin(self, name: str) -> bool:
+        state = self._state
+        with state.lock:
+            state.pins.expire()
+            return state.pins.book.get(name) is not None
+
+    def pins(self) -> list[PinInfo]:
+        state = self._state
+        with state.lock:
+            state.pins.expire()
+            names = state.pins.book.of_tenant(None)
+        infos = []
+        for name in names:
+            with state.lock:
+                info = state.pins.info(name)
+            if info is not None:
+                infos.append(info)
+        return infos
+
+    @property
+    def pinned_bytes(self) -> int:
+        with self._state.lock:
+            return self._state.pins.pinned_bytes
+
+    @property
+    def pin_bound_bytes(self) -> int:
+        return self._state.pins.bound_bytes
+
+    # ---- What there is ----
 
     def tenants(self, limit: int) -> list[TenantUsage]:
         with self._state.lock:

@@ -86,6 +86,7 @@ def apply_forget(state: ObjectState, keys: Iterable[bytes], bound_ms: int) -> No
     news = state.forgotten.add(keys, bound_ms)
     if not news:
         return
+    state.pins.forget(news, bound_ms)
     drop_stores_of_pages(state, set(news), bound_ms)
     state.num_pages_purged += state.index.drop_pages(news, bound_ms)
     folded = state.forgotten.fold()

@@ -78,6 +78,7 @@ class ObjectIndex:
         self._tenants: dict[bytes, set[str]] = {}
         self._tenant_bytes: dict[bytes, int] = {}
         self._floors: dict[str, str] = {}  # by tenant tag: up to which name its share evicted
+        self.pinned: set[str] = set()  # objects that stay, whatever their age
         self._is_full = False  # something was evicted and nothing much was forgotten since
         self.object_bytes = 0
 
@@ -152,9 +153,14 @@ class ObjectIndex:
 
     # ---- Changes ----
 
-    def accepts(self, name: str) -> bool:
-        """Return whether to learn of this object: not when it would be the next to be evicted."""
-        if name in self._objects or name <= self._floors.get(name[-8:], ""):
+    def accepts(self, name: str, may_be_pinned: bool = False) -> bool:
+        """Return whether to learn of this object: not when it would be the next to be evicted,
+        unless it may be pinned."""
+        if name in self._objects:
+            return False
+        if may_be_pinned:
+            return True
+        if name <= self._floors.get(name[-8:], ""):
             return False
         return not self._is_full or name > self._oldest()
 
@@ -210,6 +216,11 @@ class ObjectIndex:
         """Forget a page if it is still known to be there."""
         if self._slots[place.held.slot] is place.held:
             self._pages.drop(key, place.held.slot, place.offset)
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Return the bytes of those of these objects that are known."""
+        held = (self._objects.get(name) for name in names)
+        return sum(each.object_bytes for each in held if each is not None)
 
     def names_of(self, keys: Sequence[bytes]) -> set[str]:
         """Return the objects that these pages would be read from."""
@@ -274,12 +285,16 @@ class ObjectIndex:
         return num_pages
 
     def expired(self, before: str) -> list[str]:
-        """Return the objects with lesser names, which are older."""
-        found = []
+        """Return the objects with lesser names, which are older, but for the pinned ones."""
+        found, pinned = [], []
         while self._ages and self._ages[0] < before:
             name = heapq.heappop(self._ages)
-            if name in self._objects:
+            if name in self.pinned:
+                pinned.append(name)
+            elif name in self._objects:
                 found.append(name)
+        for name in pinned:
+            heapq.heappush(self._ages, name)
         return found
 
     def _unlist(self, held: HeldObject) -> None:
@@ -302,7 +317,7 @@ class ObjectIndex:
         gone: list[str] = []
         own = self._tenant_bytes[tenant]
         if self._max_tenant_bytes is not None and any(tenant) and own > self._max_tenant_bytes:
-            for name in sorted(self._tenants[tenant]):
+            for name in sorted(self._tenants[tenant] - self.pinned):
                 gone.append(name)
                 own -= self._objects[name].object_bytes
                 if own <= self._max_tenant_bytes:
@@ -310,7 +325,8 @@ class ObjectIndex:
             self.num_pages_evicted += self.drop_objects(gone)
             if len(self._floors) >= _MAX_FLOORS:
                 self._floors.clear()
-            self._floors[gone[-1][-8:]] = gone[-1]
+            if gone:
+                self._floors[gone[-1][-8:]] = gone[-1]
         num_pages, num_objects, size = len(self._pages), len(self._objects), self.object_bytes
         capacity = float("inf") if self._capacity_bytes is None else self._capacity_bytes
         if num_pages <= self._max_pages and num_objects <= self._max_objects and size <= capacity:
@@ -318,14 +334,25 @@ class ObjectIndex:
         max_pages = self._max_pages - self._max_pages // 64
         max_objects = self._max_objects - self._max_objects // 64
         gone = []
+        pinned: list[str] = []
         while num_pages > max_pages or num_objects > max_objects or size > capacity:
             name = self._oldest()
+            if not name:  # memory is bounded, whatever is pinned
+                if num_pages <= max_pages and num_objects <= max_objects:
+                    break
+                name = pinned.pop(0)
+                heapq.heappush(self._ages, name)
+            elif name in self.pinned:
+                pinned.append(heapq.heappop(self._ages))
+                continue
             held = self._objects[name]
             heapq.heappop(self._ages)
             gone.append(name)
             num_pages -= self._pages.num_live(held.slot)
             num_objects -= 1
             size -= held.object_bytes
+        for name in pinned:
+            heapq.heappush(self._ages, name)
         self.num_pages_evicted += self.drop_objects(gone)
         self._is_full = True
 

@@ -3,6 +3,7 @@
     v1/<namespace, 64 hex digits>/objects/<id>
     v1/<namespace, 64 hex digits>/manifests/<id>
     v1/<namespace, 64 hex digits>/purges/<id>
+    v1/<namespace, 64 hex digits>/pins/<id>
 
 An id sorts by time, so that a listing from a cursor finds what is new. Paths are relative to the
 prefix in the URL, which the client adds.
@@ -38,7 +39,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 
 class ObjectId(NamedTuple):
-    """The name of an object and its manifest, or of a purge. ``unix_ms`` is when the object was
+    """The name of an object and its manifest, a purge or a pin. ``unix_ms`` is when the object was
     opened, before its first page was put into it: no page of it was submitted after the object
     was closed, and a purge that was ordered later has a later time (of one writer, always)."""
 
@@ -71,6 +72,13 @@ class Layout(NamedTuple):
     @property
     def purges(self) -> str:
         return f"{self.folder}/purges"
+
+    @property
+    def pins(self) -> str:
+        return f"{self.folder}/pins"
+
+    def pin(self, pin_id: ObjectId | str) -> str:
+        return f"{self.pins}/{pin_id}"
 
     def object(self, object_id: ObjectId | str) -> str:
         return f"{self.objects}/{object_id}"

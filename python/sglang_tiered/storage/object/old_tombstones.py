@@ -55,6 +55,10 @@ class OldTombstones:
         at = object_id.unix_ms
         self._keep_from_ms = at if self._keep_from_ms is None else min(self._keep_from_ms, at)
 
+    def keep_of(self, keys: set[bytes]) -> None:
+        """Keep the tombstones of pages that something else names, a pin say."""
+        self._needed |= keys
+
     def to_read(self) -> list[Entry] | None:
         """Return the objects to look into; None where they are too many."""
         return self._objects if len(self._objects) <= _MAX_READ else None

@@ -25,6 +25,7 @@ __all__ = [
     "OpenObject",
     "LoadSpan",
     "LoadTicket",
+    "PinOrder",
     "PurgeOrder",
     "RefreshOrder",
     "StoreTicket",
@@ -157,6 +158,14 @@ class PurgeOrder:
     names: set[str] = field(default_factory=set)
     uploading: Sequence[OpenObject] = ()
     local: Future[bool] | None = None
+
+
+class PinOrder(NamedTuple):
+    """Write the pin of that name, or delete it where it is gone."""
+
+    name: str
+    epoch: int  # of the namespace
+    durable: Future[bool]
 
 
 class RefreshOrder(NamedTuple):

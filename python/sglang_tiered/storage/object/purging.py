@@ -77,6 +77,7 @@ def _hide(state: ObjectState, tenant: bytes | None) -> int:
     newest = state.index.newest_ms(tenant)  # by another server's clock, where this one is behind
     bound = max(state.now_ms(), state.bounds.of(tenant) + 1, newest)
     state.bounds.add(tenant, bound)
+    state.pins.purge(tenant, bound)
     drop_stores(state, tenant, None)
     state.num_pages_purged += state.index.clear() if tenant is None else state.index.purge(tenant)
     return bound
@@ -86,6 +87,7 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
     """Hide what another server purged. The caller holds the state's lock."""
     if not state.bounds.add(purge.tenant, purge.bound_ms):
         return
+    state.pins.purge(purge.tenant, purge.bound_ms)
     drop_stores(state, purge.tenant, purge.bound_ms)
     state.num_pages_purged += state.index.drop_before(purge.tenant, purge.bound_ms)
 
@@ -165,7 +167,7 @@ class Purger:
                     note_tombstone(self._state, Tombstone(name, bound_ms, ()))
             return
         for layout, _ in purges:
-            for folder in (layout.manifests, layout.objects):
+            for folder in (layout.manifests, layout.objects, layout.pins):
                 self._delete(folder, order)
 
     def _cover_later_names(self, order: PurgeOrder, namespaces: Sequence[bytes]) -> None:

@@ -14,6 +14,7 @@ from sglang_tiered.storage.object.budgets import DailyBudget
 from sglang_tiered.storage.object.forgotten import Forgotten
 from sglang_tiered.storage.object.names import Layout, ObjectId, tenant_tag
 from sglang_tiered.storage.object.pending import DiscoveryCounts
+from sglang_tiered.storage.object.pinning.pins import ObjectPins
 from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class ObjectState:
         # Purges and names
         self.bounds = Bounds()
         self.forgotten = Forgotten()
+        self.pins = ObjectPins(settings.capacity_bytes, index, wall_clock)
         self.purge_orders: deque[PurgeOrder] = deque()
         self.on_forgotten: OnForgotten | None = None
         self.untold: deque[Tombstone] = deque()
@@ -140,8 +142,7 @@ class ObjectState:
         self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
         self.suspects: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once
         self.writer = secrets.randbits(32)
-        self._last_ms = 0
-        self._sequence = 0
+        self._last_ms = self._sequence = 0
         # Counters
         self.discovery = DiscoveryCounts()
         self.num_pages_stored = 0
@@ -206,6 +207,9 @@ class ObjectState:
         dead = self.forgotten.dead(manifest)
         if dead.all():
             return False
+        if len(self.pins):
+            keys = [bytes(key) for key in manifest.pages["key"][~dead]]
+            self.pins.learns(str(manifest.object_id), keys)
         self.index.put(manifest, dead)
         return True
 

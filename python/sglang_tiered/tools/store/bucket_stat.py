@@ -14,14 +14,19 @@ from sglang_tiered.storage.object.format import (
 )
 from sglang_tiered.storage.object.listings import IdFilter
 from sglang_tiered.storage.object.names import Layout, parse_path
+from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.bucket import open_bucket, requests_end
-from sglang_tiered.tools.store.report import MAX_LISTED, age_text
+from sglang_tiered.tools.store.report import MAX_LISTED, age_text, number_text
+from sglang_tiered.tools.store.target import resolve
 from sglang_tiered.tools.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.region.notes import PageSize
 
 __all__ = ["run"]
 
@@ -34,15 +39,19 @@ _SUMMED = (
     "manifest_bytes",
     "purges",
     "forgotten_pages",
+    "pins",
     "waiting_for_removal",
     "foreign",
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    sizes = {} if arguments.tier_dir is None else _noted_sizes(arguments.tier_dir)
     target = open_bucket(arguments.place)
     with requests_end(target.url):
         namespaces = [_collect(target.client, Layout(name)) for name in target.namespaces]
+    for entry in namespaces:
+        entry["tokens"] = _num_tokens(entry, sizes.get(bytes.fromhex(entry["namespace"])))
     report = {
         "url": target.url,
         "namespaces": namespaces,
@@ -59,6 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0
+
+
+def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
+    """Return what servers of that directory noted of their pages, by namespace. Raises
+    ``StoreError``."""
+    sizes: dict[bytes, PageSize] = {}
+    for shard in resolve(directory).shards:
+        sizes |= read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
+    return sizes
+
+
+def _num_tokens(entry: dict[str, Any], size: PageSize | None) -> int | None:
+    """Return the tokens of a namespace; None where nobody noted its pages, where they are stored
+    encoded, or where some are of other pools, which a listing does not tell apart."""
+    if size is None or entry["payload_bytes"] != entry["pages"] * size.nbytes:
+        return None
+    return int(entry["pages"]) * size.num_tokens // size.num_pools
 
 
 def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
@@ -100,6 +126,7 @@ def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
     for chunk in client.listing(layout.purges):
         found["purges"] += len(chunk)
         found["forgotten_pages"] += sum(num_forgotten(entry.size) for entry in chunk)
+    found["pins"] = sum(len(chunk) for chunk in client.listing(layout.pins))
     graves = client.listing(f"{layout.folder}/graves")
     found["waiting_for_removal"] = sum(len(chunk) for chunk in graves)
     now = time.time()
@@ -117,17 +144,19 @@ def _show(report: dict[str, Any]) -> None:
     entries = list(report["namespaces"])
     shown = entries[:MAX_LISTED]
     if len(entries) != 1:
-        shown.append({"namespace": "total", "tenants": None, **report["total"]})
+        shown.append({"namespace": "total", "tenants": None, "tokens": None, **report["total"]})
+    ends = ("payload", "in the store", "tenants", "oldest", "newest")
     print_table(
-        ["namespace", "objects", "pages", "payload", "in the store", "tenants", "oldest", "newest"],
+        ["namespace", "objects", "pages", "tokens", *ends],
         [
             [
                 entry["namespace"][:16],
                 f"{entry['objects']:,}",
                 f"{entry['pages']:,}",
+                number_text(entry["tokens"]),
                 format_bytes(entry["payload_bytes"]),
                 format_bytes(entry["object_bytes"] + entry["manifest_bytes"]),
-                "-" if entry["tenants"] is None else f"{entry['tenants']:,}",
+                number_text(entry["tenants"]),
                 age_text(entry["oldest_age_s"]),
                 age_text(entry["newest_age_s"]),
             ]
@@ -145,6 +174,8 @@ def _show(report: dict[str, Any]) -> None:
         lines.append(
             f"note: {total['foreign']:,} names do not belong to the store and are left alone"
         )
+    if total["pins"]:
+        lines.append(f"note: {total['pins']:,} pins keep what they name from the cap and its age")
     if total["forgotten_pages"]:
         lines.append(f"note: {total['forgotten_pages']:,} pages are forgotten, and hidden if left")
     requests = sum(report["requests"].values())

@@ -21,6 +21,8 @@ from sglang_tiered.storage.object.format import (
     unpack_purge,
 )
 from sglang_tiered.storage.object.names import Layout, parse_path
+from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES
+from sglang_tiered.storage.region.pinning.pins import unpack as unpack_pin
 from sglang_tiered.tools.store.bucket import open_bucket, refuse_flags, requests_end
 from sglang_tiered.tools.store.report import MAX_LISTED
 from sglang_tiered.tools.terminal import print_lines, print_table, write_json
@@ -44,6 +46,7 @@ _COUNTED = (
     "payload_bytes",
     "purges",
     "forgotten_pages",
+    "pins",
     "gone_meanwhile",
 )
 
@@ -131,6 +134,11 @@ def _verify(client: ObjectClient, layout: Layout, pool: ThreadPoolExecutor, jobs
             found.problem(path, "does not verify: what it purged may be served again")
         else:
             found.counts["forgotten_pages"] += len(purge.keys)
+    for pin_id in _ids(client, layout.pins):
+        pin = _get(client, layout.pin(pin_id), MAX_PIN_BYTES)
+        found.counts["pins"] += 1
+        if pin is not None and unpack_pin(bytes(pin)) is None:
+            found.problem(layout.pin(pin_id), "does not verify: what it pinned may go")
     return found
 
 

@@ -54,7 +54,8 @@ stored them noted how many a page holds; the ranks of one server hold the same o
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
 
-Of a URL: objects, pages, bytes and age by namespace, from listings alone.
+Of a URL: objects, pages, bytes and age by namespace, from listings alone; tokens with
+--tier-dir, of pages that are stored as they are and of one pool.
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
@@ -165,6 +166,12 @@ def _parser() -> argparse.ArgumentParser:
     a_store = "a server's --tier-dir, or one of its shard-* directories"
     a_place = f"{a_store}; or the URL of an object tier"
     stat = add("stat", "what a store holds and who uses it", _STAT, a_place)
+    stat.add_argument(
+        "--tier-dir",
+        metavar="DIR",
+        type=Path,
+        help="of a URL: count tokens by what a server with this directory noted of its pages",
+    )
     verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
     gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)

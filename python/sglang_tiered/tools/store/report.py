@@ -17,12 +17,17 @@ __all__ = [
     "age_text",
     "describe",
     "holder_json",
+    "number_text",
     "problem_json",
     "problem_text",
 ]
 
 MAX_LISTED = 50
 """So many findings of one kind are listed in a table for people; JSON has them all."""
+
+
+def number_text(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def age_text(seconds: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.config import format_bytes
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
@@ -17,6 +18,7 @@ from sglang_tiered.tools.store.report import (
     age_text,
     describe,
     holder_json,
+    number_text,
     problem_json,
     problem_text,
 )
@@ -40,6 +42,8 @@ _STATES = ("sealed", "open", "damaged", "other_format")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.tier_dir is not None:
+        raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     report = _collect(target, arguments.jobs)
     if arguments.json:
@@ -176,10 +180,6 @@ def _total_tokens(shards: Iterable[dict[str, Any]], namespace: str | None = None
     return sum(by_replica.values()) if by_replica else None
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
@@ -208,7 +208,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
             [
                 entry["name"],
                 f"{entry['pages']:,}",
-                _number(entry["tokens"]),
+                number_text(entry["tokens"]),
                 f"{entry['superseded_pages']:,}",
                 f"{entry['purged_pages']:,}",
                 format_bytes(entry["payload_bytes"]),
@@ -231,7 +231,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
                     [
                         entry[field][:16] if int(entry[field], 16) else "none",
                         f"{entry['pages']:,}",
-                        *([_number(entry["tokens"])] if counts_tokens else []),
+                        *([number_text(entry["tokens"])] if counts_tokens else []),
                         format_bytes(entry["payload_bytes"]),
                     ]
                     for entry in entries[:MAX_LISTED]

@@ -14,11 +14,15 @@ from object_server import CREDENTIALS, ObjectServer, s3_environment
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.object.names import Layout
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.notes import PageSize, add_page_size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Cli = Callable[..., Any]
+Open = Callable[..., RegionEngine]
 TENANT = b"\x22" * 16
 
 
@@ -65,6 +69,23 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, bucket: Bucket) 
     out = cli("stat", url(bucket)).out
     assert NAMESPACE.hex()[:16] in out
     assert "1 objects have no manifest" in out
+
+
+def test_tokens_of_a_bucket_are_those_servers_noted(
+    cli: Cli, bucket: Bucket, tmp_path: Path, open_engine: Open
+) -> None:
+    bucket.make(num_pages=6, page_bytes=1000)
+    other = Bucket(bucket.store, bucket.client, layout=Layout(b"\x44" * 32))
+    other.make(num_pages=5, page_bytes=77)
+    engine = open_engine(shard_path(tmp_path / "kv", "tp0of1-pp0of1-dp0-0"))
+    add_page_size(engine.notes, NAMESPACE, PageSize(64, 1000))
+    add_page_size(engine.notes, b"\x44" * 32, PageSize(64, 1000))  # others are there, or encoded
+    report = answer(cli, "stat", url(bucket), "--tier-dir", tmp_path / "kv")
+    assert [entry["tokens"] for entry in report["namespaces"]] == [384, None]
+    assert "384" in cli("stat", url(bucket), "--tier-dir", tmp_path / "kv").out
+    assert answer(cli, "stat", url(bucket))["namespaces"][0]["tokens"] is None
+    outcome = cli("stat", tmp_path / "kv", "--tier-dir", tmp_path / "kv")
+    assert (outcome.code, "--tier-dir is for a URL" in outcome.err) == (2, True)
 
 
 def test_verify_of_what_is_whole(cli: Cli, bucket: Bucket) -> None:

@@ -96,8 +96,7 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         """Return where the first hidden page on the path to a node begins, if there is one."""
         version = self.forgotten.version
         for node in self.tree_core.collect_path_info([node_id])[0]:
-            place = node.node_id, node.path_start, node.path_end
-            if self._clean.get(place) == version:
+            if self._is_clean(node, version):
                 continue
             hashes = self._hashes(node, key)
             num_visible = self.forgotten.num_visible(hashes)
@@ -105,8 +104,12 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
                 return int(node.path_start + num_visible * self.page_size)
             if len(self._clean) >= MAX_CLEAN:
                 self._clean.clear()
-            self._clean[place] = version
+            self._clean[_place(node)] = version
         return None
+
+    def _is_clean(self, node: TreePathNodeInfo, version: int) -> bool:
+        """Whether a node was looked through at this version, and holds no hidden page."""
+        return self._clean.get(_place(node)) == version
 
     def _hashes(self, node: TreePathNodeInfo, key: RadixKey) -> Sequence[str]:
         """Return the hashes of a node's pages; ``key`` begins with the path to it. The tree has
@@ -185,8 +188,11 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         has put behind others."""
         seen, is_behind, first = getattr(req, SEEN, 0), False, None
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+        version = self.forgotten.version
         path = self.tree_core.collect_path_info([req.last_node])[0]
         for at, node in enumerate(path):
+            if not is_behind and self._is_clean(node, version):
+                continue
             hashes = self._hashes(node, key)
             has_shown, is_behind = self.forgotten.computed(hashes, seen, is_behind=is_behind)
             if has_shown and first is None:
@@ -205,3 +211,7 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         self._clean.clear()
         self.forgotten.clear()
         self.promised.clear()
+
+
+def _place(node: TreePathNodeInfo) -> tuple[int, int, int]:
+    return node.node_id, node.path_start, node.path_end

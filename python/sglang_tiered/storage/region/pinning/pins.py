@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES, unique_keys
+from sglang_tiered.storage.base import (
+    KEY_BYTES,
+    TENANT_BYTES,
+    PinInfo,
+    PinRefusal,
+    unique_keys,
+)
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
 from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
 
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_DATA_BYTES",
+    "MAX_PIN_BYTES",
     "MAX_NAME_BYTES",
     "FoundPins",
     "Pin",
@@ -33,13 +40,14 @@ __all__ = [
 ]
 
 MAX_NAME_BYTES = 1024
-MAX_DATA_BYTES = 4096
+MAX_DATA_BYTES = 17 << 20  # four million tokens, and whose they are
 
 VERSION = 1
 MAGIC = b"SGLTPINS"
 _HEADER = struct.Struct("<8sII16sdII")  # magic version num_keys tenant until name_bytes data_bytes
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
+MAX_PIN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +77,6 @@ class Pin:
         if len(data) > MAX_DATA_BYTES:
             raise ValueError(f"the data of a pin has {len(data)} bytes, at most {MAX_DATA_BYTES}")
         return cls(name, tenant, unique, until_s, bytes(data))
-
-
-class PinInfo(NamedTuple):
-    """What a pin keeps now. Pages it names that are not stored are in neither number."""
-
-    name: str
-    tenant: bytes
-    num_pages: int  # held
-    physical_bytes: int  # of those, with padding; a page of two pins is in both
-    until_s: float | None
-    data: bytes
-
-
-class PinRefusal(NamedTuple):
-    """A pin that would be beyond a bound; nothing was changed."""
-
-    asked_bytes: int  # of pages that no pin keeps yet
-    pinned_bytes: int  # of all other pins
-    bound_bytes: int
-    why: str  # one sentence
 
 
 def file_of(name: str) -> str:

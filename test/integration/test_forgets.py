@@ -1,0 +1,128 @@
+"""A forgotten conversation is a hit nowhere: on the server that was asked, on one that shares its
+index, on one that was down, under requests, and after ``kill -9``. Real servers, a real Redis."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from redis_server import RedisServer
+
+from conftest import PAGE, SMALL, aligned, ask, make_prompts
+from server_process import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH, NUM_NEW = 700, 8
+WHOLE = LENGTH // PAGE * PAGE
+DEADLINE_S = 120.0
+GONE, CUT, KEPT, RUNS, MISSED = make_prompts(61, 5, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def start(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, redis: RedisServer
+) -> Iterator[Callable[..., list[Server]]]:
+    """Start servers side by side, each on the directory of its name, with one index."""
+    folder = tmp_path_factory.mktemp("servers")
+    servers: list[Server] = []
+
+    def start(*names: str) -> list[Server]:
+        started = [
+            Server.spawn(
+                model,
+                folder / f"{len(servers)}-{name}.log",
+                *("--tier-dir", str(folder / name), *SMALL),
+                environment={"SGLANG_TIERED_INDEX_URL": redis.url},
+            )
+            for name in names
+        ]
+        servers.extend(started)
+        for server in started:
+            server.wait_until_it_generates()
+        return started
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def held(server: Server, prompt: list[int]) -> dict[str, int]:
+    code, report = ask(server, "/tier/residency", {"input_ids": prompt})
+    assert code == 200, report
+    return {tier: report[tier] for tier in ("device", "host", "nvme", "peer")}
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def forget(server: Server, **body: Any) -> int:
+    """Returns how many tokens."""
+    code, report = ask(server, "/tier/forget", body)
+    assert code == 200 and report["durable"], report
+    return int(report["num_tokens"])
+
+
+def test_forgotten_conversation_is_a_hit_nowhere(start: Callable[..., list[Server]]) -> None:
+    a, b = start("a", "b")
+    expected = {}
+    for number, prompt in enumerate((GONE, CUT, KEPT, MISSED)):
+        expected[number] = a.generate(prompt, NUM_NEW, rid=f"r{number}").output_ids
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt, "tier": "nvme"})[0] == 200
+        until(lambda p=prompt: held(b, p)["peer"] >= WHOLE, "not found at the other server")
+        assert b.generate(prompt, NUM_NEW).output_ids == expected[number]
+        until(lambda p=prompt: held(b, p)["nvme"] >= aligned(LENGTH), "not kept by the other")
+
+    assert ask(a, "/tier/forget", {"rid": "nobody"})[0] == 404
+    assert ask(a, "/tier/forget", {"rid": "r0", "keep_tokens": "x"})[0] == 400
+    assert forget(a, rid="r0") >= WHOLE
+    assert forget(a, input_ids=CUT, keep_tokens=PAGE + 1) == WHOLE - 2 * PAGE
+    for server in (a, b):
+        assert not any(held(server, GONE).values()), held(server, GONE)
+        cut = held(server, CUT)
+        assert cut["nvme"] == 2 * PAGE and max(cut.values()) == 2 * PAGE, cut
+    again = b.generate(GONE, NUM_NEW)
+    assert (again.output_ids, again.num_cached) == (expected[0], 0)
+    again = b.generate(CUT, NUM_NEW)
+    assert (again.output_ids, again.num_cached) == (expected[1], 2 * PAGE)
+    for server in (a, b):
+        assert server.generate(KEPT, NUM_NEW).num_cached == aligned(LENGTH), "not to be forgotten"
+    until(lambda: held(b, GONE)["nvme"] >= aligned(LENGTH), "computed again, and not stored again")
+
+    # While a request of it runs. It may end before the answer, or after it.
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(a.generate, RUNS, 256, rid="runs")
+        until(lambda: ask(a, "/tier/forget", {"rid": "runs"})[0] == 200, "never known")
+        expected[4] = running.result(DEADLINE_S).output_ids
+    assert not any(held(a, RUNS).values()), held(a, RUNS)
+    again = a.generate(RUNS, 256)
+    assert (again.output_ids, again.num_cached) == (expected[4], 0)
+
+    # A server that is down hears of it when it is back, and one that is killed forgets for good.
+    b.kill()
+    assert forget(a, input_ids=MISSED) == WHOLE
+    assert forget(a, input_ids=RUNS) == WHOLE
+    a.kill()
+    a, b = start("a", "b")
+    until(lambda: held(b, MISSED)["nvme"] == 0, "it was down, and never heard")
+    for server, prompt, number in ((a, RUNS, 4), (b, MISSED, 3)):
+        assert not any(held(server, prompt).values()), held(server, prompt)
+        again = server.generate(prompt, len(expected[number]))
+        assert (again.output_ids, again.num_cached) == (expected[number], 0)
+    assert b.generate(KEPT, NUM_NEW).num_cached == aligned(LENGTH)
