@@ -37,7 +37,9 @@ def main() -> None:
         print("pinned", pin.num_tokens, "tokens in", pin.tier)
 
         gone = tiers.forget(rid=completion.id, within_s=60)
-        print("forgot", gone.num_tokens, "tokens")
+        print(
+            "forgot", gone.num_tokens, "tokens; pins left:", tiers.conversation_page().pinned_bytes
+        )
 
 
 if __name__ == "__main__":
