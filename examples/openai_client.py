@@ -35,6 +35,9 @@ def main() -> None:
         # The id of a completion is the rid of its request: it names all tokens up to its answer.
         pin = tiers.pin(rid=completion.id, name="journey", ttl=7 * 86_400, within_s=60)
         print("pinned", pin.num_tokens, "tokens in", pin.tier)
+        for conversation in tiers.conversations():
+            names = [one.name for one in conversation.pins]
+            print("listed", conversation.num_tokens, "tokens", conversation.nvme, "on NVMe", names)
 
         gone = tiers.forget(rid=completion.id, within_s=60)
         print(

@@ -108,11 +108,29 @@ def fork(zygotes: Zygotes, tmp_path: Path, request: pytest.FixtureRequest) -> Ru
     return run
 
 
+def test_python_of_the_page_runs(servers: dict[str, Server]) -> None:
+    page = (ROOT / "docs" / "conversations.md").read_text()
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    program = program.replace("http://127.0.0.1:30000", servers["both"].url)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "404 no request with this rid" in done.stdout
+
+
 def test_openai_client_pins_and_forgets(servers: dict[str, Server]) -> None:
     found = run("openai_client", "--url", servers["indexed"].url)
     assert len(found["answer"]) == 2
-    assert number(found, "pinned") >= 2 * PAGE
+    pinned, bytes_left = found["pinned"]
+    assert int(pinned.split()[0]) >= 2 * PAGE
+    assert any("['journey']" in line for line in found["listed"])
     assert number(found, "forgot") >= 2 * PAGE
+    assert bytes_left == "0 bytes"
 
 
 def test_second_server_takes_what_the_first_computed(servers: dict[str, Server]) -> None:
