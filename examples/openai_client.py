@@ -40,9 +40,8 @@ def main() -> None:
             print("listed", conversation.num_tokens, "tokens", conversation.nvme, "on NVMe", names)
 
         gone = tiers.forget(rid=completion.id, within_s=60)
-        print(
-            "forgot", gone.num_tokens, "tokens; pins left:", tiers.conversation_page().pinned_bytes
-        )
+        print("forgot", gone.num_tokens, "tokens")
+        print("pinned", tiers.conversation_page().pinned_bytes, "bytes")
 
 
 if __name__ == "__main__":
