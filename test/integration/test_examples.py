@@ -120,7 +120,7 @@ def test_python_of_the_page_runs(servers: dict[str, Server]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "404 no request with this rid" in done.stdout
+    assert re.search(r"^404 no request", done.stdout, re.MULTILINE)
 
 
 def test_openai_client_pins_and_forgets(servers: dict[str, Server]) -> None:
