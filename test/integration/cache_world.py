@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.integration.cache import prefill_prior, small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
@@ -208,13 +208,20 @@ def cache_world(
     policy: str = "lru",
     policy_config: dict[str, int] | None = None,
     is_small: bool = False,
+    bucket: Path | None = None,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
     ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
-    tier is smaller than device memory."""
+    tier is smaller than device memory. ``bucket``: where an object tier is, if there is one."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     host_bytes = (1 if is_small else 8) * MiB
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
+    config = TieredConfig(
+        mode=TierMode.NVME,
+        host_bytes=host_bytes,
+        nvme=nvme,
+        num_ranks=1,
+        object=None if bucket is None else ObjectConfig(url=bucket.as_uri()),
+    )
     environment: dict[str, str] = {}
     config.to_environment(environment)
     for name, value in environment.items():
