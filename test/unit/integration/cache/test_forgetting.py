@@ -174,6 +174,28 @@ def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
     request = world.asks("r", TOKENS)
     world.until(lambda: world.cache.check_prefetch_progress(request))
     assert matched(world, TOKENS) == 2
+    host = world.cache.cache_controller.mem_pool_host
+    assert host.logical_size - host.available_size() == 2 * PAGE, "what nobody may use was loaded"
+
+
+def test_offered_node_with_a_hidden_page_stays(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint offers what NVMe lacks."""
+    cache = world.cache
+    run(world, TOKENS)
+    world.until(lambda: world.num_stored() == 6)
+    settle(world)
+    match = cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    (path,) = cache.tree_core.collect_path_info([match.best_match_node])
+    hashes = hashes_of(TOKENS)
+    cache.forgotten.hide(hashes[5:])
+    cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    begun: list[int] = []
+    monkeypatch.setattr(cache, "begin_store", begun.append)
+    cache.tiering.store_soon(path)
+    world.until(lambda: not cache.tiering.stores.queue)
+    assert not begun
 
 
 def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
