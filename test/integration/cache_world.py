@@ -241,7 +241,13 @@ def cache_world(
     with (
         override as server_args,
         get_parallel().override(
-            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            dp_rank=None,
+            attn_dcp_rank=0,
+            attn_dcp_size=1,
         ),
     ):
         world = CacheWorld(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,8 @@ from conftest import ALWAYS, SMALL_REGIONS, Launch, aligned, ask, make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,17 +31,31 @@ def arguments(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+def listed(server: Server, query: str = "") -> list[dict[str, Any]]:
+    status, answer = ask(server, f"/tier/conversations{query}")
+    assert status == 200, answer
+    rows: list[dict[str, Any]] = answer["conversations"]
+    return rows
+
+
 def test_pinned_conversation_outlives_churn_and_kill(
     launch: Launch, arguments: tuple[str, ...]
 ) -> None:
     server = launch(*arguments)
-    expected = server.generate(MINE).output_ids
-    server.generate(OTHER)
+    expected = server.generate(MINE, conversation_id="chat").output_ids
+    server.generate(OTHER, rid="other", extra_key="acme")  # without an id
+    mine, theirs = listed(server), listed(server, "?extra_key=acme")
+    assert [(row["id"], row["num_tokens"] >= LENGTH) for row in mine] == [("chat", True)]
+    assert [(row["id"], row["rid"]) for row in theirs] == [(None, "other")]
+    assert mine[0]["device"] >= aligned(LENGTH)
+    assert mine[0]["last_used"] == pytest.approx(time.time(), abs=60)
     until = time.time() + 3600
-    status, answer = ask(server, "/tier/pin", {"input_ids": MINE, "name": "mine", "ttl": 3600})
-    assert (status, answer["num_tokens"]) == (200, aligned(LENGTH)), answer
+    selector = {"conversation_id": "chat"}
+    assert ask(server, "/tier/pin", {**selector, "extra_key": "acme"})[0] == 404
+    status, answer = ask(server, "/tier/pin", {**selector, "name": "mine", "ttl": 3600})
+    assert (status, answer["num_tokens"] >= aligned(LENGTH)) == (200, True), answer
     assert answer["pinned_until"] == pytest.approx(until, abs=60)
-    assert ask(server, "/tier/checkpoint", {"input_ids": OTHER, "tier": "nvme"})[0] == 200
+    assert ask(server, "/tier/checkpoint", {"rid": "other", "tier": "nvme"})[0] == 200
 
     written = server.tier_state()["nvme_bytes_written"]
     while server.tier_state()["nvme_bytes_written"] - written < 10 * NVME_MIB << 20:
@@ -50,18 +66,24 @@ def test_pinned_conversation_outlives_churn_and_kill(
     server.kill()
 
     server = launch(*arguments)
-    mine, other = server.generate(MINE), server.generate(OTHER)
-    assert mine.output_ids == expected
-    assert mine.cached["storage"] == aligned(LENGTH)
+    status, answer = ask(server, "/tier/residency", selector)
+    assert (status, answer["nvme"]) == (200, aligned(answer["num_tokens"] + 1)), answer
+    (row,) = listed(server)
+    assert (row["id"], row["nvme"], row["last_used"]) == ("chat", answer["nvme"], None)
+    (pinned,) = row["pins"]
+    assert (pinned["name"], pinned["tier"]) == ("mine", "nvme")
+    assert pinned["pinned_until"] == pytest.approx(until, abs=60)
+    assert listed(server, "?extra_key=acme") == []
+    again, other = server.generate(MINE), server.generate(OTHER, extra_key="acme")
+    assert again.output_ids == expected
+    assert again.cached["storage"] == aligned(LENGTH)
     assert other.cached["storage"] == 0, "nothing was reclaimed"
 
-    ((listed,),) = [of["pins"] for of in ask(server, "/tier/pins")[1]]
-    assert (listed["name"], listed["num_tokens"]) == ("mine", aligned(LENGTH))
-    assert ask(server, "/tier/pins?extra_key=acme")[1][0]["pins"] == []
     assert ask(server, "/tier/unpin", {"name": "mine", "extra_key": "acme"})[0] == 404
-    assert ask(server, "/tier/unpin", {"name": "mine"}) == (200, {"unpinned": True})
+    assert ask(server, "/tier/unpin", {"conversation_id": "chat", "cache_salt": "s"})[0] == 404
+    assert ask(server, "/tier/unpin", {"conversation_id": "chat"}) == (200, {"unpinned": True})
     assert ask(server, "/tier/unpin", {"name": "mine"})[0] == 404
-    assert ask(server, "/tier/pins")[1][0]["pins"] == []
+    assert [(row["id"], row["pins"]) for row in listed(server)] == [(None, [])]
 
 
 def test_pin_beyond_the_share_is_refused(launch: Launch, arguments: tuple[str, ...]) -> None:
@@ -73,10 +95,13 @@ def test_pin_beyond_the_share_is_refused(launch: Launch, arguments: tuple[str, .
         status, answer = ask(server, "/tier/pin", {"input_ids": prompt})
         statuses.append(status)
     assert statuses[0] == 200 and statuses[-1] == 409
-    (listed,) = ask(server, "/tier/pins")[1]
-    assert len(listed["pins"]) == statuses.count(200)
-    bound = listed["bound_bytes"]
-    assert sum(pin["bytes"] for pin in listed["pins"]) <= bound
-    assert str(bound) in answer["error"]
+    assert sum(len(row["pins"]) for row in listed(server)) == statuses.count(200)
+    status, page = ask(server, "/tier/conversations?limit=1")
+    bound = page["pin_bound_bytes"]
+    assert page["pinned_bytes"] <= bound and str(bound) in answer["error"]
+    status, page = ask(server, f"/tier/conversations?limit=1&after={page['next']}")
+    assert (status, len(page["conversations"])) == (200, 1)
+    status, answer = ask(server, "/tier/conversations?after=x")
+    assert status == 400 and "what an answer gave" in answer["error"]
     status, answer = ask(server, "/tier/pin", {"input_ids": [1, 2]})
     assert status == 400 and "shorter than a page" in answer["error"]

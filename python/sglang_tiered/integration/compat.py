@@ -241,6 +241,19 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "extra_key",
         "cache_salt",
     ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object": (
+        "self",
+        "obj",
+        "input_text",
+        "input_ids",
+    ),
+    "sglang.srt.managers.kv_hints:KvHintsEnvelope": ("protocol_version", "message_id", "actions"),
+    "sglang.srt.managers.kv_hints:KvHintAction": (
+        "action_id",
+        "action_type",
+        "action_version",
+        "payload",
+    ),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._tokenize_one_request": (
         "self",
         "obj",

@@ -26,6 +26,7 @@
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
+| TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
@@ -57,6 +58,7 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory
+from sglang_tiered.integration.identity import conversation_ids
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
     refuse_placeholder_tokens,
@@ -158,6 +160,11 @@ def register() -> None:
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         _before_tokenizing,
         HookType.BEFORE,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        conversation_ids.after_tokenizing,
+        HookType.AFTER,
     )
     _register_control()
     _register_transfer_backend()

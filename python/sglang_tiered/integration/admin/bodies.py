@@ -6,13 +6,18 @@ trusted. Everything here runs in the process that serves HTTP and knows neither 
 
 from __future__ import annotations
 
+import base64
+import json
+import re
 from typing import Any
 
 __all__ = [
     "CallError",
     "check_num_tokens",
+    "cursor_of",
     "parse_forget",
     "parse_limit",
+    "parse_listing",
     "parse_pin",
     "parse_prefetch",
     "parse_purge",
@@ -25,11 +30,12 @@ _MAX_TOKENS = 1 << 22
 _MAX_CHARACTERS = 4 * _MAX_TOKENS  # of a text, before it is tokenized
 _LIMIT, _MAX_LIMIT = 100, 1000
 _MAX_SHOWN = 40
-_MAX_NAME_BYTES = 512
+_MAX_NAME_BYTES = 512  # of pins and conversations
 _MAX_TTL_S = 10 * 365 * 86_400
+_SOURCES = ("rid", "conversation_id", "text", "input_ids")
 _MAX_WAIT_S = 30
-_SOURCES = ("rid", "text", "input_ids")
 _TIERS = ("nvme", "object")
+_CURSOR = re.compile(r"r[0-9]{1,18}|p[in].+", re.DOTALL)
 
 
 class CallError(ValueError):
@@ -65,6 +71,7 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
             check_num_tokens(value, name)
         elif (problem := _problem(name, value)) is not None:
             raise CallError(problem)
+    _check_name(body, "conversation_id")
     _check_length(len(body.get("text", "")), "text", "characters", _MAX_CHARACTERS)
     if body.get("tier", "nvme") not in _TIERS:
         shown = repr(body["tier"][:_MAX_SHOWN])
@@ -142,13 +149,45 @@ def parse_limit(body: Any) -> dict[str, Any]:
     return {"limit": max(1, min(limit, _MAX_LIMIT))}
 
 
-def _check_name(body: dict[str, Any]) -> None:
-    if "name" not in body:
-        return
-    if (problem := _problem("name", body["name"])) is not None:
+def parse_listing(body: Any) -> dict[str, Any]:
+    """Return whose conversations to list, how many, and ``after`` which: a cursor for each
+    data-parallel rank, None where nothing is left. Raises ``CallError``."""
+    tenant = parse_tenant(body, "limit", "after")
+    limit = parse_limit({"limit": body["limit"]} if "limit" in body else {})
+    if "after" not in body:
+        return {**tenant, **limit, "after": {}}
+    if (problem := _problem("after", body["after"])) is not None:
         raise CallError(problem)
-    if (length := len(body["name"].encode())) > _MAX_NAME_BYTES:
-        raise CallError(f"name has {length} bytes, more than {_MAX_NAME_BYTES}; shorten it")
+    return {**tenant, **limit, "after": _cursors(body["after"])}
+
+
+def cursor_of(cursors: dict[str, str | None]) -> str | None:
+    """Return what is to be passed as ``after`` for the next page; None if there is none."""
+    if all(cursor is None for cursor in cursors.values()):
+        return None
+    return base64.urlsafe_b64encode(json.dumps(cursors).encode()).decode().rstrip("=")
+
+
+def _cursors(after: str) -> dict[str, str | None]:
+    try:
+        found = json.loads(base64.urlsafe_b64decode(after + "=" * (-len(after) % 4)))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(
+        cursor is None or (isinstance(cursor, str) and _CURSOR.fullmatch(cursor))
+        for cursor in found.values()
+    ):
+        raise CallError(f"after {after[:_MAX_SHOWN]!r} is not what an answer gave as next")
+    return found
+
+
+def _check_name(body: dict[str, Any], field: str = "name") -> None:
+    if field not in body:
+        return
+    if (problem := _problem(field, body[field])) is not None:
+        raise CallError(problem)
+    if (length := len(body[field].encode())) > _MAX_NAME_BYTES:
+        raise CallError(f"{field} has {length} bytes, more than {_MAX_NAME_BYTES}; shorten it")
 
 
 def check_num_tokens(tokens: list[int], name: str) -> None:

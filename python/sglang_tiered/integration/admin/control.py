@@ -20,14 +20,14 @@ from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.admin.hints import Prefetches
-from sglang_tiered.integration.admin.pins import Pins, list_pins, tenant_of_body
+from sglang_tiered.integration.admin.listing import Listings
+from sglang_tiered.integration.admin.pins import Pins
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.storage.remote_purges import MEMORY, with_unknown
-from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,11 +62,12 @@ class Control:
         self._forgets = Forgets()
         self._prefetches = Prefetches()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
+        self._listings = Listings(self._reporter)
         self._cache: TieredRadixCache | None = None  # of the scheduler of this process
         self._methods: dict[str, Method] = {
             "purge": self._purge_request,
             "tenants": self._report,
-            "pins": self._list_pins,
+            "conversations": lambda _, *message: self._listings.answer(*message),
             "residency": lambda _, cache, __, body: conversations.residency(cache, body),
             "checkpoint": lambda _, *message: self._checkpoints.answer(*message),
             "pin": lambda _, *message: self._pins.pin(*message),
@@ -204,6 +205,7 @@ class Control:
         servers unless it came from one of them."""
         # Before the tree is reset, or it would be asked to store what is purged.
         cache.purged_tenants.quarantine(tenant)
+        cache.recent_requests.drop_tenant(tenant)
         if cache.tiering is not None:
             cache.tiering.hints.end_all(PURGED, tenant)
         purges = _purge_warm_list(cache, tenant)
@@ -235,23 +237,6 @@ class Control:
             self._reports[number] = self._reporter.submit(work)
         report = self._reports[number]
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
-
-    def _list_pins(
-        self, _: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
-    ) -> dict[str, Any]:
-        """List a tenant's pins; what they hold is counted on a thread, as with ``_report``."""
-        if cache.storage is None:
-            return refused(conversations.NO_STORE)
-        engine = cache.storage.region_engine
-        if not isinstance(engine, RegionEngine):
-            return {"done": True, "pins": []}
-        if number not in self._reports:
-            tenant = tenant_of_body(cache, body)
-            self._reports[number] = self._reporter.submit(list_pins, engine, tenant)
-        report = self._reports[number]
-        if not report.done():
-            return {"done": False}
-        return {"done": True, "pins": report.result(), "bound_bytes": engine.pin_bound_bytes}
 
 
 def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:

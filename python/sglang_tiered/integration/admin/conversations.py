@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -36,10 +37,15 @@ __all__ = [
     "Checkpoints",
     "Located",
     "PendingRequests",
+    "key_of",
     "locate",
+    "names_prefix",
     "refused",
     "residency",
     "selector_of",
+    "selectors_of",
+    "tenant_of_body",
+    "tokens_in_memory",
 ]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
@@ -95,9 +101,13 @@ class PendingRequests(OrderedDict[str, Work]):
     """Work in a scheduler process by the id of its asker, who polls. The oldest is dropped
     first."""
 
+    def __init__(self, limit: int = _MAX_PENDING) -> None:
+        super().__init__()
+        self._limit = limit
+
     def __setitem__(self, number: str, work: Work) -> None:
         super().__setitem__(number, work)
-        if len(self) > _MAX_PENDING:
+        if len(self) > self._limit:
             self.popitem(last=False)
 
 
@@ -114,7 +124,7 @@ class Checkpoints:
         if storage is None:
             return refused(NO_STORE)
         if number not in self._begun:
-            if not body.keys() & {"rid", "input_ids"}:  # a later question, and it was dropped
+            if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many checkpoints at once; ask again", 503)
             has_bucket = storage.has_object_tier
             tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
@@ -176,29 +186,82 @@ def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
         _store_soon(cache, path)
 
 
+def names_prefix(body: dict[str, Any]) -> bool:
+    """Whether a body has a selector. A later question of a call has only its number."""
+    return not body.keys().isdisjoint(("rid", "conversation_id", "input_ids"))
+
+
 def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
-    """Return the prefix that a body selects; None for a ``rid`` that is not known."""
+    """Return the prefix that a body selects, of a conversation the newest; None for a ``rid`` or
+    ``conversation_id`` that is not known. Alike on all ranks."""
+    if "conversation_id" not in body:
+        found = selectors_of(cache, body)
+    else:
+        conversation = body["conversation_id"]
+        recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
+        found = [recents[0].selector] if recents else _pinned(cache, body)
+    return found[0] if found else None
+
+
+def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
+    """Return every prefix that a body names: of a conversation those of its recent requests and of
+    its pins, the newest first. Alike on all ranks."""
     if "rid" in body:
-        return cache.recent_requests.get(body["rid"])
+        selector = cache.recent_requests.get(body["rid"])
+        return [] if selector is None else [selector]
+    if "conversation_id" in body:
+        conversation = body["conversation_id"]
+        recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
+        return [recent.selector for recent in recents] + _pinned(cache, body)
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
     extra_key = cache.purged_tenants.key_of(extra_key, cache_salt)
-    return Selector(array("q", body["input_ids"]), extra_key, cache_salt)
+    return [Selector(array("q", body["input_ids"]), extra_key, cache_salt)]
 
 
-def locate(cache: TieredRadixCache, selector: Selector) -> Located:
-    """Return the whole pages of a prefix, and where the tree holds them."""
-    key = RadixKey(
+def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
+    """Return the tenant that a body's ``extra_key`` and ``cache_salt`` name."""
+    key = key_of_request(body.get("extra_key"), None)
+    return cache.purged_tenants.tenant_of(key, body.get("cache_salt"))
+
+
+def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
+    tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
+    keys = body.get("extra_key"), body.get("cache_salt")
+    return [prefix for _, prefix in pinned_prefixes(cache, tenant, conversation, *keys)]
+
+
+def key_of(cache: TieredRadixCache, selector: Selector) -> RadixKey:
+    """Return the key of a prefix's whole pages. Any thread."""
+    return RadixKey(
         selector.tokens,
         extra_key=selector.extra_key,
         is_bigram=cache.tree_core.is_eagle,
         cache_salt=selector.cache_salt,
     ).page_aligned(cache.page_size)
+
+
+def locate(cache: TieredRadixCache, selector: Selector) -> Located:
+    """Return the whole pages of a prefix, and where the tree holds them."""
+    key = key_of(cache, selector)
     if len(key) == 0:
         return Located([], (), 0)
     hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
+    return Located(hashes, *_match(cache, key))
+
+
+def tokens_in_memory(cache: TieredRadixCache, selector: Selector) -> tuple[int, int]:
+    """Return how many leading tokens of a prefix's whole pages the device and the host hold."""
+    key = key_of(cache, selector)
+    if len(key) == 0:
+        return 0, 0
+    path, num_device_tokens = _match(cache, key)
+    return num_device_tokens, _num_host_tokens(cache, path)
+
+
+def _match(cache: TieredRadixCache, key: RadixKey) -> tuple[tuple[TreePathNodeInfo, ...], int]:
     match = cache.match_visible(key)
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]
-    return Located(hashes, path, int(match.device_prefix_len))
+    return path, int(match.device_prefix_len)
 
 
 def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> int:

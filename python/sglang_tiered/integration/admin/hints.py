@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.admin.conversations import (
     NO_STORE,
     PendingRequests,
+    names_prefix,
     refused,
     selector_of,
 )
@@ -49,7 +50,7 @@ class Prefetches:
             return refused(NOT_HERE)
         hints = tiering.hints
         if number not in self._asked:
-            if not body.keys() & {"rid", "input_ids"}:  # a later question, and it was dropped
+            if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many hints at once; ask again", 503)
             selector = selector_of(cache, body)
             if selector is None:
@@ -66,7 +67,7 @@ class Prefetches:
             return refused(hinted.why_dropped, 503)
         return {
             "done": not hinted.is_active,
-            "num_tokens": len(hinted.chain.hashes) * int(cache.page_size),
+            "num_tokens": hinted.num_pages * int(cache.page_size),
             "num_in_memory": hinted.num_in_memory,
             "num_loading": hinted.num_loading,
         }

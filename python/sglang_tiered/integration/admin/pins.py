@@ -10,19 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from sglang_tiered.integration.admin.conversations import (
     NO_STORE,
     Checkpoints,
     PendingRequests,
     locate,
+    names_prefix,
     refused,
     selector_of,
+    tenant_of_body,
 )
-from sglang_tiered.integration.identity.tenants import key_of_request
+from sglang_tiered.integration.admin.pin_notes import PinNote, pinned_prefixes, stored_name
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.promises import all_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pinning.pins import PinRefusal
 
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.identity.recent_requests import Selector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Pins", "list_pins", "tenant_of_body"]
+__all__ = ["Pins"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
 NOT_WRITTEN = "the pin could not be written to the disk; see the server's log, and ask again"
@@ -54,15 +56,16 @@ class Pins:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         self._begun: PendingRequests[_Pin] = PendingRequests()
+        self._let_go: PendingRequests[Future[bool]] = PendingRequests()
 
     def pin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
         """Begin to pin a conversation and to make it durable on NVMe, or report how far that is."""
         storage = cache.storage
         if storage is None:
             return refused(NO_STORE)
-        body = {**body, "tier": Tier.NVME.value} if len(body) > 1 else body
+        body = {**body, "tier": Tier.NVME.value}
         if number not in self._begun:
-            if len(body) == 1:  # a later question, and it was dropped
+            if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many pins at once; ask again", 503)
             selector = selector_of(cache, body)
             if selector is None:
@@ -70,20 +73,7 @@ class Pins:
             hashes = locate(cache, selector).hashes
             if not hashes:
                 return refused(TOO_SHORT.format(cache.page_size))
-            tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-            name, ttl = body.get("name") or hashes[-1], body.get("ttl")
-            until_s = None if ttl is None else body["now"] + ttl
-            entry = _Pin(name, _stored(tenant, name), until_s)
-            engine = storage.region_engine
-            if isinstance(engine, RegionEngine):
-                keys = storage.keys_of_pools(hashes)
-                data = msgspec.json.encode(len(hashes) * int(cache.page_size))
-                outcome = engine.pin(entry.stored_name, keys, tenant, until_s, data)
-                if isinstance(outcome, PinRefusal):
-                    entry.refusal = outcome
-                else:
-                    entry.kept = outcome
-            self._begun[number] = entry
+            self._begun[number] = _begin(cache, storage, selector, hashes, body)
         return self._report(cache, storage, number, body)
 
     def _report(
@@ -110,63 +100,75 @@ class Pins:
         return {**report, "name": entry.name, "pinned_until": entry.until_s}
 
     def unpin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Let a pin go, or report how far that is."""
+        """Let a pin go, of a conversation all its pins, or report how far that is."""
         storage = cache.storage
         if storage is None:
             return refused(NO_STORE)
-        if number not in self._begun:
-            named = _named(cache, body)
-            if named is None:
-                return {"done": True, "unknown": True}
-            name, tenant = named
-            entry = _Pin(name, _stored(tenant, name), None)
+        if number not in self._let_go:
             engine = storage.region_engine
-            has_pin = isinstance(engine, RegionEngine) and engine.has_pin(entry.stored_name)
-            (nobody,) = least_on_every_rank(cache, [-int(has_pin)])
-            if nobody == 0:
+            keeper = engine if isinstance(engine, RegionEngine) else None
+            names = _stored_names(cache, body)
+            here = [int(keeper is not None and keeper.has_pin(name)) for name in names]
+            if not names or not any(least_on_every_rank(cache, [-has for has in here])):
                 return {"done": True, "unknown": True}
-            if isinstance(engine, RegionEngine):
-                entry.kept = engine.unpin(entry.stored_name)
-            self._begun[number] = entry
-        entry = self._begun[number]
-        is_gone = entry.kept is None or entry.kept.done()
-        (gone,) = least_on_every_rank(cache, [int(is_gone)])
-        return {"done": bool(gone), "name": entry.name}
+            orders = [] if keeper is None else [keeper.unpin(name) for name in names]
+            self._let_go[number] = all_true(orders)
+        gone = self._let_go[number]
+        done, durable = least_on_every_rank(
+            cache, [int(gone.done()), int(gone.done() and gone.result())]
+        )
+        if done and not durable:
+            return refused(NOT_WRITTEN, 503)
+        return {"done": bool(done)}
 
 
-def list_pins(engine: RegionEngine, tenant: bytes) -> list[dict[str, Any]]:
-    """Return the pins of a tenant, as this rank has them. Any thread; there may be many."""
-    prefix = _stored(tenant, "")
-    return [
-        {
-            "name": info.name.removeprefix(prefix),
-            "num_tokens": msgspec.json.decode(info.data or b"0"),
-            "bytes": info.physical_bytes,
-            "pinned_until": info.until_s,
-        }
-        for info in engine.pins()
-        if info.name.startswith(prefix)
-    ]
+def _begin(
+    cache: TieredRadixCache,
+    storage: TieredStorage,
+    selector: Selector,
+    hashes: list[str],
+    body: dict[str, Any],
+) -> _Pin:
+    tenants = cache.purged_tenants
+    tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
+    conversation = _conversation(cache, body)
+    name, ttl = body.get("name") or conversation or hashes[-1], body.get("ttl")
+    until_s = None if ttl is None else body["now"] + ttl
+    entry = _Pin(name, stored_name(tenant, name), until_s)
+    engine = storage.region_engine
+    if not isinstance(engine, RegionEngine):
+        return entry
+    adapter = tenants.adapter_of(selector.extra_key)
+    note = PinNote.of(selector.tokens, conversation, adapter, body["now"])
+    keys = storage.keys_of_pools(hashes)
+    outcome = engine.pin(entry.stored_name, keys, tenant, until_s, note.pack())
+    if isinstance(outcome, PinRefusal):
+        entry.refusal = outcome
+    else:
+        entry.kept = outcome
+    return entry
 
 
-def _named(cache: TieredRadixCache, body: dict[str, Any]) -> tuple[str, bytes] | None:
-    """Return the name of a pin and its tenant; None where its ``rid`` is not known, or names no
-    page."""
+def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
+    """Return the id of the conversation that a body selects, if it has one."""
+    recent = cache.recent_requests.find(body["rid"]) if "rid" in body else None
+    found: str | None = body.get("conversation_id")
+    return found if recent is None else recent.conversation
+
+
+def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> list[str]:
+    """Return the pins that a body names, as stores know them; none where its ``rid`` or
+    ``conversation_id`` is not known, or names no page. Alike on all ranks."""
+    tenant = tenant_of_body(cache, body)
     if "name" in body:
-        return body["name"], tenant_of_body(cache, body)
+        return [stored_name(tenant, body["name"])]
+    if "conversation_id" in body:
+        keys = body.get("extra_key"), body.get("cache_salt")
+        found = pinned_prefixes(cache, tenant, body["conversation_id"], *keys)
+        return [name for name, _ in found]
     selector = selector_of(cache, body)
     hashes = [] if selector is None else locate(cache, selector).hashes
     if selector is None or not hashes:
-        return None
-    return hashes[-1], cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-
-
-def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
-    """Return the tenant that a body's ``extra_key`` and ``cache_salt`` name."""
-    key = key_of_request(body.get("extra_key"), None)
-    return cache.purged_tenants.tenant_of(key, body.get("cache_salt"))
-
-
-def _stored(tenant: bytes, name: str) -> str:
-    """Return the name that the store knows a tenant's pin by: tenants do not see each other's."""
-    return f"{tenant.hex()}/{name}"
+        return []
+    tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
+    return [stored_name(tenant, _conversation(cache, body) or hashes[-1])]

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_tiered.integration.admin.bodies import (
     CallError,
     check_num_tokens,
+    cursor_of,
     parse_forget,
     parse_limit,
+    parse_listing,
     parse_pin,
     parse_prefetch,
     parse_purge,
     parse_selector,
-    parse_tenant,
     parse_unpin,
 )
 
@@ -37,7 +38,10 @@ TIMEOUT_S = 30.0
 """How long a call asks the schedulers until it answers what is missing."""
 
 _POLL_S, _MAX_POLL_S = 0.02, 0.25
-UNKNOWN_RID = "no request with this rid ended recently; pass its text or input_ids"
+UNKNOWN = (
+    "no recent request has this rid, and no recent request or pin this conversation_id; pass its "
+    "text or input_ids"
+)
 NOT_FORGOTTEN = (
     "the pages are hidden here, but not every tier and every server has forgotten them for good; "
     "ask again"
@@ -101,11 +105,26 @@ class TierService:
         done = all(answer["done"] for answer in known)
         return Report(200 if done else 503, {"unpinned": done})
 
+    async def conversations(self, body: Any) -> Report:
+        """List the conversations of one tenant, a page at a time. With data parallelism every
+        scheduler gives up to ``limit`` rows; one that has no more gives none."""
+        answers = _not_failed(await self._ask("conversations", parse_listing(body)))
+        _check_counted(answers, "conversations")
+        return Report(
+            200,
+            {
+                "conversations": [row for answer in answers for row in answer["conversations"]],
+                "next": cursor_of({str(answer["rank"]): answer["next"] for answer in answers}),
+                "pinned_bytes": sum(answer["pinned_bytes"] for answer in answers),
+                "pin_bound_bytes": sum(answer["pin_bound_bytes"] for answer in answers),
+            },
+        )
+
     async def forget(self, body: Any) -> Report:
         """Forget a prefix in every tier and on every server."""
         body = await self._with_tokens(parse_forget(body))
         answers = await self._ask("forget", body, repeats_body="input_ids" not in body)
-        known = _known(answers, UNKNOWN_RID)
+        known = _known(answers, UNKNOWN)
         if len(known) < len(answers):  # other replicas may hold its pages too
             pages = {"hashes": next(answer["hashes"] for answer in known)}
             known = _not_failed(await self._ask("forget", pages, repeats_body=False))
@@ -114,18 +133,12 @@ class TierService:
             return Report(200, {"durable": True, "num_tokens": num_tokens})
         return Report(503, {"error": NOT_FORGOTTEN, "durable": False, "num_tokens": num_tokens})
 
-    async def pins(self, body: Any) -> Report:
-        """List the pins of one tenant, by scheduler."""
-        answers = _not_failed(await self._ask("pins", parse_tenant(body)))
-        _check_counted(answers, "pins")
-        return Report(200, [_without_done(answer) for answer in answers])
-
     async def prefetch(self, body: Any) -> Report:
         """Bring a prefix that is about to be used to host memory."""
         body, wait_s = parse_prefetch(body)
         body = await self._with_tokens(body)
         answers = await self._ask("prefetch", body, repeats_body=False, timeout_s=wait_s)
-        known = _known(answers, UNKNOWN_RID)
+        known = _known(answers, UNKNOWN)
         # With data parallelism every replica loads what it finds.
         best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
         is_done = all(answer["done"] for answer in known)
@@ -201,7 +214,7 @@ def _known(answers: Sequence[Answer], unknown: str) -> Sequence[Answer]:
 
 
 def _best(answers: Sequence[Answer], status: Callable[[Answer], int]) -> Report:
-    known = _known(answers, UNKNOWN_RID)
+    known = _known(answers, UNKNOWN)
     # With data parallelism a conversation lives in one scheduler: report the best answer.
     best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
     if any(_is_durable(answer) for answer in known):

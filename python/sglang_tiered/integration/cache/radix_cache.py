@@ -55,6 +55,7 @@ from sglang_tiered.integration.cache.quiescing import (
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
 from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
 from sglang_tiered.integration.names import CACHE_BACKEND
@@ -426,7 +427,9 @@ class TieredRadixCache(ForgettingCache):
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)
-            self.recent_requests.note_request(str(req.rid), selector)
+            tenant = self.purged_tenants.tenant_of(req.extra_key, req.cache_salt)
+            conversation = conversation_of(req)
+            self.recent_requests.note_request(str(req.rid), selector, tenant, conversation)
 
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()

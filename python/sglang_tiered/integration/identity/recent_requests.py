@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Callable, Iterator
 
-__all__ = ["RecentRequests", "Selector"]
+__all__ = ["Recent", "RecentRequests", "Selector"]
 
 _MAX_REQUESTS, _MAX_TOKENS = 1024, 1 << 22
 
@@ -21,24 +23,62 @@ class Selector(NamedTuple):
     cache_salt: str | None
 
 
+class Recent(NamedTuple):
+    """A request's prefix, and what is known of its request."""
+
+    rid: str
+    selector: Selector
+    tenant: bytes
+    conversation: str | None
+    number: int  # of the note, the same on every rank: a later one is larger
+    used_at_s: float  # since 1970
+
+
 class RecentRequests:
     """Keeps what requests put into the tree lately, by their id. Bounded; scheduler thread only."""
 
-    def __init__(self) -> None:
-        self._selectors: OrderedDict[str, Selector] = OrderedDict()
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._recents: OrderedDict[str, Recent] = OrderedDict()
         self._num_tokens = 0
+        self._num_notes = 0
+        self._clock = clock
 
-    def note_request(self, rid: str, selector: Selector) -> None:
+    def note_request(
+        self, rid: str, selector: Selector, tenant: bytes, conversation: str | None = None
+    ) -> None:
         self._drop(rid)
-        self._selectors[rid] = selector
+        self._num_notes += 1
+        self._recents[rid] = Recent(
+            rid, selector, tenant, conversation, self._num_notes, self._clock()
+        )
         self._num_tokens += len(selector.tokens)
-        while len(self._selectors) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
-            self._drop(next(iter(self._selectors)))
+        while len(self._recents) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
+            self._drop(next(iter(self._recents)))
 
     def get(self, rid: str) -> Selector | None:
-        return self._selectors.get(rid)
+        recent = self._recents.get(rid)
+        return None if recent is None else recent.selector
+
+    def find(self, rid: str) -> Recent | None:
+        return self._recents.get(rid)
+
+    def of_tenant(self, tenant: bytes, *, before: int | None = None) -> Iterator[Recent]:
+        """Yield a tenant's requests, the newest first; those noted before a number, if given."""
+        for recent in reversed(self._recents.values()):
+            if recent.tenant == tenant and (before is None or recent.number < before):
+                yield recent
+
+    def of_conversation(self, tenant: bytes, conversation: str) -> list[Recent]:
+        """Return the requests of a tenant's conversation, the newest first."""
+        return [each for each in self.of_tenant(tenant) if each.conversation == conversation]
+
+    def drop_tenant(self, tenant: bytes | None) -> None:
+        """Forget the requests of a tenant; of all for None."""
+        for recent in list(self._recents.values()):
+            if tenant is None or recent.tenant == tenant:
+                self._drop(recent.rid)
 
     def _drop(self, rid: str) -> None:
-        dropped = self._selectors.pop(rid, None)
+        dropped = self._recents.pop(rid, None)
         if dropped is not None:
-            self._num_tokens -= len(dropped.tokens)
+            self._num_tokens -= len(dropped.selector.tokens)

@@ -91,6 +91,11 @@ class PurgedTenants:
         """Return the tenant of a request's key, marked or not; adapters make no difference."""
         return tenant_digest(_users_key(self.original(extra_key)), cache_salt)
 
+    def adapter_of(self, extra_key: str | None) -> str | None:
+        """Return the id of the LoRA adapter in a request's key, marked or not; None without."""
+        key = self.original(extra_key) or ""
+        return key.rpartition(_ADAPTER)[2] or None if _ADAPTER in key else None
+
     def blocks(self, tenant: bytes) -> bool:
         """Return whether pages of this tenant must not be stored now."""
         return tenant in self._purges or None in self._purges

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-__all__ = ["RankAgreement", "Rule", "groups_of", "least_on_every_rank"]
+__all__ = ["RankAgreement", "Rule", "first_ranks", "groups_of", "least_on_every_rank"]
 
 SILENT = torch.iinfo(torch.int64).max
 
+_BYTES_SENT = 7  # of a number that is reduced
 MAX_ANSWERS = 4096
 """Beyond this number unread answers are forgotten, oldest first."""
 
@@ -214,3 +216,24 @@ def least_on_every_rank(cache: UnifiedRadixCache, values: list[int]) -> list[int
     reduced = torch.tensor(values, dtype=torch.int64)
     cache._all_reduce_attn_groups(reduced, torch.distributed.ReduceOp.MIN)  # noqa: SLF001
     return [int(value) for value in reduced]
+
+
+def first_ranks(cache: UnifiedRadixCache, data: bytes) -> bytes:
+    """Return what the first of the ranks that serve the same requests passed here."""
+    groups = groups_of(cache)
+    if not groups:
+        return data
+    is_first = all(group.rank() == 0 for group in groups)
+    (length,) = least_on_every_rank(cache, [len(data) if is_first else SILENT])
+    if not length:
+        return b""
+    sent = np.full(-(-length // _BYTES_SENT), SILENT)
+    if is_first:
+        parts = np.zeros((len(sent), 8), np.uint8)  # whose top bytes stay 0: a number is positive
+        padded = np.frombuffer(data.ljust(len(sent) * _BYTES_SENT, b"\0"), np.uint8)
+        parts[:, :_BYTES_SENT] = padded.reshape(-1, _BYTES_SENT)
+        sent = parts.view(np.int64)[:, 0]
+    received = torch.from_numpy(sent.copy())
+    cache._all_reduce_attn_groups(received, torch.distributed.ReduceOp.MIN)  # noqa: SLF001
+    back = received.numpy().view(np.uint8).reshape(-1, 8)[:, :_BYTES_SENT]
+    return back.tobytes()[:length]

@@ -465,6 +465,18 @@ class RegionEngine(WriteTier):
         with self._state.lock:
             return self._state.pins.get(name) is not None
 
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        """Return names and data of a tenant's pins, which may hold a few that have just expired.
+        Takes the lock for as long as it looks at each of them."""
+        with self._state.lock:
+            return self._state.pins.notes_of(tenant)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return what all pinned pages that are held take."""
+        with self._state.lock:
+            return self._state.index.pinned_bytes
+
     @property
     def pin_bound_bytes(self) -> int:
         """Return what all pinned pages may take together."""

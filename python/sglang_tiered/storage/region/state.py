@@ -28,7 +28,7 @@ from sglang_tiered.storage.region.pending import (
     PurgeOrder,
     StoreTicket,
 )
-from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_PINS, PinBook
+from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_NOTES_BYTES, MAX_PINS, PinBook
 from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
@@ -150,6 +150,7 @@ class StoreState:
         pinned = self.index.pinned_bytes - self.index.padded_pinned(key_words(only_before))
         bound = book.bound_bytes
         num_keys = book.num_keys - len(only_before)
+        notes_bytes = book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
         why = ""
         if not bound:
             why = "nothing can be pinned here: the capacity must be three regions or more"
@@ -159,6 +160,8 @@ class StoreState:
             why = f"there are {MAX_PINS} pins already: unpin some"
         elif num_keys + len(pin.keys) - len(book.wanted(pin.keys)) > MAX_KEYS:
             why = f"pins name {num_keys} pages already, at most {MAX_KEYS}: unpin some"
+        elif notes_bytes > MAX_NOTES_BYTES:
+            why = f"pins would note {notes_bytes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
         if why:
             return PinRefusal(asked, pinned, bound, why)
         self.index.unpin(key_words(book.remove(pin.name)))

@@ -9,7 +9,9 @@ import pytest
 from sglang_tiered.integration.admin import bodies
 from sglang_tiered.integration.admin.bodies import (
     CallError,
+    cursor_of,
     parse_limit,
+    parse_listing,
     parse_pin,
     parse_prefetch,
     parse_purge,
@@ -25,6 +27,7 @@ from sglang_tiered.integration.admin.bodies import (
         {"text": "Hello", "extra_key": "acme"},
         {"input_ids": [1, 2, 3], "cache_salt": "s", "tier": "nvme"},
         {"rid": "r", "tier": "object"},
+        {"conversation_id": "c", "extra_key": "acme"},
     ],
 )
 def test_a_selector_names_one_prefix(body: dict[str, Any]) -> None:
@@ -38,6 +41,9 @@ def test_a_selector_names_one_prefix(body: dict[str, Any]) -> None:
         ({}, "exactly one of"),
         ({"extra_key": "a"}, "exactly one of"),
         ({"rid": "r", "text": "t"}, "exactly one of"),
+        ({"rid": "r", "conversation_id": "c"}, "exactly one of"),
+        ({"conversation_id": 7}, "conversation_id must be a text"),
+        ({"conversation_id": "c" * 513}, "conversation_id has 513 bytes, more than 512"),
         ({"rid": ""}, "rid must be a text"),
         ({"rid": 7}, "rid must be a text"),
         ({"rid": "r", "extra_key": "a"}, "leave them out"),
@@ -141,6 +147,35 @@ def test_a_list_has_a_bound(body: dict[str, Any], limit: int) -> None:
 def test_a_wrong_limit_is_one_sentence(body: Any) -> None:
     with pytest.raises(CallError, match="pass limit, a number"):
         parse_limit(body)
+
+
+def test_a_cursor_comes_back_as_it_went() -> None:
+    assert parse_listing({}) == {"limit": 100, "after": {}}
+    assert cursor_of({"0": None, "1": None}) is None
+    cursors: dict[str, str | None] = {"0": "r17", "1": None, "2": "pi\N{SNOWMAN}\n"}
+    after = cursor_of(cursors)
+    body = parse_listing({"after": after, "limit": "5", "cache_salt": "s"})
+    assert body == {"after": cursors, "limit": 5, "cache_salt": "s"}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ([], "must be a JSON object"),
+        ({"limit": "x"}, "a number"),
+        ({"rid": "r"}, "'rid' is unknown here"),
+        ({"after": 7}, "after must be a text"),
+        ({"after": "%"}, "not what an answer gave"),
+        ({"after": "\N{SNOWMAN}"}, "not what an answer gave"),
+        ({"after": "e30x"}, "not what an answer gave"),
+        ({"after": cursor_of({"0": "r-1"})}, "not what an answer gave"),
+        ({"after": cursor_of({"0": "q"})}, "not what an answer gave"),
+        ({"after": cursor_of({"0": "x" * 1000})}, "after '.{40}' is not"),
+    ],
+)
+def test_a_wrong_listing_is_one_sentence(body: Any, sentence: str) -> None:
+    with pytest.raises(CallError, match=sentence):
+        parse_listing(body)
 
 
 def test_a_hint_says_how_long_to_wait() -> None:

@@ -18,6 +18,7 @@ from sglang_tiered.integration.admin import control
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 from sglang_tiered.storage.promises import keep, promise
 
@@ -40,6 +41,7 @@ class Scheduler:
         self.tree_cache = TieredRadixCache.__new__(TieredRadixCache)
         self.tree_cache.attn_cp_group = self.tree_cache.attn_tp_group = None
         self.tree_cache.tp_world_size = 1
+        self.tree_cache.recent_requests = RecentRequests()
         storage = SimpleNamespace(begin_purge=self.begin_purge)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
         self.control.after_scheduler(None, self)
@@ -119,6 +121,15 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> No
     assert scheduler.num_flushes == 1
     assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
+
+
+def test_purged_tenants_requests_are_no_longer_known() -> None:
+    scheduler = Scheduler(idle=False)
+    recents = scheduler.tree_cache.recent_requests
+    for rid, tenant in (("1", A), ("2", tenant_digest("b", None))):
+        recents.note_request(rid, Selector(array("q", [1]), None, None), tenant, "chat")
+    ask(scheduler, "known", extra_key="a")
+    assert [recents.get(rid) is None for rid in "12"] == [True, False]
 
 
 def test_refused_flush_leaves_the_tenant_hidden(

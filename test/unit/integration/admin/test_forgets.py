@@ -14,6 +14,7 @@ from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
     from array import array
@@ -64,7 +65,7 @@ def test_whole_pages_behind_what_is_kept_go(world: CacheWorld, keep: int, kept: 
 
 
 def test_rid_names_what_to_forget(world: CacheWorld) -> None:
-    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None))
+    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
     assert answer(world, rid="s", keep_tokens=0) == {"done": True, "unknown": True}
     assert answer(world, rid="r", keep_tokens=0)["num_tokens"] == 6 * PAGE
     assert held(world, TOKENS) == (0, 0)

@@ -101,12 +101,12 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
     [
         (TierService.residency, {}, [DONE], 400, "exactly one of"),
         (TierService.pin, {"rid": "r", "ttl": -1}, [DONE], 400, "ttl -1"),
-        (TierService.pins, [], [DONE], 400, "JSON object"),
+        (TierService.conversations, [], [DONE], 400, "JSON object"),
         (TierService.tenants, {"limit": "x"}, [DONE], 400, "a number"),
         (TierService.purge, {}, [DONE], 400, "pass extra_key"),
-        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
+        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
         (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
-        (TierService.forget, {"rid": "r"}, [{"unknown": True}], 404, "no request with"),
+        (TierService.forget, {"rid": "r"}, [{"unknown": True}], 404, "no recent request"),
         (TierService.forget, {"rid": "r", "keep_tokens": -1}, [DONE], 400, "keep_tokens -1"),
         (TierService.forget, {"rid": "r", "keep_tokens": True}, [DONE], 400, "keep_tokens True"),
         (TierService.pin, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
@@ -138,6 +138,32 @@ def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) 
         call(TierService.residency, {"text": "a"}, [DONE])
 
 
+def test_pages_of_replicas_make_one() -> None:
+    def answer(rank: int, rows: list[str], next_cursor: str | None) -> dict[str, Any]:
+        return {
+            "done": True,
+            "rank": rank,
+            "conversations": rows,
+            "next": next_cursor,
+            "pinned_bytes": 10,
+            "pin_bound_bytes": 100,
+        }
+
+    report, _ = call(
+        TierService.conversations, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")]
+    )
+    assert report.body["conversations"] == ["b", "a"]
+    assert (report.body["pinned_bytes"], report.body["pin_bound_bytes"]) == (20, 200)
+    _, manager = call(
+        TierService.conversations,
+        {"after": report.body["next"], "limit": 1},
+        [answer(0, ["c"], None), answer(1, [], None)],
+    )
+    assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
+    last, _ = call(TierService.conversations, {}, [answer(0, ["c"], None), answer(1, [], None)])
+    assert last.body["next"] is None
+
+
 def test_a_hint_lasts_as_its_caller_waits() -> None:
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
     loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
@@ -154,6 +180,6 @@ def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
     report, _ = call(TierService.prefetch, {"rid": "r"}, [nothing, loading, {"unknown": True}])
     assert report.status == 202 and report.body["num_in_memory"] == 64
-    with pytest.raises(CallError, match="no request") as caught:
+    with pytest.raises(CallError, match="no recent request") as caught:
         call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
     assert caught.value.status == 404

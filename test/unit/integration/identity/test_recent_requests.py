@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity import recent_requests
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
     import pytest
@@ -20,15 +21,30 @@ def test_recent_requests_are_bounded(
     recent = RecentRequests()
 
     def note(rid: str, num_tokens: int) -> None:
-        recent.note_request(rid, Selector(array("q", range(num_tokens)), "tenant", None))
+        recent.note_request(rid, Selector(array("q", range(num_tokens)), "key", None), NO_TENANT)
 
     for rid in "abcd":
         note(rid, 10)
     assert recent.get("a") is None
-    assert recent.get("d") == Selector(array("q", range(10)), "tenant", None)
+    assert recent.get("d") == Selector(array("q", range(10)), "key", None)
     note("b", 85)  # it went on; the oldest make room
     assert recent.get("c") is None
     selector = recent.get("b")
     assert selector is not None and len(selector.tokens) == 85
     note("e", 1000)
     assert [recent.get(rid) for rid in "abcde"] == [None] * 5
+
+
+def test_newest_of_a_tenant_comes_first() -> None:
+    recent = RecentRequests(lambda: 7.0)
+    other = b"t" * 16
+    for rid, tenant in (("1", NO_TENANT), ("2", other), ("3", NO_TENANT), ("1", NO_TENANT)):
+        recent.note_request(rid, Selector(array("q", [1]), None, None), tenant, "chat")
+    found = list(recent.of_tenant(NO_TENANT))
+    assert [(each.rid, each.used_at_s) for each in found] == [("1", 7.0), ("3", 7.0)]
+    assert [each.rid for each in recent.of_tenant(NO_TENANT, before=found[0].number)] == ["3"]
+    assert [each.rid for each in recent.of_conversation(other, "chat")] == ["2"]
+    recent.drop_tenant(NO_TENANT)
+    assert [recent.get(rid) is None for rid in "123"] == [True, False, True]
+    recent.drop_tenant(None)
+    assert recent.get("2") is None

@@ -8,13 +8,21 @@ import itertools
 import math
 import random
 import struct
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_tiered.integration.ranks import rank_consensus
-from sglang_tiered.integration.ranks.rank_consensus import MAX_ANSWERS, RankAgreement, Rule
+from sglang_tiered.integration.ranks.rank_consensus import (
+    MAX_ANSWERS,
+    RankAgreement,
+    Rule,
+    first_ranks,
+)
 
 NAN = math.nan
 EXTREMES = [
@@ -196,4 +204,40 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("rank_consensus.py", "cache._all_reduce_attn_groups"),
         ("host_size.py", "torch.distributed.all_reduce"),
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
+        ("device_memory.py", "gather"),  # of pages within a pool, by a kernel
+        ("device_memory.py", "scatter"),
     }
+
+
+@pytest.mark.parametrize("length", [0, 1, 6, 7, 8, 1000])
+def test_first_ranks_bytes_reach_every_rank(length: int) -> None:
+    """Two ranks in threads, whose reductions meet at a barrier."""
+    data = random.Random(length).randbytes(length)
+    sent = {0: data, 1: b"another rank's, and longer" * 100}
+    barrier, parts, told = threading.Barrier(2, timeout=60), {}, {}
+
+    def run(rank: int) -> None:
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+
+        def reduce(values: torch.Tensor, operator: object) -> None:
+            assert operator == torch.distributed.ReduceOp.MIN
+            parts[rank] = values.clone()
+            barrier.wait()
+            least = torch.minimum(parts[0], parts[1])
+            barrier.wait()
+            values.copy_(least)
+
+        cache: Any = SimpleNamespace(
+            attn_cp_group=None,
+            attn_tp_group=group,
+            tp_world_size=2,
+            _all_reduce_attn_groups=reduce,
+        )
+        told[rank] = first_ranks(cache, sent[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in sent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {0: data, 1: data}

@@ -191,6 +191,16 @@ def test_too_many_pins_and_keys_are_refused(
     refusal = engine.pin("c", make_run(2, [PAGE]).keys)
     assert isinstance(refusal, PinRefusal)
     assert "2 pins already" in refusal.why
+    monkeypatch.setattr(state, "MAX_NOTES_BYTES", 100)
+    pin(engine, "a", make_run(1, [PAGE]).keys, data=b"n" * 90)
+    pin(engine, "a", make_run(1, [PAGE]).keys, data=b"m" * 100)  # in its place
+    refusal = engine.pin("b", make_run(1, [PAGE]).keys, data=b"n")
+    assert isinstance(refusal, PinRefusal)
+    assert "pins would note 101 bytes, at most 100" in refusal.why
+    assert engine.pin_notes(NO_TENANT) == [("b", b""), ("a", b"m" * 100)]
+    assert engine.unpin("a").result(TIMEOUT_S)
+    pin(engine, "b", make_run(1, [PAGE]).keys, data=b"n")
+    assert engine.pinned_bytes == engine.pins()[0].physical_bytes
     pin(engine, "b", make_run(2, [PAGE]).keys)
     close(engine)
 
@@ -339,7 +349,7 @@ def test_another_namespace_has_its_own_pages(tmp_path: Path, make_run: MakeRun) 
         ({"keys": [b"k"]}, "a key has 1 bytes, expected 32"),
         ({"tenant": b"t"}, "a tenant has 1 bytes, expected 16"),
         ({"until_s": float("nan")}, "a pin until nan: must be seconds since 1970"),
-        ({"data": bytes(4097)}, "the data of a pin has 4097 bytes, at most 4096"),
+        ({"data": bytes((17 << 20) + 1)}, "the data of a pin has 17825793 bytes, at most 17825792"),
     ],
 )
 def test_what_no_pin_can_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:

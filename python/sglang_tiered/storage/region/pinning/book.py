@@ -14,6 +14,7 @@ __all__ = ["MAX_KEYS", "MAX_PINS", "PinBook"]
 
 MAX_PINS = 1 << 14
 MAX_KEYS = 1 << 20  # of all pins together: about 130 bytes of memory each
+MAX_NOTES_BYTES = 256 << 20  # of the notes of all pins, which lie in memory
 
 
 class PinBook:
@@ -26,6 +27,7 @@ class PinBook:
         self._clock = clock
         self._pins: dict[str, Pin] = {}
         self._counts: dict[bytes, int] = {}
+        self.data_bytes = 0
         self._next_expiry = math.inf
 
     def __len__(self) -> int:
@@ -45,6 +47,7 @@ class PinBook:
         """Enter a pin whose name is not there."""
         assert pin.name not in self._pins, f"the pin {pin.name!r} is there twice"
         self._pins[pin.name] = pin
+        self.data_bytes += len(pin.data)
         for key in pin.keys:
             self._counts[key] = self._counts.get(key, 0) + 1
         self._plan()
@@ -53,6 +56,7 @@ class PinBook:
         """Take a pin out, if it is there; returns the keys that no other wants."""
         pin = self._pins.pop(name, None)
         freed = []
+        self.data_bytes -= len(pin.data) if pin is not None else 0
         for key in pin.keys if pin is not None else ():
             self._counts[key] -= 1
             if not self._counts[key]:
@@ -79,6 +83,10 @@ class PinBook:
         """Return the pins that want any of these pages."""
         gone = {key for key in keys if key in self._counts}
         return [pin for pin in self._pins.values() if gone and not gone.isdisjoint(pin.keys)]
+
+    def notes_of(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        """Return names and data of a tenant's pins."""
+        return [(pin.name, pin.data) for pin in self._pins.values() if pin.tenant == tenant]
 
     def expired(self) -> list[str]:
         """Return the names of pins whose time is over."""

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MAX_NAME_BYTES = 1024
-MAX_DATA_BYTES = 4096
+MAX_DATA_BYTES = 17 << 20  # four million tokens, and whose they are
 
 VERSION = 1
 MAGIC = b"SGLTPINS"

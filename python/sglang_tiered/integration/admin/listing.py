@@ -1,0 +1,279 @@
+"""``Listings``: the conversations of a tenant in a scheduler process, a page at a time.
+
+A row is a conversation by its id, or a request or a pin without one. Recent requests come first,
+the newest first, and then what is pinned only. The scheduler thread matches a few prefixes in the
+tree at each question; pins are counted, and pages hashed and looked up, on a thread. Every rank
+lists the same: recent requests are alike on all of them, and of pins the first rank tells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_tiered.integration.admin.conversations import (
+    NO_STORE,
+    PendingRequests,
+    key_of,
+    refused,
+    tenant_of_body,
+    tokens_in_memory,
+)
+from sglang_tiered.integration.admin.pin_notes import PinNote, as_tokens, stored_name, unpack
+from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.tenants import key_of_request
+from sglang_tiered.integration.ranks.rank_consensus import first_ranks, least_on_every_rank
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.region import RegionEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.identity.recent_requests import Recent
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+__all__ = ["Listings"]
+
+_STEP_ROWS, _STEP_TOKENS = 100, 1 << 18
+"""What is matched in the tree at one question."""
+_MAX_LISTINGS = 32
+
+_RECENT, _PINNED = "r", "p"
+"""What a cursor begins with: then comes the number of the request, or the name of the pin."""
+
+
+class _Row(msgspec.Struct):
+    """A conversation to list. ``tokens`` are those of a note where no recent request has them."""
+
+    cursor: str  # behind which the next page begins
+    id: str | None
+    rid: str | None
+    last_used_s: float | None
+    pins: list[dict[str, Any]]
+    adapter: str | None = None
+    tokens: bytes = b""
+
+
+@dataclass(slots=True)
+class _PinnedRows:
+    """The pins of a tenant on this rank, by the conversation they are of."""
+
+    of_conversation: dict[str, _Row]
+    rows: list[_Row]  # by their cursors
+
+
+@dataclass(slots=True)
+class _Listing:
+    body: dict[str, Any]
+    recents: dict[str, Recent]  # by rid: the newest of each conversation, the newest first
+    pinned: Future[_PinnedRows]
+    rows: list[_Row] = field(default_factory=list)
+    has_more: bool = False
+    selectors: list[Selector] = field(default_factory=list)
+    in_memory: list[tuple[int, int]] = field(default_factory=list)  # device, host
+    in_tiers: Future[list[dict[str, int]]] | None = None
+    answer: dict[str, Any] | None = None
+
+
+class Listings:
+    """The listings that are asked for in one scheduler process. Scheduler thread only; ``worker``
+    is the thread that counts."""
+
+    def __init__(self, worker: ThreadPoolExecutor) -> None:
+        self._begun: PendingRequests[_Listing] = PendingRequests(_MAX_LISTINGS)
+        self._worker = worker
+
+    def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Begin a page, or go on with it."""
+        storage = cache.storage
+        if storage is None:
+            return refused(NO_STORE)
+        if number not in self._begun:
+            tenant = tenant_of_body(cache, body)
+            recents = _newest(cache.recent_requests.of_tenant(tenant), int(cache.page_size))
+            pinned = self._worker.submit(_pinned_rows, storage, tenant)
+            self._begun[number] = _Listing(body, recents, pinned)
+        listing = self._begun[number]
+        if listing.answer is not None:
+            return listing.answer
+        if listing.in_tiers is None:
+            (is_counted,) = least_on_every_rank(cache, [int(listing.pinned.done())])
+            if is_counted:
+                self._choose(cache, storage, listing)
+            return {"done": False}
+        _match_some(cache, listing)
+        is_done = len(listing.in_memory) == len(listing.rows) and listing.in_tiers.done()
+        (done,) = least_on_every_rank(cache, [int(is_done)])
+        if not done:
+            return {"done": False}
+        answer = _report(cache, storage, listing, listing.in_tiers.result())
+        self._begun[number] = _Listing({}, {}, listing.pinned, answer=answer)
+        return answer
+
+    def _choose(self, cache: TieredRadixCache, storage: TieredStorage, listing: _Listing) -> None:
+        """Choose the rows of the page, as the first rank does."""
+        chosen = _page(listing, listing.pinned.result())
+        if not cache.decides_alone:
+            told = first_ranks(cache, msgspec.msgpack.encode(chosen))
+            chosen = msgspec.msgpack.decode(told, type=tuple[list[_Row], bool])
+        listing.rows, listing.has_more = chosen
+        salt = listing.body.get("cache_salt")
+        for row in listing.rows:
+            if row.rid is not None:
+                listing.selectors.append(listing.recents[row.rid].selector)
+                continue
+            key = key_of_request(listing.body.get("extra_key"), row.adapter)
+            key = cache.purged_tenants.key_of(key, salt)
+            listing.selectors.append(Selector(as_tokens(row.tokens), key, salt))
+        listing.in_tiers = self._worker.submit(_count_tiers, cache, storage, listing.selectors)
+
+
+def _rank() -> int:
+    return get_parallel().dp_rank or 0
+
+
+def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
+    """Return the newest request of each conversation, and all that have none, but for those that
+    no tier can hold, such as checks of health."""
+    seen: set[str] = set()
+    found = {}
+    for recent in recents:
+        if recent.conversation is None or recent.conversation not in seen:
+            if len(recent.selector.tokens) >= page_size:
+                found[recent.rid] = recent
+            seen.add(recent.conversation or "")
+    return found
+
+
+def _page(listing: _Listing, pinned: _PinnedRows) -> tuple[list[_Row], bool]:
+    """Return the rows behind the cursor, and whether there are more."""
+    limit = int(listing.body["limit"])
+    after = listing.body["after"].get(str(_rank()), _RECENT)
+    if after is None:  # this replica has told all
+        return [], False
+    rows: list[_Row] = []
+    shown = set()
+    for recent in listing.recents.values():
+        of_id = pinned.of_conversation.get(recent.conversation or "")
+        shown.add(recent.conversation)
+        is_behind = after == _RECENT or (
+            after.startswith(_RECENT) and recent.number < int(after[1:])
+        )
+        if is_behind and len(rows) <= limit:
+            rows.append(
+                _Row(
+                    cursor=f"{_RECENT}{recent.number}",
+                    id=recent.conversation,
+                    rid=recent.rid,
+                    last_used_s=recent.used_at_s,
+                    pins=of_id.pins if of_id is not None else [],
+                )
+            )
+    start = bisect_right(pinned.rows, after, key=lambda row: row.cursor)
+    for row in pinned.rows[start if after.startswith(_PINNED) else 0 :]:
+        if len(rows) > limit:
+            break
+        if row.id is None or row.id not in shown:
+            rows.append(row)
+    return rows[:limit], len(rows) > limit
+
+
+def _match_some(cache: TieredRadixCache, listing: _Listing) -> None:
+    """Count what memory holds of the next rows, of as many on every rank."""
+    num_left = _STEP_TOKENS
+    for selector in listing.selectors[len(listing.in_memory) :][:_STEP_ROWS]:
+        if num_left <= 0:
+            return
+        num_left -= len(selector.tokens)
+        listing.in_memory.append(tokens_in_memory(cache, selector))
+
+
+def _report(
+    cache: TieredRadixCache,
+    storage: TieredStorage,
+    listing: _Listing,
+    in_tiers: list[dict[str, int]],
+) -> dict[str, Any]:
+    held = [
+        {"device": device, "host": host, **tiers}
+        for (device, host), tiers in zip(listing.in_memory, in_tiers, strict=True)
+    ]
+    least = iter(least_on_every_rank(cache, [count for each in held for count in each.values()]))
+    engine = storage.region_engine
+    pinned, bound = 0, 0
+    if isinstance(engine, RegionEngine):
+        pinned, bound = engine.pinned_bytes, engine.pin_bound_bytes
+    return {
+        "done": True,
+        "rank": _rank(),
+        "conversations": [
+            {
+                "id": row.id,
+                "rid": row.rid,
+                "num_tokens": len(selector.tokens),
+                **{tier: next(least) for tier in each},
+                "last_used": row.last_used_s,
+                "pins": row.pins,
+            }
+            for row, selector, each in zip(listing.rows, listing.selectors, held, strict=True)
+        ],
+        "next": listing.rows[-1].cursor if listing.has_more else None,
+        "pinned_bytes": pinned,
+        "pin_bound_bytes": bound,
+    }
+
+
+def _pinned_rows(storage: TieredStorage, tenant: bytes) -> _PinnedRows:
+    """Return the pins of a tenant, as this rank has them. On the thread, as they are counted."""
+    engine = storage.region_engine
+    prefix = stored_name(tenant, "")
+    groups: dict[str, list[tuple[PinNote, dict[str, Any]]]] = {}
+    for info in engine.pins() if isinstance(engine, RegionEngine) else ():
+        note = unpack(info.data)
+        if info.tenant != tenant or note is None:
+            continue
+        name = info.name.removeprefix(prefix)
+        shown = {
+            "name": name,
+            "tier": Tier.NVME.value,
+            "bytes": info.physical_bytes,
+            "pinned_until": info.until_s,
+        }
+        key = f"i{note.conversation}" if note.conversation is not None else f"n{name}"
+        groups.setdefault(key, []).append((note, shown))
+    rows = []
+    for key in sorted(groups):
+        newest = max((note for note, _ in groups[key]), key=lambda note: note.pinned_at_s)
+        rows.append(
+            _Row(
+                cursor=_PINNED + key,
+                id=newest.conversation,
+                rid=None,
+                last_used_s=None,
+                pins=[shown for _, shown in groups[key]],
+                adapter=newest.adapter,
+                tokens=newest.tokens,
+            )
+        )
+    return _PinnedRows({row.id: row for row in rows if row.id is not None}, rows)
+
+
+def _count_tiers(
+    cache: TieredRadixCache, storage: TieredStorage, selectors: list[Selector]
+) -> list[dict[str, int]]:
+    """Count the leading tokens of each prefix by tier. On the thread."""
+    page_size = int(cache.page_size)
+    found = []
+    for selector in selectors:
+        key = key_of(cache, selector)
+        hashes = get_storage_hash_str(key, None, page_size=page_size) if len(key) else []
+        pages = storage.pages_by_tier(hashes)
+        found.append({tier.value: number * page_size for tier, number in pages.items()})
+    return found

@@ -1,0 +1,212 @@
+"""Conversations by id, their pins and their list, over SGLang's tree and a real store."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cache_world import CacheWorld, cache_world, prompt
+
+from sglang_tiered.integration.admin import listing
+from sglang_tiered.integration.admin.control import Control
+from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
+from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    Open = Callable[[], AbstractContextManager[CacheWorld]]
+
+DEADLINE_S = 60.0
+A, B = prompt(1, 4), prompt(2, 4)
+
+
+@pytest.fixture
+def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    return partial(cache_world, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def world(open_world: Open) -> Iterator[CacheWorld]:
+    with open_world() as world:
+        yield world
+
+
+class Caller:
+    """Asks the tiers of a world as ``TierService`` asks a scheduler."""
+
+    def __init__(self, world: CacheWorld) -> None:
+        self.cache = world.cache
+        self._step = world.cache.check_hicache_events
+        self._control = Control()
+        self._num_calls = 0
+
+    def __call__(self, method: str, **body: Any) -> dict[str, Any]:
+        self._num_calls += 1
+        body = {"id": str(self._num_calls), **body}
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            answer = self._control._methods[method](None, self.cache, body["id"], body)
+            if answer.get("done", True):
+                return answer
+            assert time.monotonic() < deadline, answer
+            if method in ("pin", "checkpoint"):
+                body = {"id": body["id"]}
+            self._step()
+            time.sleep(0.0005)  # the threads need the interpreter too
+
+    def pin(self, **body: Any) -> dict[str, Any]:
+        return self("pin", now=time.time(), **body)
+
+    def rows(self, **body: Any) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self("conversations", **{"limit": 100, "after": {}, **body})[
+            "conversations"
+        ]
+        return rows
+
+
+def note(world: CacheWorld, rid: str, tokens: array[int], conversation: str | None = None) -> None:
+    """A request's prefix gets into the tree."""
+    world.compute(tokens)
+    recents = world.cache.recent_requests
+    recents.note_request(rid, Selector(tokens, None, None), NO_TENANT, conversation)
+
+
+def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
+    recents = world.cache.recent_requests
+    other = tenant_digest("acme", None)
+    for rid, tokens, key, tenant in (
+        ("1", A, None, NO_TENANT), ("2", B, None, NO_TENANT), ("3", A, "acme", other),
+    ):  # fmt: skip
+        recents.note_request(rid, Selector(tokens, key, None), tenant, "chat")
+    body = {"conversation_id": "chat"}
+    newest = selector_of(world.cache, body)
+    assert newest is not None and newest.tokens == B
+    assert [each.tokens for each in selectors_of(world.cache, body)] == [B, A]
+    (found,) = selectors_of(world.cache, {**body, "extra_key": "acme"})
+    assert found.extra_key == "acme"
+    assert selector_of(world.cache, {**body, "cache_salt": "s"}) is None
+    recents.drop_tenant(NO_TENANT)
+    assert selector_of(world.cache, body) is None
+
+
+def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
+    with open_world() as world:
+        ask = Caller(world)
+        note(world, "1", A, "chat")
+        answer = ask.pin(conversation_id="chat")
+        assert (answer["name"], answer["num_tokens"], answer["num_missing"]) == ("chat", len(A), 0)
+        note(world, "2", B, "other")
+        assert ask.pin(rid="2", name="n", ttl=3600)["name"] == "n"
+    with open_world() as world:
+        ask = Caller(world)
+        found = selector_of(world.cache, {"conversation_id": "chat"})
+        assert found is not None and found.tokens == A
+        assert selector_of(world.cache, {"conversation_id": "chat", "extra_key": "x"}) is None
+        first, second = ask.rows()
+        assert (first["id"], first["rid"], first["last_used"]) == ("chat", None, None)
+        assert (first["num_tokens"], first["nvme"], first["device"]) == (len(A), len(A), 0)
+        (pin,) = first["pins"]
+        assert (pin["name"], pin["tier"], pin["pinned_until"]) == ("chat", "nvme", None)
+        assert second["id"] == "other" and second["pins"][0]["pinned_until"] > time.time()
+        assert ask("unpin", conversation_id="nobody") == {"done": True, "unknown": True}
+        assert ask("unpin", conversation_id="other") == {"done": True}
+        assert ask("unpin", name="n") == {"done": True, "unknown": True}
+        assert [row["id"] for row in ask.rows()] == ["chat"]
+
+
+def test_unpin_of_a_rid_takes_its_conversations_pin(world: CacheWorld) -> None:
+    ask = Caller(world)
+    note(world, "1", A, "chat")
+    note(world, "2", B)
+    assert ask.pin(rid="1")["name"] == "chat"
+    assert ask("unpin", rid="1") == {"done": True}
+    named = ask.pin(rid="2")["name"]
+    assert ask("unpin", input_ids=list(B)) == {"done": True}
+    assert ask("unpin", name=named) == {"done": True, "unknown": True}
+
+
+def test_rows_count_tokens_by_tier(world: CacheWorld) -> None:
+    ask = Caller(world)
+    note(world, "1", A, "chat")
+    note(world, "2", B)
+    ask("checkpoint", rid="2", tier="nvme")
+    second, first = ask.rows()
+    assert (second["id"], second["rid"], second["num_tokens"]) == (None, "2", len(B))
+    assert second["device"] == second["host"] == second["nvme"] == len(B)
+    assert (first["id"], first["rid"], first["device"]) == ("chat", "1", len(A))
+    assert first["last_used"] == pytest.approx(time.time(), abs=60)
+    residency = ask("residency", rid="2")
+    assert {tier: second[tier] for tier in ("device", "host", "nvme")} == {
+        tier: residency[tier] for tier in ("device", "host", "nvme")
+    }
+
+
+def test_turns_of_a_conversation_are_one_row(world: CacheWorld) -> None:
+    ask = Caller(world)
+    longer = A + B
+    note(world, "1", A, "chat")
+    ask.pin(rid="1")
+    note(world, "2", longer, "chat")
+    (row,) = ask.rows()
+    assert (row["rid"], row["num_tokens"], row["pins"][0]["name"]) == ("2", len(longer), "chat")
+    ask.pin(rid="2")
+    (row,) = ask.rows()
+    assert len(row["pins"]) == 1, "a pin of a conversation grows with it"
+
+
+def test_every_conversation_is_on_one_page(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_STEP_TOKENS", 2 * len(A))
+    ask = Caller(world)
+    for number in range(7):
+        note(world, f"r{number}", prompt(number, 2), f"chat {number}" if number % 2 else None)
+    ask.pin(conversation_id="chat 5")
+    for number in (20, 21, 22):
+        world.compute(prompt(number, 1))
+        ask.pin(input_ids=list(prompt(number, 1)), name=f"pin {number}")
+    found: list[Any] = []
+    after: Any = {}
+    while True:
+        page = ask("conversations", limit=3, after=after)
+        assert len(page["conversations"]) <= 3
+        found += [row["rid"] or row["pins"][0]["name"] for row in page["conversations"]]
+        if page["next"] is None:
+            break
+        after = {str(page["rank"]): page["next"]}
+    assert found == [f"r{number}" for number in range(6, -1, -1)] + ["pin 20", "pin 21", "pin 22"]
+    assert ask.rows(after={"0": None}) == []
+    assert page["pinned_bytes"] <= page["pin_bound_bytes"]
+    assert page["pinned_bytes"] >= sum(pin["bytes"] for row in ask.rows() for pin in row["pins"])
+
+
+def test_tenants_see_their_own_alone(world: CacheWorld) -> None:
+    ask = Caller(world)
+    note(world, "1", A, "chat")
+    ask.pin(rid="1")
+    assert ask.rows(extra_key="acme") == []
+    assert ask("unpin", conversation_id="chat", extra_key="acme") == {"done": True, "unknown": True}
+    assert ask("unpin", name="chat", cache_salt="s") == {"done": True, "unknown": True}
+    assert len(ask.rows()) == 1
+
+
+def test_refused_on_one_rank_is_refused_on_all(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Caller(world)
+    note(world, "1", A, "chat")
+    monkeypatch.setattr(
+        world.cache,
+        "_all_reduce_attn_groups",
+        lambda data, op: data.zero_() if len(data) == 1 else None,
+    )
+    answer = ask.pin(rid="1")
+    assert answer["status"] == 409 and "another rank" in answer["error"]
+    assert world.cache.storage.region_engine.pins() == []
