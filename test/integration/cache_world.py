@@ -65,6 +65,7 @@ class CacheWorld:
         policy: str,
         policy_config: dict[str, int] | None,
         is_small: bool,
+        is_eagle: bool,
     ) -> None:
         shape = {
             "page_size": PAGE,
@@ -101,6 +102,7 @@ class CacheWorld:
             tree_components=(
                 (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
             ),
+            is_eagle=is_eagle,
             eviction_policy=policy,
             eviction_policy_config=policy_config,
         )
@@ -208,11 +210,13 @@ def cache_world(
     policy: str = "lru",
     policy_config: dict[str, int] | None = None,
     is_small: bool = False,
+    is_eagle: bool = False,
     bucket: Path | None = None,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
     ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
-    tier is smaller than device memory. ``bucket``: where an object tier is, if there is one."""
+    tier is smaller than device memory. ``is_eagle``: pages are of pairs of tokens. ``bucket``:
+    where an object tier is, if there is one."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     host_bytes = (1 if is_small else 8) * MiB
     config = TieredConfig(
@@ -260,6 +264,7 @@ def cache_world(
             policy=policy,
             policy_config=policy_config,
             is_small=is_small,
+            is_eagle=is_eagle,
         )
         yield world
         world.cache.release_host_resources()

@@ -282,7 +282,8 @@ class TenantUsage(NamedTuple):
 
 
 class PinInfo(NamedTuple):
-    """What a pin keeps now. Pages it names that are not stored are in neither number."""
+    """What a pin keeps now. Pages it names that are not stored are in neither number. In a bucket
+    the bytes are those of whole objects."""
 
     name: str
     tenant: bytes
