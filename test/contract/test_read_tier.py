@@ -16,7 +16,7 @@ from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, drained
+from kit.waiting import TIMEOUT_S, drained, eventually
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -306,16 +306,22 @@ def test_a_forgotten_page_is_hidden_until_stored_again(
     place.store(run)
     assert place.tier.lookup(run.keys).num_hits == 4
     begun = place.tier.forget(run.keys[1:3])
-    assert place.tier.contains(run.keys) == [True, False, False, True]
-    assert place.tier.lookup(run.keys) == LookupResult(1, Stop.MISS)
-    assert place.load(blank(run)) == [Reason.OK, Reason.MISS, Reason.MISS, Reason.OK]
+    assert place.tier.contains(run.keys[1:3]) == [False, False]
+    assert place.tier.lookup(run.keys).num_hits <= 1
     if isinstance(place.tier, WriteTier):
+        assert place.tier.contains(run.keys) == [True, False, False, True]
+        assert place.load(blank(run)) == [Reason.OK, Reason.MISS, Reason.MISS, Reason.OK]
         assert is_true(begun, TIMEOUT_S)
     if place.tier is not place.source:
         assert is_true(place.source.forget(run.keys[1:3]), TIMEOUT_S)
         place.settle()
     place.store(select(run, [1]))
-    assert place.tier.contains(run.keys) == [True, True, False, True]
+
+    def is_found_again() -> bool:
+        place.settle()  # other servers say that they have forgotten
+        return place.tier.contains(run.keys) == [True, True, False, True]
+
+    eventually(is_found_again)
     target = blank(run)
     assert place.load(target)[:3] == [Reason.OK, Reason.OK, Reason.MISS]
     assert page_data(target)[1] == page_data(run)[1]

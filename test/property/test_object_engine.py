@@ -1,5 +1,5 @@
-"""Two engines on one directory against a model: stores, loads, refreshes, purges, damage, restarts
-and changes of namespace.
+"""Two engines on one directory against a model: stores, loads, refreshes, purges, pages forgotten,
+damage, restarts and changes of namespace.
 
 Pages may be forgotten where something was damaged or deleted. No engine may ever return other bytes
 than were stored, nor a page of a tenant that it has seen purged; and what an engine was told of in
@@ -63,6 +63,11 @@ class TwoEngines(RuleBasedStateMachine):
         self.namespaces = [NAMESPACES[0], NAMESPACES[0]]
         self.may: list[set[bytes]] = [set(), set()]
         self.must: list[set[bytes]] = [set(), set()]
+        self.forgotten: set[bytes] = set()  # ever, by anyone
+        # What the other forgot since an engine looked: what it stores of it is dead for all others.
+        self.unheard: list[set[bytes]] = [set(), set()]
+        # A purge may reach a minute ahead where pages were stored again after they were forgotten.
+        self.unsure: list[set[bytes]] = [set(), set()]
         self.looks = [True, True]  # its first pass in its namespace may still be under way
         self.engines = [self.open(number) for number in (0, 1)]
 
@@ -93,15 +98,21 @@ class TwoEngines(RuleBasedStateMachine):
                 jobs.append(engine.submit_store(Run(keys, pages, tenant)))
         assert engine.flush(TIMEOUT_S)
         for job in jobs:
-            assert set(finished(job)) <= SERVED
+            unheard = self.unheard[number]
+            for key, reason in zip(job.run.keys, finished(job), strict=True):
+                hears = self.looks[number] and key in unheard and reason is Reason.CANCELLED
+                assert reason in SERVED or hears, reason
             stored = {
                 key
                 for key, reason in zip(job.run.keys, job.reasons, strict=True)
                 if reason is Reason.OK
             }
-            self.present[namespace] |= stored
+            dead = set() if self.looks[number] else stored & unheard
+            unsure = (stored & (unheard | self.unsure[number])) - dead
+            self.present[namespace] |= stored - dead
+            self.damaged[namespace] |= unsure
             self.may[number] |= stored
-            self.must[number] |= stored
+            self.must[number] |= stored - unsure
             other = 1 - number
             if self.looks[other] and self.namespaces[other] == namespace:
                 self.may[other] |= stored
@@ -128,6 +139,8 @@ class TwoEngines(RuleBasedStateMachine):
         assert self.engines[number].refresh(TIMEOUT_S, full=full)
         known = self.present[self.namespaces[number]]
         self.looks[number] = False
+        self.unheard[number].clear()
+        self.unsure[number].clear()
         self.may[number] = set(known)
         self.must[number] = known - self.damaged[self.namespaces[number]]
 
@@ -141,6 +154,22 @@ class TwoEngines(RuleBasedStateMachine):
         self.may[number] -= mine
         for must in self.must:
             must.difference_update(mine)
+        if self.forgotten:
+            self.unsure[1 - number] |= mine
+
+    @rule(number=engines, chosen=chains)
+    def forget(self, number: int, chosen: list[bytes]) -> None:
+        assert is_true(self.engines[number].forget(chosen), TIMEOUT_S)
+        gone = set(chosen)
+        for namespace in NAMESPACES:
+            self.present[namespace] -= gone
+            self.damaged[namespace] -= gone
+        self.forgotten |= gone
+        self.unheard[number] -= gone
+        self.unheard[1 - number] |= gone
+        self.may[number] -= gone
+        for must in self.must:
+            must.difference_update(gone)
 
     @rule(number=engines)
     def clear(self, number: int) -> None:
@@ -152,6 +181,8 @@ class TwoEngines(RuleBasedStateMachine):
         for other in (0, 1):
             if self.namespaces[other] == namespace:
                 self.must[other].clear()
+        if self.forgotten:
+            self.unsure[1 - number] |= set(KEYS)
 
     @rule(number=engines, namespace=st.sampled_from(NAMESPACES))
     def change_namespace(self, number: int, namespace: bytes) -> None:
@@ -162,6 +193,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.may[number] = set(self.present[namespace])
         self.must[number] = set()
         self.looks[number] = True
+        self.unheard[number] = set(self.forgotten)
 
     @rule(number=engines)
     def restart(self, number: int) -> None:
@@ -169,6 +201,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.may[number] = set(self.present[self.namespaces[number]])
         self.must[number] = set()
         self.looks[number] = True
+        self.unheard[number] = set(self.forgotten)
         self.engines[number] = self.open(number)
 
     def objects(self) -> list[tuple[bytes, str, set[bytes]]]:

@@ -22,8 +22,8 @@ TIMEOUT_S = 20.0
 TENANTS = (b"a" * 16, b"b" * 16)
 PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6
 OPERATIONS = (
-    "store", "store", "share", "load", "load", "load", "purge", "told", "sicken", "heal", "lose",
-    "find", "turn", "flush", "restart",
+    "store", "store", "share", "load", "load", "load", "purge", "told", "forget", "hear", "sicken",
+    "heal", "lose", "find", "turn", "flush", "restart",
 )  # fmt: skip
 
 
@@ -90,6 +90,18 @@ class World:
         self.peers.begin_purge(TENANTS[number % 2])
         assert is_true(self.engine.begin_purge(TENANTS[number % 2], is_remote=True), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
+
+    def forget(self, number: int) -> None:
+        assert is_true(self.engine.forget(RUNS[number].keys), TIMEOUT_S)
+        self.stored.discard(number)
+
+    def hear(self, number: int) -> None:
+        """Another server forgot pages, in the index and the bucket too, and this one is told."""
+        keys = RUNS[number].keys
+        self.peers.forget(keys)
+        self.bucket.forget(keys)
+        assert is_true(self.engine.forget(keys, is_remote=True), TIMEOUT_S)
+        self.stored.discard(number)
 
     def lose(self, _: int) -> None:
         self.peers.sick = True

@@ -282,7 +282,8 @@ class TenantUsage(NamedTuple):
 
 
 class PinInfo(NamedTuple):
-    """What a pin keeps now. Pages it names that are not stored are in neither number."""
+    """What a pin keeps now. Pages it names that are not stored are in neither number. In a bucket
+    the bytes are those of whole objects."""
 
     name: str
     tenant: bytes
@@ -468,6 +469,10 @@ class BucketTier(RemoteTier, WriteTier):
     @abstractmethod
     def pins(self) -> list[PinInfo]:
         """Return all pins that are known here. For an operator's request."""
+
+    @abstractmethod
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        """Return names and data of a tenant's pins that are known here. Memory only."""
 
     @property
     @abstractmethod

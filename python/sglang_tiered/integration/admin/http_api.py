@@ -12,10 +12,10 @@ keys are those of ``/flush_cache``.
                        are not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  a prefix, as query or body: leading tokens by tier.
 ``POST /tier/pin``     a prefix, with ``name`` (by default the conversation's id, or else its last
-                       page's hash) and ``ttl`` in seconds (none: until it is unpinned): NVMe keeps
-                       it, whatever else is stored. Answers as ``checkpoint`` does once it is
-                       durable there, or 409 if all pins together would take more than their share.
-                       A pin of the same name is replaced.
+                       page's hash), ``ttl`` in seconds (none: until it is unpinned) and ``tier``
+                       (``nvme``, or ``object``), which keeps it whatever else is stored. Answers
+                       as ``checkpoint`` does once it is durable there, or 409 if all pins together
+                       would take more than their share. A pin of the same name is replaced.
 ``POST /tier/forget``  a prefix, with ``keep_tokens`` (0): all whole pages of
                        it behind that many tokens go from every tier and every server. Answers 200
                        with their number of tokens once that is durable, or 503 (ask again).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.base import NO_TENANT, JobKind
 from sglang_tiered.storage.object.dropping import drop_stores, drop_stores_of_pages
 from sglang_tiered.storage.object.format import MAX_FORGOTTEN_PAGES
 from sglang_tiered.storage.object.pending import PurgeOrder
@@ -62,7 +62,9 @@ def begin_forget(
         orders[-1].names, orders[-1].uploading = names, uploading
         state.purge_orders.extend(orders)
         state.discovery_ready.notify_all()
-        jobs = [job for job in state.jobs.inflight if not gone.isdisjoint(job.run.keys)]
+        # A store may go on for its other pages, of which an object waits to be full.
+        loads = [job for job in state.jobs.inflight if job.kind is JobKind.LOAD]
+        jobs = [job for job in loads if not gone.isdisjoint(job.run.keys)]
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
 

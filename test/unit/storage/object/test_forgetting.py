@@ -172,6 +172,18 @@ def test_a_forget_waits_for_an_upload_under_way(
     assert len(paths(a, "objects")) == 1
 
 
+def test_a_forget_does_not_await_lingering_neighbours(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a = make_engine(linger_s=3600.0)
+    run = make_run(1, PAGES)
+    job = a.submit_store(run)
+    assert is_true(a.forget(run.keys[:1]), TIMEOUT_S)
+    assert not job.done
+    assert a.flush(TIMEOUT_S)
+    assert finished(job) == [Reason.CANCELLED, Reason.OK, Reason.OK]
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_forget_by_a_slow_clock_is_complete(
     make_engine: MakeEngine, make_run: MakeRun, is_known: bool
