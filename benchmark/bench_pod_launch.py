@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from machine import describe_machine, describe_versions
+from pod_bench.report import describe_device, describe_versions
 from sglang_tiered_kernels.pod_attention import PodShape, Roles, launch, make_plan, pod_attention
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def write(path: str | Path, raw: dict[str, list[float]]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(
             {
-                "machine": describe_machine(),
-                "versions": {**describe_versions(), "triton": triton.__version__},
+                "machine": describe_device(),
+                "versions": describe_versions(),
                 "settings": {"layers": LAYERS, "shape": "Llama-3-8B"},
                 "ratios": {},
                 "raw": {"layer_us": raw},

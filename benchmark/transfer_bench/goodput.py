@@ -22,8 +22,10 @@ from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
 from transfer_bench.raw_sockets import send_pages, send_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+    from sglang_tiered.transfer.memory import PagedMemory
 
 DEADLINE_S = 60.0
 RAW = "raw sockets"
@@ -77,9 +79,15 @@ class _Events:
             self._changed.notify_all()
 
 
-def measure(shape: Shape, num_rounds: int, ways: list[str]) -> dict[str, Samples]:
+def measure(
+    shape: Shape,
+    num_rounds: int,
+    ways: list[str],
+    source: Callable[[Pool], PagedMemory] | None = None,
+) -> dict[str, Samples]:
     """Samples of plain sockets and of each way (``WAYS``, ``PAGES`` or ``MOONCAKE``), one prompt
-    each in turns; the first turn, which connects, is not counted. Raises when a byte differs."""
+    each in turns; the first turn, which connects, is not counted. ``source``: where the sender's
+    pages are, if not in host memory. Raises when a byte differs."""
     keep_freed_memory()  # as in a server
     samples = {name: Samples() for name in (RAW, *ways)}
     context = multiprocessing.get_context("spawn")
@@ -88,6 +96,8 @@ def measure(shape: Shape, num_rounds: int, ways: list[str]) -> dict[str, Samples
     process.start()
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         pool = Pool(shape, filled=True)
+        if source is not None:
+            pool.memories = replace(pool.memories, kv=source(pool))
         keys = Path(folder) / "keys"
         make_keys(keys)
         endpoints = {name: _Sender(name, pool, pipe, keys) for name in ways if name in WAYS}

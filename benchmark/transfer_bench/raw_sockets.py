@@ -24,10 +24,11 @@ _HEADER = struct.Struct("<QQ")  # buffer, place of the page in the prompt
 
 def send_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
     """Returns when the receiver has said that it has all of it."""
-    buffer = np.empty(TARGET_SLAB_BYTES, np.uint8)
+    memory = pool.memories.kv
+    buffer, placed = memory.new_buffer(TARGET_SLAB_BYTES), memory.place(pages)
     for spec in _slabs(pool):
-        part = pages[spec.start : spec.start + spec.num_pages]
-        pool.memories.kv.begin_gather(_pieces(pool, spec), part, buffer[: spec.num_bytes])()
+        part = placed[spec.start : spec.start + spec.num_pages]
+        memory.begin_gather(_pieces(pool, spec), part, buffer[: spec.num_bytes])()
         connection.sendall(buffer[: spec.num_bytes].data)
     connection.recv(1)
 

@@ -61,8 +61,8 @@ def compile_copy(*, to_slab: bool, page_first: bool = True) -> str:
 def _kernels() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, to_slab in (("gather", True), ("scatter", False)):
         for layout, page_first in (("page first", True), ("buffer first", False)):
-            made = partial(compile_copy, to_slab=to_slab, page_first=page_first)
-            yield f"page_copy {name}, {layout}", partial(_lines, made)
+            copy = partial(compile_copy, to_slab=to_slab, page_first=page_first)
+            yield f"page_copy {name}, {layout}", partial(_lines, copy)
     for config in CHOSEN_CONFIGS:
         for name, roles in _ROLES.items():
             made = partial(tuning.compile_pod, _LLAMA_8B, config, roles)

@@ -1,0 +1,57 @@
+"""The report for a machine with a GPU, rehearsed on this one: every part's program, to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+RATIOS = {"host_over_computed", "nvme_over_both_ends_bound", "mixed_pod_over_default"}
+
+
+def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_report", "--rehearse", "--out", tmp_path],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {name: part["outcome"] for name, part in report["parts"].items()} == dict.fromkeys(
+        ("device_tests", "pod", "copies", "handoff", "server"), "ended"
+    ), (done.stdout[-3000:], [part.get("log") for part in report["parts"].values()])
+    assert done.returncode == 0
+    figures = {one["name"]: one for part in report["parts"].values() for one in part["figures"]}
+    assert not [one for one in figures.values() if "skipped" in one]
+    assert_tells_the_truth(figures)
+
+
+def assert_tells_the_truth(figures: dict[str, Any]) -> None:
+    assert figures["device_tests_failed"]["value"] == 0
+    assert figures["device_tests_passed"]["value"] == 0, "there is no device"
+    assert figures["device_tests_skipped"]["value"] > 0
+    assert figures["pod_results_equal"]["value"] == 1
+    assert figures["page_copy_speedup_over_copies_page64"]["value"] > 0
+    assert figures["handoff_device_tcp"]["value"] > 0
+    assert figures.keys() >= RATIOS
+    for name in ("ttft_host", "ttft_nvme", "ttft_after_kill"):
+        assert figures[name]["share_of_prompt"] > 0.8, "it came from somewhere else"
+    equal = figures["answers_equal"]
+    assert equal["value"] == equal["of"] > 9
+    assert figures["mixed_pod_layers"]["value"] > 0

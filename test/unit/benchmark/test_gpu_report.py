@@ -1,0 +1,104 @@
+"""The GPU report keeps its time and what it has learnt, whatever a part does."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gpu_report import command
+from gpu_report.command import PARTS, PartOf
+from gpu_report.figures import Part
+from gpu_report.pod import save_document
+from pod_bench.mixes import MIXES, Ceilings, Heads
+from pod_bench.report import MixResult, Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = """
+import argparse, json, os, signal, subprocess, sys
+parser = argparse.ArgumentParser()
+for name in ("--file", "--folder"):
+    parser.add_argument(name)
+parser.add_argument("--rehearse", action="store_true")
+options = parser.parse_args()
+def save(name, **more):
+    with open(options.file, "a") as file:
+        file.write(json.dumps({"name": name, **more}) + "\\n")
+save("first", value=2.0, unit="GB/s", pid=os.getpid())
+"""
+BODIES = {
+    "hangs": "signal.pause()",
+    "deaf": "signal.signal(signal.SIGTERM, signal.SIG_IGN); save('deaf', value=1, unit='yes')\n"
+    "while True: signal.pause()",
+    "fails": "raise ValueError('no such kernel')",
+    "torn": "open(options.file, 'a').write('{\"name\": \"half')",
+    "skips": "save('second', skipped='no disk')",
+}
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> tuple[int, dict[str, Any]]:
+    (tmp_path / "gpu_report").mkdir()
+    for name in names:
+        (tmp_path / "gpu_report" / f"{name}.py").write_text(HEAD + BODIES[name])
+    monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(command, "PARTS", [PartOf(name, name, 5, 5, 5) for name in names])
+    monkeypatch.setattr(command, "GRACE_S", 1.0)
+    code = command.main(["--rehearse", "--out", str(tmp_path / "out")])
+    return code, json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_all_parts_end_within_twenty_minutes(quick: bool) -> None:
+    seconds = [part.seconds(quick=quick, rehearse=False) for part in PARTS]
+    assert max(seconds) <= 480
+    assert sum(seconds) + len(seconds) * command.GRACE_S < 1200
+
+
+def test_late_part_is_stopped_with_its_figures_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, parts = run(tmp_path, monkeypatch, "hangs", "deaf", "skips")
+    assert code == 1
+    for name in ("hangs", "deaf"):
+        assert parts[name]["outcome"] == "stopped after 5 s"
+        assert parts[name]["figures"][0]["value"] == 2.0
+        with pytest.raises(ProcessLookupError):
+            os.kill(parts[name]["figures"][0]["pid"], 0)
+    assert parts["skips"]["outcome"] == "ended", "the next one runs"
+
+
+def test_failed_part_says_why_and_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, parts = run(tmp_path, monkeypatch, "fails", "torn", "skips")
+    assert code == 1
+    assert parts["fails"]["outcome"] == "failed with 1"
+    assert "no such kernel" in parts["fails"]["log"]
+    assert [figure["name"] for figure in parts["torn"]["figures"]] == ["first"]
+    said = capsys.readouterr().out
+    assert "skipped: no disk" in said and "2 GB/s" in said
+
+
+def test_ratios_of_the_kernels_keep_their_spread(tmp_path: Path) -> None:
+    samples = {"own_serial": [4.0, 5.0, 8.0], "own_fused": [2.0, 5.0, 4.0]}
+    report = Report(Heads(), Ceilings(1.0, 1.0), {})
+    report.results = [MixResult(MIXES[0], samples, least_s=1.0)]
+    written = json.loads(json.dumps(report.document()))
+    part = Part(tmp_path / "figures", rehearse=False, quick=True, folder=tmp_path)
+    save_document(part, written, "pod", "what it said")
+    told = [json.loads(line) for line in part.file.read_text().splitlines()]
+    ratio = {"name": "pod_fused_over_own_serial", "value": 0.5, "unit": "ratio"}
+    assert ratio | {"min": 0.5, "max": 1.0, "n": 3} in told
+    assert told[-1]["document"] == written
+
+
+def test_without_a_gpu_only_a_rehearsal_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_device", lambda: None)
+    assert command.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
