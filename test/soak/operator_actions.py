@@ -80,6 +80,18 @@ def checkpoint(life: Life, source: random.Random) -> str:
     return everywhere(life, "/tier/checkpoint", body, 200, 503)
 
 
+def hint(life: Life, source: random.Random) -> str:
+    """Conversations are announced that may or may not come."""
+    told = []
+    for _ in range(source.randrange(1, 4)):
+        prompt = life.conversations.any_held(source)
+        if prompt is not None:
+            body = {"input_ids": prompt.tokens, "wait_s": source.choice([0, 0, 0.5])}
+            body |= TENANTS[prompt.tenant]
+            told.append(everywhere(life, "/tier/prefetch", body, 200, 202, 503))
+    return "; ".join(told) or "nothing to name"
+
+
 def look_around(life: Life, source: random.Random) -> str:
     prompt = life.conversations.any_held(source)
     told = everywhere(life, "/tier/tenants", None, 200)
@@ -190,6 +202,7 @@ ACTIONS: dict[str, tuple[float, Callable[[Life, random.Random], str], Callable[[
     "flush": (2, flush, always),
     "clear of the storage backend": (0.5, clear_storage_backend, always),
     "checkpoint": (2, checkpoint, always),
+    "hint": (3, hint, always),
     "look around": (1, look_around, always),
     "abort of everything": (0.5, abort_everything, always),
     "pause": (1.5, pause, always),

@@ -67,7 +67,7 @@ class Prefetches:
             return refused(hinted.why_dropped, 503)
         return {
             "done": not hinted.is_active,
-            "num_tokens": len(hinted.chain.hashes) * int(cache.page_size),
+            "num_tokens": hinted.num_pages * int(cache.page_size),
             "num_in_memory": hinted.num_in_memory,
             "num_loading": hinted.num_loading,
         }

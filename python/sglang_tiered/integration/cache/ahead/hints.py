@@ -13,6 +13,7 @@ matter of clocks, ranks ask each other, as they do how much to load.
 from __future__ import annotations
 
 import time
+from array import array
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome
@@ -47,6 +48,7 @@ class Hinted:
 
     def __init__(self, chain: Chain, num_in_memory: int, end: int) -> None:
         self.chain = chain
+        self.num_pages = len(chain.hashes)
         self.num_in_memory = num_in_memory
         self.end = end
         self.num_loaded = 0
@@ -61,6 +63,10 @@ class Hinted:
     def why_dropped(self) -> str:
         """Return why it was dropped; empty if it was not."""
         return "" if self.hint is None else self.hint.why_dropped
+
+    def release(self) -> None:
+        """Keep the name of the chain alone: what has ended may be long and many."""
+        self.chain = self.chain._replace(tokens=array("q"), hashes=self.chain.hashes[-1:])
 
     @property
     def num_loading(self) -> int:
@@ -181,6 +187,7 @@ class Hints:
             self._queue.served(hinted.hint, hinted.num_loaded)
             self._ended[HintEnd.LOADED] += 1
             self._served = None
+            hinted.release()
         elif outcome is Outcome.LATER:
             hinted.pause_steps = PAUSE_STEPS
 
@@ -253,6 +260,7 @@ class Hints:
             self._served = None
         self._queue.drop(hinted.hint, why, self._clock())
         self._ended[how] += 1
+        hinted.release()
 
     def _forget(self, last: str) -> None:
         hinted = self._hinted.pop(last)
