@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.integration.cache import prefill_prior, small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
@@ -65,6 +65,7 @@ class CacheWorld:
         policy: str,
         policy_config: dict[str, int] | None,
         is_small: bool,
+        is_eagle: bool,
     ) -> None:
         shape = {
             "page_size": PAGE,
@@ -101,6 +102,7 @@ class CacheWorld:
             tree_components=(
                 (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
             ),
+            is_eagle=is_eagle,
             eviction_policy=policy,
             eviction_policy_config=policy_config,
         )
@@ -208,13 +210,22 @@ def cache_world(
     policy: str = "lru",
     policy_config: dict[str, int] | None = None,
     is_small: bool = False,
+    is_eagle: bool = False,
+    bucket: Path | None = None,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
     ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
-    tier is smaller than device memory."""
+    tier is smaller than device memory. ``is_eagle``: pages are of pairs of tokens. ``bucket``:
+    where an object tier is, if there is one."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     host_bytes = (1 if is_small else 8) * MiB
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
+    config = TieredConfig(
+        mode=TierMode.NVME,
+        host_bytes=host_bytes,
+        nvme=nvme,
+        num_ranks=1,
+        object=None if bucket is None else ObjectConfig(url=bucket.as_uri()),
+    )
     environment: dict[str, str] = {}
     config.to_environment(environment)
     for name, value in environment.items():
@@ -253,6 +264,7 @@ def cache_world(
             policy=policy,
             policy_config=policy_config,
             is_small=is_small,
+            is_eagle=is_eagle,
         )
         yield world
         world.cache.release_host_resources()

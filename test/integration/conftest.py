@@ -68,6 +68,7 @@ FORKED = {
     "test_costs_endpoint",
     "test_disaggregation_families",
     "test_disaggregation_tiers",
+    "test_examples",
     "test_kv_events",
     "test_models",
     "test_pins",
@@ -98,7 +99,7 @@ def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None)
         command: list[str], environment: dict[str, str], log_path: Path
     ) -> ForkedProcess:
         assert command[1:3] == ["-m", "sglang_tiered.launch_server"]
-        return zygotes.fork(command[3:], environment, log_path)
+        return zygotes.fork(command[1:], environment, log_path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Server, "open_process", staticmethod(open_process))

@@ -1,4 +1,4 @@
-"""Servers forked from a process that has imported SGLang already.
+"""Servers, and other programs, forked from a process that has imported SGLang already.
 
 Of the processor time of a start, 12 of 16 s are imports on the asynchronous platform and 38 of 43 s
 without it, where SGLang spawns its other processes and each imports everything again. A zygote
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -71,9 +72,9 @@ class _Zygote:
         """No server of it runs whose end somebody may ask for."""
         return not self._running
 
-    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
-        """Start a server that prints into ``log``."""
-        pid = self._ask(arguments=arguments, environment=environment, log=str(log))
+    def fork(self, command: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
+        """Start a program that prints into ``log``."""
+        pid = self._ask(command=command, environment=environment, log=str(log))
         self._running.add(pid)
         return ForkedProcess(self, pid)
 
@@ -138,8 +139,8 @@ class Zygotes:
         self._log = log
         self._alive: OrderedDict[tuple[tuple[str, str], ...], _Zygote] = OrderedDict()
 
-    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
-        """Start ``python -m sglang_tiered.launch_server`` with these arguments."""
+    def fork(self, command: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
+        """Start ``python`` with this command: a module after ``-m``, or a file, and arguments."""
         # It is read when OpenMP is loaded, and threads that spin take other servers' cores.
         environment = {"OMP_WAIT_POLICY": "passive", **environment}
         key = tuple(sorted(one for one in environment.items() if not one[0].startswith(READ_LATE)))
@@ -150,7 +151,7 @@ class Zygotes:
                 self._alive.pop(other).close()
             zygote = _Zygote(environment, self._log)
         self._alive[key] = zygote
-        return zygote.fork(arguments, environment, log)
+        return zygote.fork(command, environment, log)
 
     def close(self) -> None:
         for zygote in self._alive.values():
@@ -175,21 +176,24 @@ def _import_sglang() -> None:
     assert "prometheus_client" not in sys.modules, "a server sets first where its processes count"
 
 
-def _become_server(request: dict[str, Any], set_by_imports: dict[str, str]) -> int:
+def _become_program(request: dict[str, Any], set_by_imports: dict[str, str]) -> None:
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    setproctitle.setproctitle(shlex.join(["sglang_tiered.launch_server", *request["arguments"]]))
+    command = request["command"]
+    setproctitle.setproctitle(shlex.join(command))
     os.environ.clear()
     os.environ.update({**request["environment"], **set_by_imports})
     if "seams" in sys.modules:
         sys.modules["seams"].BED.reread(os.environ)
-    from sglang_tiered import launch_server
-
-    sys.argv = [launch_server.__file__, *request["arguments"]]
-    return launch_server.main()
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _exit_code(pid: int) -> int | None:
@@ -216,7 +220,8 @@ def main() -> int:
             if answer == 0:
                 requests.close()
                 answers.close()
-                return _become_server(request, set_by_imports)
+                _become_program(request, set_by_imports)
+                return 0
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     return 0

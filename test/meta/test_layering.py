@@ -39,6 +39,7 @@ HOMES = {
 MAY_IMPORT = {
     "__main__": {"tools"},
     "cluster": {"policy", "tools", "trace"},
+    "": {"integration"},  # the package itself, of which ``Engine`` is an attribute
     "client": {"policy"},
     "launch_server": {"integration"},
     "integration": {
@@ -66,6 +67,7 @@ INTEGRATION = {
     "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
     "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
     | {"observe", "ranks"},
+    "engine": {"admin", "launch"},
     "launch": {"attention", "compat", "cpu", "names", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "observe"},

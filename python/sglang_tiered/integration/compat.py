@@ -156,6 +156,13 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler._prefetch_kvcache": ("self", "req", "storage_hit_end"),
     "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch"),
     "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
+    "sglang.srt.entrypoints.engine:Engine.__init__": ("self", "kwargs"),
+    "sglang.srt.entrypoints.engine:Engine.shutdown": ("self",),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._dispatch_to_scheduler": (
+        "self",
+        "obj",
+    ),
+    "sglang.srt.utils.cudacore_pyspy_dump_utils:collect_scheduler_processes": (),
     f"{_TREE}.write_backup_storage": ("self", "node_id"),
     f"{_TREE}.check_hicache_events": ("self",),
     f"{_TREE}._execute_and_commit_kv_backup": ("self", "action", "write_back"),

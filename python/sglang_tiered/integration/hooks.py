@@ -442,7 +442,9 @@ def _place_among_ranks() -> tuple[int, int]:
 
 
 def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
-    return SchedulerRefused(str(result)) if process.exitcode == REFUSED else result
+    if process.exitcode != REFUSED:
+        return result
+    return SchedulerRefused("a scheduler refused its configuration, as it says on standard error")
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:

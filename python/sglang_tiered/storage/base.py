@@ -470,6 +470,10 @@ class BucketTier(RemoteTier, WriteTier):
     def pins(self) -> list[PinInfo]:
         """Return all pins that are known here. For an operator's request."""
 
+    @abstractmethod
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        """Return names and data of a tenant's pins that are known here. Memory only."""
+
     @property
     @abstractmethod
     def pinned_bytes(self) -> int:

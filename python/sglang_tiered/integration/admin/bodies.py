@@ -96,7 +96,7 @@ def parse_pin(body: Any) -> dict[str, Any]:
         raise CallError("the body must be a JSON object")
     own = {name: body[name] for name in ("name", "ttl") if name in body}
     rest = {name: value for name, value in body.items() if name not in own}
-    selector = parse_selector(rest, with_tier=False)
+    selector = parse_selector(rest, with_tier=True)
     _check_name(own)
     ttl = own.get("ttl", 1)
     if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:

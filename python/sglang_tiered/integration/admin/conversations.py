@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
+    "NO_OBJECT_TIER",
     "NO_STORE",
     "Checkpoints",
     "Located",

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from sglang_tiered.config import TieredConfig, TierMode
+from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.policy.server_costs import (
     DecodeLoad,
     PrefillPrices,
     RankCosts,
     Room,
+    ServerCosts,
     TierPrices,
     Waiting,
 )
@@ -35,8 +37,12 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.sharing.peer_tier import PeerTier
 
-__all__ = ["INTERVAL_S", "CostPublisher", "serving_url", "why_no_costs"]
+__all__ = ["INTERVAL_S", "CostPublisher", "server_costs", "serving_url", "why_no_costs"]
 
+NOT_PUBLISHED = (
+    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
+    "without the tiers, as its log says; ask again"
+)
 INTERVAL_S = 0.05
 """A router asks every quarter of a second; a record takes 17 microseconds."""
 
@@ -46,6 +52,18 @@ TIERS_INTERVAL_S = 1.0
 _ROLES = {"null": "aggregated", "prefill": "prefill", "decode": "decode"}
 
 logger = logging.getLogger(__name__)
+
+
+def server_costs(board: CostBoard, config: TieredConfig, *, draining: bool) -> ServerCosts:
+    """Return what the schedulers wrote last. Reads memory only. Raises ``CallError`` where nothing
+    is learnt (404), and before the first record (503)."""
+    problem = why_no_costs(config)
+    if problem is not None:
+        raise CallError(problem, 404)
+    ranks = board.read()
+    if not ranks:
+        raise CallError(NOT_PUBLISHED, 503)
+    return ServerCosts(draining=draining, num_ranks=board.num_ranks, ranks=ranks)
 
 
 def why_no_costs(config: TieredConfig) -> str | None:

@@ -7,14 +7,14 @@ durable, and known to every other server, is asked afterwards: the scheduler wai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selector_of
+from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ DETACHED = (
 class _Forget:
     hashes: list[str]  # as the tiers know the pages
     under_way: list[Future[bool]]
+    selectors: list[Selector] = field(default_factory=list)
+    num_kept_tokens: int = 0
 
 
 class Forgets:
@@ -48,10 +50,10 @@ class Forgets:
         ``hashes``, or report how far that is."""
         if number not in self._begun:
             if "keep_tokens" in body:
-                selector = selector_of(cache, body)
-                if selector is None:
+                selectors = selectors_of(cache, body)
+                if not selectors:
                     return {"done": True, "unknown": True}
-                self._begun[number] = _forget(cache, selector, int(body["keep_tokens"]))
+                self._begun[number] = _forget(cache, selectors, int(body["keep_tokens"]))
             elif "hashes" in body:
                 self._begun[number] = _forget_pages(cache, body["hashes"], body["hashes"])
             else:  # a later question, and it was dropped
@@ -64,6 +66,9 @@ class Forgets:
         done = all(each.done() for each in entry.under_way)
         durable = done and all(each.result() for each in entry.under_way)
         done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+        if durable:  # until then the caller may name it again
+            for selector in entry.selectors:
+                cache.recent_requests.forget(selector, entry.num_kept_tokens, int(cache.page_size))
         num_tokens = len(entry.hashes) * int(cache.page_size)
         answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}
         if body.keys() & {"rid", "conversation_id"} and get_parallel().dp_size > 1:
@@ -71,9 +76,39 @@ class Forgets:
         return answer
 
 
-def _forget(cache: TieredRadixCache, selector: Selector, keep_tokens: int) -> _Forget:
+def _forget(cache: TieredRadixCache, selectors: list[Selector], keep_tokens: int) -> _Forget:
+    num_kept = -(-keep_tokens // int(cache.page_size))
+    hidden: dict[str, None] = {}
+    hashes: dict[str, None] = {}
+    for selector in _longest(selectors):
+        found = _pages_behind(cache, selector, num_kept)
+        hidden.update(dict.fromkeys(found.hidden))
+        hashes.update(dict.fromkeys(found.hashes))
+    entry = _forget_pages(cache, list(hidden), list(hashes))
+    entry.selectors, entry.num_kept_tokens = selectors, num_kept * int(cache.page_size)
+    return entry
+
+
+def _longest(selectors: list[Selector]) -> list[Selector]:
+    """Return those that are not the beginning of another one, as most turns of a conversation
+    are of the next."""
+    found: list[Selector] = []
+    for selector in sorted(selectors, key=lambda each: -len(each.tokens)):
+        if not any(
+            each[1:] == selector[1:] and each.tokens[: len(selector.tokens)] == selector.tokens
+            for each in found
+        ):
+            found.append(selector)
+    return found
+
+
+class _Pages(NamedTuple):
+    hidden: list[str]  # as memory may know them
+    hashes: list[str]  # as the tiers do
+
+
+def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) -> _Pages:
     page_size = int(cache.page_size)
-    num_kept = -(-keep_tokens // page_size)
     purged, salt = cache.purged_tenants, selector.cache_salt
     original = purged.original(selector.extra_key)
     # Memory may know the pages by a key from before a purge of the tenant, or from after; the tiers
@@ -87,7 +122,7 @@ def _forget(cache: TieredRadixCache, selector: Selector, keep_tokens: int) -> _F
         if num_kept and len(pages) > num_kept:
             # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
             cache.match_visible(key[: num_kept * page_size])
-    return _forget_pages(cache, hidden, hidden[: len(hidden) // len(names)])
+    return _Pages(hidden, hidden[: len(hidden) // len(names)])
 
 
 def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str]) -> _Forget:

@@ -12,10 +12,10 @@ keys are those of ``/flush_cache``.
                        are not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
 ``GET, POST /tier/residency``  a prefix, as query or body: leading tokens by tier.
 ``POST /tier/pin``     a prefix, with ``name`` (by default the conversation's id, or else its last
-                       page's hash) and ``ttl`` in seconds (none: until it is unpinned): NVMe keeps
-                       it, whatever else is stored. Answers as ``checkpoint`` does once it is
-                       durable there, or 409 if all pins together would take more than their share.
-                       A pin of the same name is replaced.
+                       page's hash), ``ttl`` in seconds (none: until it is unpinned) and ``tier``
+                       (``nvme``, or ``object``), which keeps it whatever else is stored. Answers
+                       as ``checkpoint`` does once it is durable there, or 409 if all pins together
+                       would take more than their share. A pin of the same name is replaced.
 ``POST /tier/forget``  a prefix, with ``keep_tokens`` (0): all whole pages of
                        it behind that many tokens go from every tier and every server. Answers 200
                        with their number of tokens once that is durable, or 503 (ask again).
@@ -41,9 +41,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_tiered.integration.admin.bodies import CallError
-from sglang_tiered.integration.admin.costs import why_no_costs
+from sglang_tiered.integration.admin.costs import server_costs
 from sglang_tiered.integration.admin.service import TierService
-from sglang_tiered.policy.server_costs import ServerCosts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -58,10 +57,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_routes"]
 
-NOT_PUBLISHED = (
-    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
-    "without the tiers, as its log says; ask again"
-)
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
     "checkpoint": (("POST",), TierService.checkpoint),
@@ -124,18 +119,15 @@ def _costs_endpoint(
     from fastapi import Response
     from fastapi.responses import JSONResponse
 
-    problem = why_no_costs(config)
-
     async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
         from sglang.srt.entrypoints.http_server import get_global_state
 
-        if problem is not None:
-            return JSONResponse({"error": problem}, 404)
-        ranks = board.read()
-        if not ranks:
-            return JSONResponse({"error": NOT_PUBLISHED}, 503, {"Retry-After": "1"})
         draining = bool(get_global_state().tokenizer_manager.gracefully_exit)
-        answer = ServerCosts(draining=draining, num_ranks=board.num_ranks, ranks=ranks)
+        try:
+            answer = server_costs(board, config, draining=draining)
+        except CallError as error:
+            again = {"Retry-After": "1"} if error.status == 503 else None
+            return JSONResponse({"error": str(error)}, error.status, again)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return costs

@@ -24,12 +24,18 @@ from sglang_tiered.integration.admin.conversations import (
     tenant_of_body,
     tokens_in_memory,
 )
-from sglang_tiered.integration.admin.pin_notes import PinNote, as_tokens, stored_name, unpack
+from sglang_tiered.integration.admin.pin_notes import (
+    NO_NOTE,
+    PinNote,
+    as_tokens,
+    keepers,
+    stored_name,
+    unpack,
+)
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks.rank_consensus import first_ranks, least_on_every_rank
 from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -206,10 +212,7 @@ def _report(
         for (device, host), tiers in zip(listing.in_memory, in_tiers, strict=True)
     ]
     least = iter(least_on_every_rank(cache, [count for each in held for count in each.values()]))
-    engine = storage.region_engine
-    pinned, bound = 0, 0
-    if isinstance(engine, RegionEngine):
-        pinned, bound = engine.pinned_bytes, engine.pin_bound_bytes
+    nvme = keepers(storage).get(Tier.NVME)
     return {
         "done": True,
         "rank": _rank(),
@@ -225,24 +228,24 @@ def _report(
             for row, selector, each in zip(listing.rows, listing.selectors, held, strict=True)
         ],
         "next": listing.rows[-1].cursor if listing.has_more else None,
-        "pinned_bytes": pinned,
-        "pin_bound_bytes": bound,
+        "pinned_bytes": 0 if nvme is None else nvme.pinned_bytes,
+        "pin_bound_bytes": 0 if nvme is None else nvme.pin_bound_bytes,
     }
 
 
 def _pinned_rows(storage: TieredStorage, tenant: bytes) -> _PinnedRows:
     """Return the pins of a tenant, as this rank has them. On the thread, as they are counted."""
-    engine = storage.region_engine
     prefix = stored_name(tenant, "")
     groups: dict[str, list[tuple[PinNote, dict[str, Any]]]] = {}
-    for info in engine.pins() if isinstance(engine, RegionEngine) else ():
-        note = unpack(info.data)
-        if info.tenant != tenant or note is None:
+    pins = [(tier, info) for tier, keeper in keepers(storage).items() for info in keeper.pins()]
+    for tier, info in pins:
+        if info.tenant != tenant:
             continue
+        note = unpack(info.data) or NO_NOTE
         name = info.name.removeprefix(prefix)
         shown = {
             "name": name,
-            "tier": Tier.NVME.value,
+            "tier": tier.value,
             "bytes": info.physical_bytes,
             "pinned_until": info.until_s,
         }

@@ -16,13 +16,14 @@ import numpy as np
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks.rank_consensus import first_ranks
+from sglang_tiered.storage.base import BucketTier, Tier
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["PinNote", "as_tokens", "pinned_prefixes", "stored_name", "unpack"]
+__all__ = ["NO_NOTE", "PinNote", "as_tokens", "keepers", "pinned_prefixes", "stored_name", "unpack"]
 
 _VERSION = 1
 _DIGEST_BYTES = 16
@@ -49,6 +50,10 @@ class PinNote(msgspec.Struct, array_like=True, frozen=True):
         return _digest(self.conversation) + msgspec.msgpack.encode(self)
 
 
+NO_NOTE = PinNote(_VERSION, None, None, 0.0, b"")
+"""Of a pin that lost pages to a forget: what it noted went with them."""
+
+
 def as_tokens(packed: bytes) -> array[int]:
     """Return the tokens of a note, four bytes each, little-endian."""
     return array("q", np.frombuffer(packed, "<u4").astype(np.int64).tobytes())
@@ -59,6 +64,16 @@ class _NamedNote(NamedTuple):
 
     stored_name: str
     note: PinNote
+
+
+def keepers(storage: TieredStorage) -> dict[Tier, RegionEngine | BucketTier]:
+    """Return what keeps pins for this rank; nothing where it borrows the pages of another."""
+    found: dict[Tier, RegionEngine | BucketTier] = {}
+    if isinstance(storage.region_engine, RegionEngine):
+        found[Tier.NVME] = storage.region_engine
+    if storage.stack.bucket is not None:
+        found[Tier.OBJECT] = storage.stack.bucket
+    return found
 
 
 def stored_name(tenant: bytes, name: str) -> str:
@@ -107,8 +122,7 @@ def pinned_prefixes(
 
 
 def _all_notes(storage: TieredStorage, tenant: bytes) -> list[tuple[str, bytes]]:
-    engine = storage.region_engine
-    return engine.pin_notes(tenant) if isinstance(engine, RegionEngine) else []
+    return [note for keeper in keepers(storage).values() for note in keeper.pin_notes(tenant)]
 
 
 def _digest(conversation: str | None) -> bytes:

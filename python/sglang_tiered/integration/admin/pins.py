@@ -1,4 +1,4 @@
-"""Pins of conversations in a scheduler process, for ``service``: what reclaim keeps on NVMe.
+"""Pins of conversations in a scheduler process, for ``service``: what NVMe or the bucket keep.
 
 As with checkpoints every rank gets the same messages in the same order, and answers for its own
 part of each page. A pin is refused on all ranks or on none; where one rank dies in between, the
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.admin.conversations import (
+    NO_OBJECT_TIER,
     NO_STORE,
     Checkpoints,
     PendingRequests,
@@ -20,12 +21,15 @@ from sglang_tiered.integration.admin.conversations import (
     selector_of,
     tenant_of_body,
 )
-from sglang_tiered.integration.admin.pin_notes import PinNote, pinned_prefixes, stored_name
+from sglang_tiered.integration.admin.pin_notes import (
+    PinNote,
+    keepers,
+    pinned_prefixes,
+    stored_name,
+)
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import PinRefusal, Tier
 from sglang_tiered.storage.promises import all_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.pinning.pins import PinRefusal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Pins"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
-NOT_WRITTEN = "the pin could not be written to the disk; see the server's log, and ask again"
+NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
 
@@ -45,6 +49,7 @@ REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin somet
 class _Pin:
     name: str
     stored_name: str
+    tier: Tier
     until_s: float | None
     refusal: PinRefusal | None = None
     kept: Future[bool] | None = None  # None on a rank that borrows the pages of another
@@ -59,14 +64,17 @@ class Pins:
         self._let_go: PendingRequests[Future[bool]] = PendingRequests()
 
     def pin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin to pin a conversation and to make it durable on NVMe, or report how far that is."""
+        """Begin to pin a conversation in a tier and to make it durable there, or report how far
+        that is."""
         storage = cache.storage
         if storage is None:
             return refused(NO_STORE)
-        body = {**body, "tier": Tier.NVME.value}
+        body = {"tier": Tier.NVME.value, **body}
         if number not in self._begun:
             if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many pins at once; ask again", 503)
+            if body["tier"] == Tier.OBJECT.value and not storage.has_object_tier:
+                return refused(NO_OBJECT_TIER)
             selector = selector_of(cache, body)
             if selector is None:
                 return {"done": True, "unknown": True}
@@ -82,9 +90,9 @@ class Pins:
         entry = self._begun[number]
         (is_taken,) = least_on_every_rank(cache, [int(entry.refusal is None)])
         if not is_taken:
-            engine = storage.region_engine
-            if entry.kept is not None and isinstance(engine, RegionEngine):
-                engine.unpin(entry.stored_name)  # where it was refused, an earlier one stays
+            keeper = keepers(storage).get(entry.tier)
+            if entry.kept is not None and keeper is not None:
+                keeper.unpin(entry.stored_name)  # where it was refused, an earlier one stays
                 entry.kept = None
             why = REFUSED_ELSEWHERE if entry.refusal is None else entry.refusal.why
             return refused(why, 409)
@@ -105,14 +113,11 @@ class Pins:
         if storage is None:
             return refused(NO_STORE)
         if number not in self._let_go:
-            engine = storage.region_engine
-            keeper = engine if isinstance(engine, RegionEngine) else None
-            names = _stored_names(cache, body)
-            here = [int(keeper is not None and keeper.has_pin(name)) for name in names]
-            if not names or not any(least_on_every_rank(cache, [-has for has in here])):
+            here, names = keepers(storage).values(), _stored_names(cache, body)
+            has_any = any(keeper.has_pin(name) for keeper in here for name in names)
+            if least_on_every_rank(cache, [-int(has_any)]) == [0]:
                 return {"done": True, "unknown": True}
-            orders = [] if keeper is None else [keeper.unpin(name) for name in names]
-            self._let_go[number] = all_true(orders)
+            self._let_go[number] = all_true([each.unpin(name) for each in here for name in names])
         gone = self._let_go[number]
         done, durable = least_on_every_rank(
             cache, [int(gone.done()), int(gone.done() and gone.result())]
@@ -134,14 +139,14 @@ def _begin(
     conversation = _conversation(cache, body)
     name, ttl = body.get("name") or conversation or hashes[-1], body.get("ttl")
     until_s = None if ttl is None else body["now"] + ttl
-    entry = _Pin(name, stored_name(tenant, name), until_s)
-    engine = storage.region_engine
-    if not isinstance(engine, RegionEngine):
+    entry = _Pin(name, stored_name(tenant, name), Tier(body["tier"]), until_s)
+    keeper = keepers(storage).get(entry.tier)
+    if keeper is None:
         return entry
     adapter = tenants.adapter_of(selector.extra_key)
     note = PinNote.of(selector.tokens, conversation, adapter, body["now"])
     keys = storage.keys_of_pools(hashes)
-    outcome = engine.pin(entry.stored_name, keys, tenant, until_s, note.pack())
+    outcome = keeper.pin(entry.stored_name, keys, tenant, until_s, note.pack())
     if isinstance(outcome, PinRefusal):
         entry.refusal = outcome
     else:
@@ -165,7 +170,7 @@ def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> list[str]:
     if "conversation_id" in body:
         keys = body.get("extra_key"), body.get("cache_salt")
         found = pinned_prefixes(cache, tenant, body["conversation_id"], *keys)
-        return [name for name, _ in found]
+        return list(dict.fromkeys(name for name, _ in found))
     selector = selector_of(cache, body)
     hashes = [] if selector is None else locate(cache, selector).hashes
     if selector is None or not hashes:

@@ -92,7 +92,7 @@ class TierService:
         return _best(await self._ask("residency", body), lambda _: 200)
 
     async def pin(self, body: Any) -> Report:
-        """Keep a prefix on NVMe, and make it durable there."""
+        """Keep a prefix in a tier, and make it durable there."""
         body = await self._with_tokens(parse_pin(body))
         body = {**body, "now": time.time()}  # one clock for all ranks
         answers = await self._ask("pin", body, repeats_body=False)

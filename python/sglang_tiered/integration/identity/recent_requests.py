@@ -72,6 +72,14 @@ class RecentRequests:
         """Return the requests of a tenant's conversation, the newest first."""
         return [each for each in self.of_tenant(tenant) if each.conversation == conversation]
 
+    def forget(self, selector: Selector, num_kept_tokens: int, page_size: int) -> None:
+        """Forget the requests that had the first page of a prefix behind its first tokens."""
+        end = num_kept_tokens + page_size
+        start = selector.tokens[:end]
+        for recent in list(self._recents.values()):
+            if recent.selector[1:] == selector[1:] and recent.selector.tokens[:end] == start:
+                self._drop(recent.rid)
+
     def drop_tenant(self, tenant: bytes | None) -> None:
         """Forget the requests of a tenant; of all for None."""
         for recent in list(self._recents.values()):

@@ -284,6 +284,10 @@ class ObjectEngine(BucketTier):
             state.pins.expire()
             return state.pins.book.get(name) is not None
 
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        with self._state.lock:
+            return self._state.pins.book.notes_of(tenant)
+
     def pins(self) -> list[PinInfo]:
         state = self._state
         with state.lock:

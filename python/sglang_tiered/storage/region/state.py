@@ -195,7 +195,7 @@ class StoreState:
             self.unpin((pin.name,))
             left = tuple(key for key in pin.keys if key not in gone)
             if left:
-                self.adopt(replace(pin, keys=left))
+                self.adopt(replace(pin, keys=left, data=b""))  # which may tell what was there
         return [pin.name for pin in changed]
 
     def pinned(self, name: str) -> PinInfo | None:

@@ -88,7 +88,8 @@ def test_half_a_character_names_no_tenant(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"rid": "r"}, {"text": "t", "extra_key": "a", "name": "n", "ttl": 0.5}]
+    "body",
+    [{"rid": "r", "tier": "object"}, {"text": "t", "extra_key": "a", "name": "n", "ttl": 0.5}],
 )
 def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
     assert parse_pin(body) == body
@@ -99,7 +100,7 @@ def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
     [
         (["name"], "must be a JSON object"),
         ({"name": "n"}, "exactly one of"),
-        ({"rid": "r", "tier": "nvme"}, "'tier' is unknown"),
+        ({"rid": "r", "tier": "tape"}, "tier 'tape' is unknown"),
         ({"rid": "r", "name": 3}, "name must be a text"),
         ({"rid": "r", "name": "n" * 513}, "name has 513 bytes, more than 512"),
         ({"rid": "r", "ttl": 0}, "ttl 0 must be seconds, more than 0"),

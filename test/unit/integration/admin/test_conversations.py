@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cache_world import CacheWorld, cache_world, prompt
+from cache_world import PAGE, CacheWorld, cache_world, prompt
 
 from sglang_tiered.integration.admin import listing
 from sglang_tiered.integration.admin.control import Control
@@ -210,3 +210,59 @@ def test_refused_on_one_rank_is_refused_on_all(
     answer = ask.pin(rid="1")
     assert answer["status"] == 409 and "another rank" in answer["error"]
     assert world.cache.storage.region_engine.pins() == []
+
+
+def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server of the bucket finds the conversation by its id, and may unpin it."""
+    first = partial(cache_world, tmp_path / "1", monkeypatch, bucket=tmp_path / "bucket")
+    with first() as world:
+        ask = Caller(world)
+        note(world, "1", A, "chat")
+        answer = ask.pin(conversation_id="chat", tier="object")
+        assert (answer["tier"], answer["num_tokens"], answer["num_missing"]) == (
+            "object",
+            len(A),
+            0,
+        )
+        assert ask.pin(conversation_id="chat")["tier"] == "nvme"
+        (row,) = ask.rows()
+        assert sorted(pin["tier"] for pin in row["pins"]) == ["nvme", "object"]
+        assert ask("unpin", conversation_id="chat") == {"done": True}
+        assert [row["pins"] for row in ask.rows()] == [[]]
+        ask.pin(conversation_id="chat", tier="object")
+    with cache_world(tmp_path / "2", monkeypatch, bucket=tmp_path / "bucket") as world:
+        ask = Caller(world)
+        body = {"conversation_id": "chat"}
+        world.until(lambda: selector_of(world.cache, body) is not None)
+        found = selector_of(world.cache, body)
+        assert found is not None and found.tokens == A
+        (row,) = ask.rows()
+        assert [(pin["name"], pin["tier"]) for pin in row["pins"]] == [("chat", "object")]
+        assert ask("unpin", name="chat") == {"done": True}
+        assert ask.rows() == []
+
+
+def test_without_a_bucket_nothing_is_pinned_in_one(world: CacheWorld) -> None:
+    note(world, "1", A)
+    answer = Caller(world).pin(rid="1", tier="object")
+    assert answer["status"] == 400 and "has no object tier" in answer["error"]
+
+
+def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld) -> None:
+    """All its turns go, where each branched off, and what pins noted of it."""
+    ask = Caller(world)
+    branches = [A + prompt(number, 2) for number in (5, 6)]
+    for rid, tokens in (("1", A), ("2", branches[0]), ("3", branches[1])):
+        note(world, rid, tokens, "chat")
+        ask.pin(rid=rid, name=f"pin {rid}")
+    note(world, "4", B, "other")
+    answer = ask("forget", conversation_id="chat", keep_tokens=2 * PAGE)
+    assert (answer["durable"], answer["num_tokens"]) == (True, (2 + 2 + 2) * PAGE)
+    for tokens in branches:
+        held = ask("residency", input_ids=list(tokens))
+        assert held["device"] == held["host"] == 2 * PAGE
+    assert selectors_of(world.cache, {"conversation_id": "chat"}) == []
+    other, *pins = ask.rows()
+    assert other["id"] == "other"
+    assert [(row["id"], row["num_tokens"]) for row in pins] == [(None, 0)] * 3
+    assert [data for _, data in world.cache.storage.region_engine.pin_notes(NO_TENANT)] == [b""] * 3

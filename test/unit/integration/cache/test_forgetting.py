@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 TOKENS = prompt(1, 6)
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
+@pytest.fixture(params=[False, True], ids=["large", "small"])
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[CacheWorld]:
+    """SGLang's tree core, and that of a host tier smaller than device memory."""
+    with cache_world(tmp_path / "kv", monkeypatch, is_small=request.param) as world:
         yield world
 
 
@@ -58,7 +61,8 @@ class Turn:
         row = pool.req_to_token[req.kv.req_pool_idx]
         row[: len(held)] = held
         req.kv.cache_protected_len = len(held)
-        row[len(held) : len(tokens)] = world.alloc(len(tokens) - len(held))
+        num_slots = -(-(len(tokens) - len(held)) // PAGE) * PAGE
+        row[len(held) : len(tokens)] = world.alloc(num_slots)[: len(tokens) - len(held)]
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
 
     def end_chunk(self, num_pages: int) -> None:
@@ -170,6 +174,28 @@ def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
     request = world.asks("r", TOKENS)
     world.until(lambda: world.cache.check_prefetch_progress(request))
     assert matched(world, TOKENS) == 2
+    host = world.cache.cache_controller.mem_pool_host
+    assert host.logical_size - host.available_size() == 2 * PAGE, "what nobody may use was loaded"
+
+
+def test_offered_node_with_a_hidden_page_stays(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint offers what NVMe lacks."""
+    cache = world.cache
+    run(world, TOKENS)
+    world.until(lambda: world.num_stored() == 6)
+    settle(world)
+    match = cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
+    (path,) = cache.tree_core.collect_path_info([match.best_match_node])
+    hashes = hashes_of(TOKENS)
+    cache.forgotten.hide(hashes[5:])
+    cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    begun: list[int] = []
+    monkeypatch.setattr(cache, "begin_store", begun.append)
+    cache.tiering.store_soon(path)
+    world.until(lambda: not cache.tiering.stores.queue)
+    assert not begun
 
 
 def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
@@ -184,15 +210,24 @@ def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
     assert world.cache.match_prefix(params).device_prefix_len == 0
 
 
-def test_last_page_of_bigrams_is_hidden(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.cache.tree_core, "is_eagle", True, raising=False)
-    tokens = array("q", [*TOKENS, 7])  # as many bigrams as TOKENS has tokens
-    key = RadixKey(tokens, None)
-    assert len(world.cache._view(key)) == 6 * PAGE
-    assert len(hashes_of(tokens, is_bigram=True)) == 6
-    world.cache.forgotten.hide(hashes_of(tokens, is_bigram=True)[5:])
-    assert world.cache.holds_forgotten(RadixKey(tokens, None))
-    assert not world.cache.holds_forgotten(RadixKey(tokens[:-1], None))
+def test_last_page_of_bigrams_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of pairs needs one token more than it has pairs."""
+    with cache_world(tmp_path / "kv", monkeypatch, is_eagle=True) as world:
+        tokens = array("q", [*TOKENS, 7])
+        hashes = hashes_of(tokens, is_bigram=True)
+        assert run(world, tokens) == 0
+        assert matched(world, tokens) == len(hashes) == 6
+        world.until(lambda: world.num_stored() == 6)
+        settle(world)
+        world.cache.forgotten.hide(hashes[5:])
+        assert matched(world, tokens) == 5
+        world.cache.storage.region_engine.forget(map(bytes.fromhex, hashes[5:])).result(30)
+        assert run(world, tokens) == 5
+        assert matched(world, tokens) == 6
+        world.until(lambda: world.num_stored() == 6)
+        world.cache.forgotten.hide(hashes[5:])
+        key = RadixKey(tokens, None)
+        assert world.cache.holds_forgotten(key) and not world.cache.holds_forgotten(key[: 5 * PAGE])
 
 
 def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:

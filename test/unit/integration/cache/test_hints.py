@@ -116,6 +116,19 @@ def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
     assert stats.ended[HintEnd.LOADED] == 1
 
 
+def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable[[], None]) -> None:
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    key = RadixKey(LONG[:], None)
+    hinting.cache.forgotten.hide(hinting.cache.page_hashes(key)[1:])
+    hinting.cache.check_hicache_events()
+    assert not hinting.hints._queue.next()
+    hold()
+    hinting.world.until(hinting.is_at_rest)
+    assert hinting.num_in_host(LONG) <= PAGE
+    assert hinting.hint(LONG)["error"] == module.FORGOTTEN
+
+
 def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
     hinting.hint(LONG)
     hinting.cache.check_hicache_events()

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.pinning.book import PinBook
+from sglang_tiered.storage.region.pinning.book import MAX_NOTES_BYTES, PinBook
 from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ __all__ = ["MAX_KEYS", "MAX_PINS", "ObjectPins", "pin_share"]
 MAX_PINS = 1 << 12
 MAX_KEYS = 1 << 19  # of all pins together: some 200 bytes each
 _MAX_UNPINNED = 4096
+
+
+def _with(pin: Pin, keys: tuple[bytes, ...]) -> Pin:
+    """Return a pin of those of its pages that are left; without its data where some are gone, as
+    that may tell what was there."""
+    return pin if keys == pin.keys else replace(pin, keys=keys, data=b"")
 
 
 def pin_share(capacity_bytes: int | None) -> int:
@@ -82,6 +88,11 @@ class ObjectPins:
             why = f"there are {MAX_PINS} pins already: unpin some"
         elif num_keys + len(pin.keys) - len(self.book.wanted(pin.keys)) > MAX_KEYS:
             why = f"pins name {num_keys} pages already, at most {MAX_KEYS}: unpin some"
+        else:
+            before = self.book.get(pin.name)
+            notes = self.book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
+            if notes > MAX_NOTES_BYTES:
+                why = f"pins would note {notes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
         return PinRefusal(asked, pinned, self.bound_bytes, why) if why else None
 
     def put(self, pin: Pin, pin_id: ObjectId) -> None:
@@ -101,7 +112,7 @@ class ObjectPins:
             return
         keys = tuple(key for key in pin.keys if forgotten.of(key) < pin_id.unix_ms)
         if keys and not (pin.until_s is not None and pin.until_s <= self._clock()):
-            self.put(replace(pin, keys=keys), pin_id)
+            self.put(_with(pin, keys), pin_id)
 
     def remove(self, name: str) -> None:
         self.book.remove(name)
@@ -150,7 +161,7 @@ class ObjectPins:
 
     def _keep_only(self, pin: Pin, pin_id: ObjectId, keys: tuple[bytes, ...]) -> None:
         if keys:
-            self.put(replace(pin, keys=keys), pin_id)
+            self.put(_with(pin, keys), pin_id)
         else:
             self.remove(pin.name)
 

@@ -1,0 +1,185 @@
+"""``Engine``: SGLang's in-process engine with the tiers below its radix cache.
+
+    with sglang_tiered.Engine(model_path="M", tier_dir="/mnt/nvme/kv") as engine:
+        answer = engine.generate("Once upon a time", {"max_new_tokens": 16})
+        engine.pin(rid=answer["meta_info"]["id"], name="story", within_s=60)
+
+It takes what ``python -m sglang_tiered.launch_server`` takes, less what concerns HTTP, as keyword
+arguments: SGLang's by their names, ours with underscores (``tier_nvme_bytes="64GiB"``). Both come
+to the same settings. Its calls of the tiers are those of ``sglang_tiered.client``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import difflib
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang_tiered.client.calls import SyncCalls
+from sglang_tiered.config import ENVIRONMENT_VARIABLE
+from sglang_tiered.errors import ConfigError, RequestError
+from sglang_tiered.integration.admin.bodies import CallError
+from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.integration.admin.costs import server_costs
+from sglang_tiered.integration.admin.service import TierService
+from sglang_tiered.integration.launch import start
+
+start.prepare()  # before anything of SGLang is imported
+
+from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
+from sglang.srt.entrypoints.engine import Engine as SglangEngine  # noqa: E402
+from sglang.srt.managers.io_struct import ShutdownReq  # noqa: E402
+from sglang.srt.runtime_context import num_dp_ranks_of  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes  # noqa: E402
+
+from sglang_tiered.integration.launch import flags, resolve  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_tiered.client.calls import Request
+    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.launch.resolve import Resolved
+
+__all__ = ["Engine", "resolve_keywords"]
+
+END_DEADLINE_S = 15.0
+"""As long as SGLang's server gives its schedulers."""
+_LOOK_S = 0.05
+WHOSE = "the engine:"
+
+_place = threading.Lock()
+_SECOND = (
+    "this process runs an Engine already, and SGLang ends all children of a process with its "
+    "engine; shut that one down first, or start the other in a process of its own."
+)
+
+
+class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing is typed
+    """SGLang's ``Engine`` with the tiers, and the calls of the tiers. One at a time in a process.
+
+    It holds the tier directory until ``shutdown``, which the end of a ``with`` statement and of the
+    process call too. Raises ``ConfigError`` or ``StoreError`` for what the launcher refuses, before
+    a model is loaded; a start that fails leaves no process and no lock. A call of the tiers raises
+    ``RequestError``, and like ``generate`` runs the engine's event loop: not from within that.
+    """
+
+    _held: ExitStack | None = None
+
+    def __init__(self, **keywords: Any) -> None:
+        with ExitStack() as held:
+            if not _place.acquire(blocking=False):
+                raise ConfigError(_SECOND)
+            held.callback(_place.release)
+            fields, resolved = resolve_keywords(keywords)
+            for note in resolved.notes:
+                print(f"sglang-tiered: {note}", file=sys.stderr)
+            server_args = ServerArgs(**fields)
+            board = _prepare_tiers(server_args, resolved.config, held)
+            self._costs = board, resolved.config
+            self.tokenizer_manager = None  # for a start that fails before SGLang sets it
+            held.callback(atexit.unregister, self.shutdown)
+            held.callback(super().shutdown)
+            super().__init__(server_args=server_args)
+            self._held = held.pop_all()
+
+    def shutdown(self) -> None:
+        """End the schedulers as a server does that is stopped, which keeps what is stored; then
+        every child of this process, as SGLang does. May be called again."""
+        held, self._held = self._held, None
+        if held is None:
+            if self._attached:
+                super().shutdown()
+            return
+        with held:
+            self._end_schedulers()
+
+    def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
+        if self._held is None or self.tokenizer_manager is None:
+            raise RequestError("this engine has no schedulers to ask: it was shut down")
+        name = request.path.rpartition("/")[2]
+        try:
+            if name == "costs":
+                costs = server_costs(*self._costs, draining=False)
+                return 200, msgspec.to_builtins(costs), WHOSE
+            call = getattr(TierService(self.tokenizer_manager), name)
+            status, answer = self.loop.run_until_complete(call(request.given()))
+        except CallError as error:
+            return error.status, {"error": str(error)}, WHOSE
+        return status, answer, WHOSE
+
+    def _end_schedulers(self) -> None:
+        manager = self.tokenizer_manager
+        if manager is None:
+            return
+        if manager._subprocess_watchdog is not None:  # noqa: SLF001
+            manager._subprocess_watchdog.stop()  # noqa: SLF001
+
+        async def tell() -> None:
+            manager._dispatch_to_scheduler(ShutdownReq())  # noqa: SLF001
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            loop = asyncio.new_event_loop() if self.loop.is_closed() else self.loop
+            loop.run_until_complete(tell())
+        else:
+            manager._dispatch_to_scheduler(ShutdownReq())  # noqa: SLF001
+        deadline = time.monotonic() + END_DEADLINE_S
+        while collect_scheduler_processes() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+
+def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved]:
+    """Return the fields of SGLang's ``ServerArgs``, and what the command line of the same arguments
+    resolves to. Raises ``ConfigError``; touches no tier."""
+    fields = {field.name for field in record_fields(ServerArgs)}
+    ours = {flag.dest for flag in flags.ALL_FLAGS}
+    if unknown := sorted(keywords.keys() - fields - ours):
+        near = difflib.get_close_matches(unknown[0], fields | ours, 1)
+        hint = f"did you mean {near[0]}?" if near else "see docs/flags.md and SGLang's ServerArgs."
+        raise ConfigError(f"Engine knows no argument {unknown[0]}; {hint}")
+    given = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in keywords.items()
+        if value is not None
+    }
+    explicit = {name: _text(value) if name in ours else value for name, value in given.items()}
+    if "model_path" not in explicit:
+        raise ConfigError("Engine needs model_path; pass the path or the name of a model.")
+    resolved = start.resolve(explicit, ())
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    model = f"--model-path={explicit['model_path']}"  # which the parser asks for
+    added = resolve.explicit_arguments(parser, [model, *resolved.sglang_arguments])
+    of_sglang = {name: value for name, value in explicit.items() if name in fields}
+    return {"log_level": "error", **added, **of_sglang}, resolved
+
+
+def _prepare_tiers(server_args: ServerArgs, config: TieredConfig, held: ExitStack) -> CostBoard:
+    """Do what the launcher does before a model is loaded; ``held`` undoes it."""
+    start.claim_directory(config, held)
+    config.to_environment()
+    held.callback(os.environ.pop, ENVIRONMENT_VARIABLE, None)
+    settings = start.check(server_args, config)
+    start.remove_other_shards(config)
+    board = held.enter_context(CostBoard.create(num_dp_ranks_of(settings)))
+    board.to_environment()
+    held.callback(os.environ.pop, COSTS_VARIABLE, None)
+    return board
+
+
+def _text(value: Any) -> str:
+    """Return a value of Python as the command line has it."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,312 @@
+"""Both clients, over real sockets, against a server that answers as the contract has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from server_process import free_port
+from sglang_tiered.client import AsyncTierClient, RequestError, TierClient
+from sglang_tiered.client.calls import (
+    Checkpoint,
+    Conversation,
+    ConversationPin,
+    Forgotten,
+    Pin,
+    Prefetch,
+    Purge,
+    Residency,
+    TenantUsage,
+    Unpinned,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = ("sync", "async")
+DURABLE = {"tier": "nvme", "num_tokens": 640, "num_missing": 0}
+PINNED = {**DURABLE, "name": "anna", "pinned_until": 1.5e9}
+HELD = {"num_tokens": 700, "device": 640, "host": 640, "nvme": 640, "object": 0, "peer": 0}
+
+
+class RecordedServer(ThreadingHTTPServer):
+    """Answers what it is told to, in that order and the last for ever, and keeps what it was
+    asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: list[tuple[int, Any]] = []
+        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: RecordedServer
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        self._answer(url.path, dict(parse_qsl(url.query)))
+
+    def do_POST(self) -> None:
+        self._answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, path: str, body: dict[str, Any]) -> None:
+        self.server.asked.append((self.command, path, body))
+        self.server.keys.append(self.headers["Authorization"])
+        self.server.may_answer.wait(20)
+        answers = self.server.answers
+        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[RecordedServer]:
+    with RecordedServer() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        made.may_answer.set()
+        made.shutdown()
+        thread.join(20)
+
+
+def call(
+    kind: str, url: str, name: str, /, *, of: dict[str, Any] | None = None, **body: Any
+) -> Any:
+    """The answer of one call, made by the sync or the async client with the settings ``of``."""
+    if kind == "sync":
+        with TierClient(url, **of or {}) as client:
+            return getattr(client, name)(**body)
+
+    async def run() -> Any:
+        async with AsyncTierClient(url, **of or {}) as client:
+            return await getattr(client, name)(**body)
+
+    return asyncio.run(run())
+
+
+CALLS: list[tuple[str, dict[str, Any], tuple[str, str, dict[str, Any]], int, Any, Any]] = [
+    (
+        "checkpoint",
+        {"rid": "r", "tier": "nvme"},
+        ("POST", "/tier/checkpoint", {"rid": "r", "tier": "nvme"}),
+        *(200, DURABLE, Checkpoint("nvme", 640, 0)),
+    ),
+    (
+        "residency",
+        {"input_ids": [1, 2], "extra_key": "acme", "cache_salt": None},
+        ("POST", "/tier/residency", {"input_ids": [1, 2], "extra_key": "acme"}),
+        *(200, HELD, Residency(**HELD)),
+    ),
+    (
+        "residency",
+        {"text": "é"},
+        ("POST", "/tier/residency", {"text": "é"}),
+        *(200, {"num_tokens": 2, "device": 0, "host": 0}, Residency(2, 0, 0)),
+    ),
+    (
+        "pin",
+        {"conversation_id": "c", "name": "anna", "ttl": 60, "tier": "object", "extra_key": "acme"},
+        (
+            "POST",
+            "/tier/pin",
+            {
+                "conversation_id": "c",
+                "name": "anna",
+                "ttl": 60,
+                "tier": "object",
+                "extra_key": "acme",
+            },
+        ),
+        *(200, PINNED, Pin("nvme", 640, 0, "anna", 1.5e9)),
+    ),
+    (
+        "unpin",
+        {"name": "anna", "cache_salt": "s"},
+        ("POST", "/tier/unpin", {"name": "anna", "cache_salt": "s"}),
+        *(200, {"unpinned": True}, Unpinned(True)),
+    ),
+    (
+        "prefetch",
+        {"text": "once", "wait_s": 2.5},
+        ("POST", "/tier/prefetch", {"text": "once", "wait_s": 2.5}),
+        *(202, {"num_tokens": 640, "num_in_memory": 128, "num_loading": 512}),
+        Prefetch(640, 128, 512),
+    ),
+    (
+        "forget",
+        {"conversation_id": "c", "keep_tokens": 64},
+        ("POST", "/tier/forget", {"conversation_id": "c", "keep_tokens": 64}),
+        *(200, {"durable": True, "num_tokens": 576}, Forgotten(True, 576)),
+    ),
+    (
+        "purge",
+        {"extra_key": "acme"},
+        ("POST", "/tier/purge", {"extra_key": "acme"}),
+        *(200, {"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
+    ),
+    (
+        "purge_all",
+        {},
+        ("POST", "/tier/purge", {"all": True}),
+        *(200, {"durable": True, "in_memory": "hidden"}, Purge(True, "hidden")),
+    ),
+    (
+        "tenants",
+        {"limit": 5},
+        ("GET", "/tier/tenants", {"limit": "5"}),
+        200,
+        [[{"tenant": "ab", "num_pages": 1, "stored_bytes": 2, "physical_bytes": 3}]],
+        [[TenantUsage("ab", 1, 2, 3)]],
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "body", "asked", "status", "answer", "expected"), CALLS)
+def test_call_sends_and_reads_the_contract(
+    server: RecordedServer,
+    kind: str,
+    name: str,
+    body: dict[str, Any],
+    asked: tuple[str, str, dict[str, Any]],
+    status: int,
+    answer: Any,
+    expected: Any,
+) -> None:
+    server.answers = [(status, answer)]
+    assert call(kind, server.url, name, **body) == expected
+    assert server.asked == [asked]
+
+
+def conversation(number: int) -> dict[str, Any]:
+    pin = {"name": "anna", "tier": "nvme", "bytes": 4096, "pinned_until": None}
+    return {**HELD, "id": f"c{number}", "rid": f"r{number}", "last_used": 1.0, "pins": [pin]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) -> None:
+    bytes_of_pins = {"pinned_bytes": 4096, "pin_bound_bytes": 8192}
+    server.answers = [
+        (
+            200,
+            {"conversations": [conversation(0), conversation(1)], "next": "n+/", **bytes_of_pins},
+        ),
+        (200, {"conversations": [conversation(2)], "next": None, **bytes_of_pins}),
+    ]
+    if kind == "sync":
+        with TierClient(server.url) as client:
+            found = list(client.conversations(extra_key="acme"))
+    else:
+
+        async def run() -> list[Conversation]:
+            async with AsyncTierClient(server.url) as client:
+                return [one async for one in client.conversations(extra_key="acme")]
+
+        found = asyncio.run(run())
+    assert [one.id for one in found] == ["c0", "c1", "c2"]
+    assert found[2].pins == (ConversationPin("anna", "nvme", 4096),)
+    assert found[2].nvme == 640
+    assert server.asked == [
+        ("GET", "/tier/conversations", {"extra_key": "acme"}),
+        ("GET", "/tier/conversations", {"extra_key": "acme", "after": "n+/"}),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("status", "answer", "sentence"),
+    [
+        (409, {"error": "all pins would take 9 of 8 bytes; unpin something"}, "9 of 8 bytes"),
+        (404, {"error": "there is no such pin"}, "there is no such pin"),
+        (503, {"durable": False, "num_missing": 64}, "num_missing 64.*; ask again"),
+        (503, {"error": "the hint was withdrawn: memory is needed"}, "withdrawn"),
+        (401, {"error": "Unauthorized"}, "/tier/pin takes no call with this key; pass"),
+        (404, {"detail": "Not Found"}, "/tier/pin answered 404; is it a server of sglang-tiered"),
+        (502, b"<html>", "/tier/pin answered 502; is it a server"),
+        (200, b"<html>", "answered what this client does not know"),
+        (200, {"tier": "nvme"}, "missing required field.*; use a client and a server of one"),
+    ],
+)
+def test_refusal_is_told_in_one_sentence(
+    server: RecordedServer, kind: str, status: int, answer: Any, sentence: str
+) -> None:
+    server.answers = [(status, answer)]
+    with pytest.raises(RequestError, match=sentence) as caught:
+        call(kind, server.url, "pin", rid="r")
+    assert caught.value.status == status
+    assert "\n" not in str(caught.value)
+    if status == 503:
+        assert caught.value.answer == answer
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_durable_call_asks_again_within_its_bound(server: RecordedServer, kind: str) -> None:
+    missing = (503, {**DURABLE, "num_missing": 64})
+    server.answers = [missing, missing, (200, DURABLE)]
+    assert call(kind, server.url, "checkpoint", rid="r", within_s=60).num_missing == 0
+    assert len(server.asked) == 3
+
+    server.asked.clear()
+    server.answers = [missing]
+    with pytest.raises(RequestError, match="num_missing 64"):
+        call(kind, server.url, "checkpoint", rid="r", within_s=0.6)
+    assert len(server.asked) <= 3  # a quarter of a second apart
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_travel_as_bearer_tokens(server: RecordedServer, kind: str) -> None:
+    server.answers = [(200, DURABLE)]
+    call(kind, server.url + "/", "checkpoint", rid="r", of={"api_key": "sécret".encode().hex()})
+    call(kind, server.url, "checkpoint", rid="r")
+    assert server.keys == ["Bearer " + "sécret".encode().hex(), None]
+    assert {path for _, path, _ in server.asked} == {"/tier/checkpoint"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_silence_names_the_server_and_the_way_out(server: RecordedServer, kind: str) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        RequestError, match=f"{nobody}/? cannot be reached .*; start that"
+    ) as caught:
+        call(kind, nobody, "costs")
+    assert caught.value.status is None
+    with pytest.raises(RequestError, match="'localhost:30000' is not the URL of a server; write"):
+        call(kind, "localhost:30000", "costs")
+    server.answers = [(200, DURABLE)]
+    server.may_answer.clear()
+    with pytest.raises(RequestError, match=f"{server.url}/? did not answer in time; ask again"):
+        call(kind, server.url, "checkpoint", rid="r", of={"timeout_s": 0.2})
+
+
+def test_client_imports_neither_torch_nor_sglang() -> None:
+    program = (
+        "import sys, sglang_tiered.client;"
+        "heavy = {'torch', 'sglang', 'zmq', 'numpy'} & sys.modules.keys(); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,104 @@
+"""An in-process engine comes to the settings of a server, and refuses what that refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_tiered import Engine, launch_server
+from sglang_tiered.config import ENVIRONMENT_VARIABLE
+from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.integration import engine
+from sglang_tiered.integration.launch import start
+from sglang_tiered.storage.region import directory
+from sglang_tiered.storage.region.directory import DirectoryLock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NO_FLAG = {"log_level"}
+"""What an engine sets as SGLang's does: it prints nothing by default."""
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"tier_nvme_bytes": "1GiB"},  # its default follows the free disk
+        {"tier_mode": "off", "page_size": 32},
+        {"tier_mode": "host", "tier_host_bytes": 64 << 20, "max_total_tokens": 4096},
+        {"tier_nvme_bytes": "64MiB", "tier_warm_host": True, "tp_size": 1},
+        {
+            "tp_size": 2,
+            "tier_nvme_bytes": 1 << 30,
+            "tier_load": "always",
+            "hicache_write_policy": "write_back",
+        },
+        {"tier_nvme_bytes": "1GB", "cuda_graph_bs_decode": [1, 2], "tier_object_url": None},
+    ],
+)
+def test_keywords_resolve_as_the_command_line(keywords: dict[str, Any], tmp_path: Path) -> None:
+    keywords = {"model_path": "no/model", "tier_dir": str(tmp_path / "kv"), **keywords}
+    if keywords.get("tier_mode", "nvme") != "nvme":
+        del keywords["tier_dir"]
+    words = ["--port", "0"]
+    for name, value in keywords.items():
+        if value is None:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is True and not name.startswith("tier"):
+            continue
+        values = value if isinstance(value, list) else [value]
+        words += ["on" if one is True else str(one) for one in values]
+    expected = launch_server._resolve(words)
+    of_line = prepare_server_args(expected.sglang_arguments)
+
+    fields, resolved = engine.resolve_keywords(keywords)
+    assert resolved.config == expected.config
+    made = ServerArgs(**{**fields, "port": 0})
+    names = [field.name for field in record_fields(ServerArgs) if field.name not in NO_FLAG]
+    differing = [name for name in names if getattr(made, name) != getattr(of_line, name)]
+    assert not differing
+    assert made.log_level == "error"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "sentence"),
+    [
+        ({"tier_nvme_byte": 1}, "no argument tier_nvme_byte; did you mean tier_nvme_bytes?"),
+        ({"colour": "blue"}, "Engine knows no argument colour; "),
+        ({"model_path": None}, "Engine needs model_path; pass"),
+        ({"tier_nvme_bytes": "much"}, "--tier-nvme-bytes 'much' is not a size"),
+        ({"tier_mode": "tape"}, "--tier-mode tape is unknown"),
+        ({"enable_lmcache": True}, "--enable-lmcache cannot run with tiering"),
+        ({"tier_warm_host": True, "tp_size": 2}, "--tier-warm-host on needs a server of one rank"),
+        ({"tp_size": 1.5}, "SGLang refuses these arguments"),
+    ],
+)
+def test_refused_engine_touches_nothing(
+    keywords: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "kv"
+    for _ in range(2):  # the first leaves the place to the second
+        with pytest.raises(ConfigError) as caught:
+            Engine(**{"model_path": "no/model", "tier_dir": str(path), **keywords})
+        assert sentence in str(caught.value)
+        assert ENVIRONMENT_VARIABLE not in os.environ
+    assert not list(path.rglob("region-*"))
+
+
+def test_directory_in_use_is_refused_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "LOCK_TIMEOUT_S", 0.0)
+    path = tmp_path / "kv"
+    directory.prepare(path)
+    with DirectoryLock(path), pytest.raises(StoreLockedError):
+        Engine(model_path="no/model", tier_dir=path)
+    with pytest.raises(ConfigError, match="SGLang refuses"):
+        Engine(model_path=tmp_path / "empty", tier_dir=path)
+    with DirectoryLock(path):
+        pass
