@@ -29,7 +29,7 @@ def test_a_wheel_larger_than_a_part_is_named() -> None:
         pack({Path("torch.whl"): PART_BYTES + 1})
 
 
-def test_what_the_machine_has_is_left_out_where_it_fits() -> None:
+def test_what_the_machine_has_stays_away() -> None:
     found = [
         Wheel("transformers", "5.19.0", ()),
         Wheel("numpy", "2.3.5", ()),
