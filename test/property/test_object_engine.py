@@ -98,21 +98,21 @@ class TwoEngines(RuleBasedStateMachine):
                 jobs.append(engine.submit_store(Run(keys, pages, tenant)))
         assert engine.flush(TIMEOUT_S)
         for job in jobs:
-            unheard = self.unheard[number]
+            unheard, unsure = self.unheard[number], self.unsure[number]
             for key, reason in zip(job.run.keys, finished(job), strict=True):
-                hears = self.looks[number] and key in unheard and reason is Reason.CANCELLED
-                assert reason in SERVED or hears, reason
+                hears = self.looks[number] and key in unheard | unsure
+                assert reason in SERVED or (hears and reason is Reason.CANCELLED), reason
             stored = {
                 key
                 for key, reason in zip(job.run.keys, job.reasons, strict=True)
                 if reason is Reason.OK
             }
             dead = set() if self.looks[number] else stored & unheard
-            unsure = (stored & (unheard | self.unsure[number])) - dead
+            doubtful = (stored & (unheard | unsure)) - dead
             self.present[namespace] |= stored - dead
-            self.damaged[namespace] |= unsure
+            self.damaged[namespace] |= doubtful
             self.may[number] |= stored
-            self.must[number] |= stored - unsure
+            self.must[number] |= stored - doubtful
             other = 1 - number
             if self.looks[other] and self.namespaces[other] == namespace:
                 self.may[other] |= stored
@@ -194,6 +194,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.must[number] = set()
         self.looks[number] = True
         self.unheard[number] = set(self.forgotten)
+        self.unsure[number] = set(KEYS) if self.forgotten else set()
 
     @rule(number=engines)
     def restart(self, number: int) -> None:
@@ -202,6 +203,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.must[number] = set()
         self.looks[number] = True
         self.unheard[number] = set(self.forgotten)
+        self.unsure[number] = set(KEYS) if self.forgotten else set()
         self.engines[number] = self.open(number)
 
     def objects(self) -> list[tuple[bytes, str, set[bytes]]]:
