@@ -14,6 +14,7 @@ from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -70,6 +71,22 @@ def test_rid_names_what_to_forget(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0)["num_tokens"] == 6 * PAGE
     assert held(world, TOKENS) == (0, 0)
     assert answer(world, rid="r", keep_tokens=0) == {"done": True, "unknown": True}
+
+
+def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tenant's would go for pages that never were."""
+    asked = Forgets()
+    monkeypatch.setattr(asked, "_allowance", ForgetAllowance(7))
+    everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
+    assert "error" not in asked.answer(world.cache, "n", {**everything, "keep_tokens": 4 * PAGE})
+    assert held(world, TOKENS) == (4, 4)
+    for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
+        got = asked.answer(world.cache, number, body)
+        assert got["status"] == 503 and "or ask again after 3" in got["error"]
+    got = asked.answer(world.cache, "q", {"hashes": ["00" * 32] * 8})
+    assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
+    assert held(world, TOKENS) == (4, 4)
+    assert "error" not in asked.answer(world.cache, "r", {**everything, "keep_tokens": PAGE})
 
 
 def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:
