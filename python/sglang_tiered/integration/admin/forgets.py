@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Forgets:
             elif "hashes" in body:
                 self._spend(cache, len(body["hashes"]))
                 self._begun[number] = _forget_pages(cache, body["hashes"], body["hashes"])
+                if cache.purged_tenants and cache.apply_remote_purge is not None:
+                    cache.apply_remote_purge(MEMORY)  # which may know the pages by other hashes
             else:  # a later question, and it was dropped
                 return refused("too many conversations are forgotten at once; ask again", 503)
         entry = self._begun[number]
@@ -169,8 +172,9 @@ def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str])
         return _Forget([], [])
     cache.forgotten.hide(hidden)
     under_way = []
-    if cache.tiering is not None and (is_rewritten := cache.tiering.forget_ahead()) is not None:
-        under_way.append(is_rewritten)
+    ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hidden)
+    if ahead is not None:
+        under_way.append(ahead)
     if cache.storage is not None:
         under_way.append(cache.storage.begin_forget(hashes))
     return _Forget(hashes, under_way)

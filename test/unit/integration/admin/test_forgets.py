@@ -14,6 +14,7 @@ from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
@@ -119,6 +120,18 @@ def test_pages_named_before_the_weights_are_known(
     world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
     assert [len(keys) for keys in told] == [6]
     monkeypatch.undo()
+
+
+def test_pages_named_in_a_quarantine_hide_memory(world: CacheWorld) -> None:
+    """A replica that knows no rid is told hashes, which are not those of a marked key."""
+    cache, acted = world.cache, []
+    cache.apply_remote_purge = acted.append
+    hashes = cache.page_hashes(RadixKey(TOKENS, None))
+    answer(world, hashes=hashes[3:])
+    assert acted == []
+    cache.purged_tenants.quarantine(None)
+    answer(world, hashes=hashes)
+    assert acted == [MEMORY]
 
 
 def test_question_that_was_dropped_is_asked_again(world: CacheWorld) -> None:
