@@ -152,6 +152,9 @@ class SharedTier(MemoryEngine, BucketTier):
     def pins(self) -> list[PinInfo]:
         return list(self.named.values())
 
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        return [(each.name, each.data) for each in self.named.values() if each.tenant == tenant]
+
     @property
     def pinned_bytes(self) -> int:
         return 0

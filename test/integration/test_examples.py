@@ -120,7 +120,7 @@ def test_python_of_the_page_runs(servers: dict[str, Server]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^404 no request", done.stdout, re.MULTILINE)
+    assert re.search(r"^404 .*; pass its text or input_ids$", done.stdout, re.MULTILINE)
 
 
 def test_openai_client_pins_and_forgets(servers: dict[str, Server]) -> None:

@@ -243,6 +243,7 @@ SMALL = {
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
+    "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",

@@ -147,8 +147,9 @@ class LoadTicket:
 @dataclass(eq=False, slots=True)
 class PurgeOrder:
     """Make a purge durable: of a tenant, of everyone (None), or of single pages. In the latter
-    case ``names`` are objects that had one, ``uploading`` those that were on their way, and
-    ``local`` says whether this server's own tier has forgotten the pages."""
+    case ``names`` are objects that had one, ``uploading`` those that were on their way, ``local``
+    says whether this server's own tier has forgotten the pages, and ``written`` what its tombstone
+    is called in each namespace that has it."""
 
     tenant: bytes | None
     purge_id: ObjectId  # its time is the bound
@@ -158,6 +159,7 @@ class PurgeOrder:
     names: set[str] = field(default_factory=set)
     uploading: Sequence[OpenObject] = ()
     local: Future[bool] | None = None
+    written: dict[bytes, ObjectId] = field(default_factory=dict)
 
 
 class PinOrder(NamedTuple):

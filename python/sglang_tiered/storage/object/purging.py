@@ -39,6 +39,7 @@ __all__ = ["Purger", "apply_remote_purge", "begin_purge", "hide"]
 logger = logging.getLogger(__name__)
 
 _MAX_SKEW_MS = 60_000
+_MIN_AHEAD_MS = 50_000  # of the bound of a forget when its tombstone is written
 _SWEPT_ROWS = 1 << 16
 _DELETED_AT_ONCE = 1000
 _MAX_READ = 256  # objects that a forget looks into; the collector finds the rest
@@ -149,26 +150,44 @@ class Purger:
         if order.tenant is not None or order.keys:
             found = {namespace_of(folder) for folder in self._client.folders(ROOT)}
             namespaces += [name for name in found if name and name != order.namespace]
-        self._cover_later_names(order, namespaces)
-        purges = [
-            (
-                Layout(namespace),
-                Purge(namespace, order.tenant, order.purge_id.unix_ms, order.keys),
-            )
-            for namespace in namespaces
-        ]
-        for layout, purge in purges:
-            self._client.put(layout.purge(order.purge_id), pack_purge(purge))
         if order.keys:
+            self._write_tombstones(order, [n for n in namespaces if n not in order.written])
             self._delete_dead(order)
             if order.local is not None and is_true(order.local, _LOCAL_S):
                 with self._state.lock:
-                    name, bound_ms = str(order.purge_id), order.purge_id.unix_ms
-                    note_tombstone(self._state, Tombstone(name, bound_ms, ()))
+                    own = order.written[order.namespace]
+                    note_tombstone(self._state, Tombstone(str(own), own.unix_ms, ()))
             return
-        for layout, _ in purges:
+        self._cover_later_names(order, namespaces)
+        for namespace in namespaces:
+            purge = Purge(namespace, order.tenant, order.purge_id.unix_ms)
+            self._client.put(Layout(namespace).purge(order.purge_id), pack_purge(purge))
+        for namespace in namespaces:
+            layout = Layout(namespace)
             for folder in (layout.manifests, layout.objects, layout.pins):
                 self._delete(folder, order)
+
+    def _write_tombstones(self, order: PurgeOrder, namespaces: Sequence[bytes]) -> None:
+        """Write the tombstone of single pages, once into each namespace: what a later one says
+        would hide what was stored again since."""
+        self._cover_later_names(order, namespaces)
+        for namespace in namespaces:
+            self._reach_ahead(order, namespace)
+            purge = Purge(namespace, None, order.purge_id.unix_ms, order.keys)
+            self._client.put(Layout(namespace).purge(order.purge_id), pack_purge(purge))
+            order.written[namespace] = order.purge_id
+
+    def _reach_ahead(self, order: PurgeOrder, namespace: bytes) -> None:
+        """Raise the bound where the order took long to come here: until the tombstone is there,
+        other servers go on storing the pages under names of now."""
+        state = self._state
+        with state.lock:
+            now_ms = state.now_ms()
+            if order.purge_id.unix_ms >= now_ms + _MIN_AHEAD_MS:
+                return
+            order.purge_id = order.purge_id._replace(unix_ms=now_ms + _MAX_SKEW_MS)
+            if state.namespace == namespace:
+                apply_forget(state, order.keys, order.purge_id.unix_ms)
 
     def _cover_later_names(self, order: PurgeOrder, namespaces: Sequence[bytes]) -> None:
         """Raise the bound to what other writers have in the bucket, known here or not: by their
@@ -188,7 +207,8 @@ class Purger:
         state = self._state
         with state.lock:
             if order.keys:
-                apply_forget(state, order.keys, newest)
+                if state.namespace in namespaces:
+                    apply_forget(state, order.keys, newest)
             elif order.tenant is not None or state.namespace == order.namespace:
                 apply_remote_purge(state, Purge(order.namespace, order.tenant, newest))
 

@@ -12,7 +12,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Reason, Run, Tombstone
 from sglang_tiered.storage.object import forgetting, forgotten, purging
 from sglang_tiered.storage.object import format as fmt
-from sglang_tiered.storage.object.names import parse_path
+from sglang_tiered.storage.object.names import Layout, parse_path
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -220,6 +220,81 @@ def test_a_copy_stored_before_it_heard_stays_hidden(
     for engine in (a, b, make_engine(clocks=clocks)):
         assert engine.refresh(TIMEOUT_S)
         assert held(engine, run) == [False] * 3
+
+
+@pytest.mark.parametrize("is_retry", [True, False])
+def test_a_forget_served_late_covers_later_copies(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, is_retry: bool
+) -> None:
+    """A bucket that hangs, or a listing that takes minutes."""
+    now = [NOW]
+    clocks = {"wall_clock": lambda: now[0]}
+    a, b = make_engine(clocks=clocks), make_engine(clocks=clocks)
+    run = make_run(1, PAGES)
+    store(a, run)
+    put = a._client.put
+
+    def late(path: str, data: bytes) -> None:
+        raise purging.RequestError(purging.Failure.UNAVAILABLE, "no")
+
+    def listing(folder: str, **options: Any) -> Any:
+        now[0] += 100
+        monkeypatch.undo()
+        return a._client.listing(folder, **options)
+
+    if is_retry:
+        monkeypatch.setattr(a._client, "put", late)
+        assert not is_true(a.forget(run.keys), TIMEOUT_S)
+        monkeypatch.setattr(a._client, "put", put)
+        now[0] += 100
+        assert a.refresh(TIMEOUT_S)
+    else:
+        monkeypatch.setattr(a._client, "listing", listing)
+        assert is_true(a.forget(run.keys), TIMEOUT_S)
+    assert len(paths(a, "purges")) == 1
+    now[0] += 2
+    store(b, run)  # it knows nothing yet
+    for engine in (a, b, make_engine(clocks=clocks)):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert held(engine, run) == [False] * 3
+    store(b, run)
+    assert a.refresh(TIMEOUT_S)
+    assert held(a, run) == held(b, run) == [True] * 3
+
+
+def test_a_tombstone_is_written_once_each(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every try it would hide again what was stored since."""
+    now = [NOW]
+    a = make_engine(clocks={"wall_clock": lambda: now[0]})
+    run, other = make_run(1, PAGES), make_run(2, PAGES)
+    store(a, run)
+    a.set_namespace(b"\x22" * 32)
+    store(a, other)
+    a.set_namespace(b"\x11" * 32)
+    put = a._client.put
+    refused = Layout(b"\x22" * 32).purges
+
+    def refuse(path: str, data: bytes) -> None:
+        if path.startswith(refused):
+            raise purging.RequestError(purging.Failure.UNAVAILABLE, "no")
+        put(path, data)
+
+    monkeypatch.setattr(a._client, "put", refuse)
+    assert not is_true(a.forget(run.keys), TIMEOUT_S)
+    store(a, run)
+    for _ in range(2):
+        now[0] += 100
+        assert not a.refresh(TIMEOUT_S)
+        assert len(paths(a, "purges")) == 1
+        assert held(a, run) == [True] * 3
+    monkeypatch.setattr(a._client, "put", put)
+    assert a.refresh(TIMEOUT_S)
+    (there,) = (listed.path for chunk in a._client.listing(refused) for listed in chunk)
+    named = parse_path(there)
+    assert named is not None and named.unix_ms >= now[0] * 1000
+    assert held(a, run) == [True] * 3
 
 
 def test_a_purge_reaches_what_was_stored_again(make_engine: MakeEngine, make_run: MakeRun) -> None:
