@@ -34,7 +34,8 @@ DETACHED = (
 
 @dataclass(slots=True)
 class _Forget:
-    hashes: list[str]  # as the tiers know the pages
+    hashes: list[str]  # as the tiers know the pages; none once they were told
+    num_pages: int
     under_way: list[Future[bool]]
     selectors: list[Selector] = field(default_factory=list)
     num_kept_tokens: int = 0
@@ -72,10 +73,13 @@ class Forgets:
         if durable:  # until then the caller may name it again
             for selector in entry.selectors:
                 cache.recent_requests.forget(selector, entry.num_kept_tokens, int(cache.page_size))
-        num_tokens = len(entry.hashes) * int(cache.page_size)
+            entry.selectors = []
+        num_tokens = entry.num_pages * int(cache.page_size)
         answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}
-        if body.keys() & {"rid", "conversation_id"} and get_parallel().dp_size > 1:
-            answer["hashes"] = entry.hashes  # for the replicas that do not know the rid
+        if entry.hashes and "keep_tokens" in body and "input_ids" not in body:
+            # For the replicas that do not know the rid; once, as they may be megabytes.
+            answer |= {"hashes": entry.hashes} if get_parallel().dp_size > 1 else {}
+        entry.hashes = []
         return answer
 
 
@@ -131,7 +135,7 @@ def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) ->
 def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str]) -> _Forget:
     """Hide pages in memory, and forget them in the tiers by the names they have there."""
     if not hashes:
-        return _Forget([], [])
+        return _Forget([], 0, [])
     cache.forgotten.hide(hidden)
     under_way = []
     ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hidden)
@@ -139,4 +143,4 @@ def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str])
         under_way.append(ahead)
     if cache.storage is not None:
         under_way.append(cache.storage.begin_forget(hashes))
-    return _Forget(hashes, under_way)
+    return _Forget(hashes, len(hashes), under_way)

@@ -55,10 +55,6 @@ class RecentRequests:
         while len(self._recents) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
             self._drop(next(iter(self._recents)))
 
-    def get(self, rid: str) -> Selector | None:
-        recent = self._recents.get(rid)
-        return None if recent is None else recent.selector
-
     def find(self, rid: str) -> Recent | None:
         return self._recents.get(rid)
 
@@ -73,11 +69,13 @@ class RecentRequests:
         return [each for each in self.of_tenant(tenant) if each.conversation == conversation]
 
     def forget(self, selector: Selector, num_kept_tokens: int, page_size: int) -> None:
-        """Forget the requests that had the first page of a prefix behind its first tokens."""
+        """Forget the requests that had the first page of a prefix behind its first tokens, or the
+        beginning of that page."""
         end = num_kept_tokens + page_size
-        start = selector.tokens[:end]
         for recent in list(self._recents.values()):
-            if recent.selector[1:] == selector[1:] and recent.selector.tokens[:end] == start:
+            tokens = recent.selector.tokens[:end]
+            is_of_it = tokens == selector.tokens[: len(tokens)] and len(tokens) > num_kept_tokens
+            if is_of_it and recent.selector[1:] == selector[1:]:
                 self._drop(recent.rid)
 
     def drop_tenant(self, tenant: bytes | None) -> None:
