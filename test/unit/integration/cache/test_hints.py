@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,6 @@ from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -114,6 +114,19 @@ def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
     stats = hinting.hints.stats()
     assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
     assert stats.ended[HintEnd.LOADED] == 1
+
+
+def test_pairs_of_tokens_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the last page is loaded for ever: a page of pairs needs a token more than it has."""
+    with cache_world(tmp_path / "kv", monkeypatch, is_eagle=True) as world:
+        tokens = array("q", [*LONG, 7])
+        world.store(tokens)
+        hinting = HintWorld(world)
+        assert not hinting.hint(tokens)["done"]
+        assert hinting.wait() == DONE
+        assert hinting.hints.stats().num_tokens_loaded == len(LONG)
+        assert hinting.hint(tokens) == DONE
+        assert hinting.hints.stats().num_begun == 1
 
 
 def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable[[], None]) -> None:

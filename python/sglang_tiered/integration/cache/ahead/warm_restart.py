@@ -127,7 +127,8 @@ class WarmHost:
     ) -> None:
         """Note that ``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were
         loaded back; ``prefixes`` are the last pages of the nodes before."""
-        tokens = req.full_untruncated_fill_ids[:num_tokens]
+        is_eagle = self._cache.tree_core.is_eagle  # its pages are of pairs of tokens
+        tokens = req.full_untruncated_fill_ids[: num_tokens + int(is_eagle)]
         content = WarmChain(
             tokens.tobytes(),
             self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
