@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kit.clock import Clock
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.hints import Prefetches
+from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.ranks.rank_consensus import SILENT
@@ -355,6 +358,48 @@ def test_what_takes_its_pages_ends_a_hint(
         assert hinting.poll()["status"] == 400
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_hint_under_way_refuses_no_flush(
+    hinting: HintWorld,
+    hold: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    others_run: bool,
+) -> None:
+    cache = hinting.cache
+    control = Control()
+    control._cache, control._scheduler = (
+        cache,
+        SimpleNamespace(_engine_paused=False, is_fully_idle=lambda **_: not others_run),
+    )
+    hinting.hint(LONG)
+    cache.check_hicache_events()
+    assert cache.ongoing_prefetch
+    end_all = hinting.hints.end_all
+
+    def end_and_read_on(why: str) -> None:
+        end_all(why)
+        assert cache.has_loads_under_way
+        if not others_run:
+            hold()
+
+    monkeypatch.setattr(hinting.hints, "end_all", end_and_read_on)
+    control.before_rest()
+    assert cache.has_loads_under_way == others_run, "where a flush fails anyway nothing waits"
+    assert hinting.poll() == {"error": module.EMPTIED, "status": 503}
+
+
+def test_hung_tier_holds_no_flush_up(
+    hinting: HintWorld, hold: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = hinting.cache
+    hinting.hint(LONG)
+    cache.check_hicache_events()
+    hinting.hints.end_all(module.EMPTIED)
+    monkeypatch.setattr(quiescing, "REST_S", 0.0)
+    quiescing.wait_for_loads(cache, lambda: cache.has_loads_under_way)
+    assert cache.has_loads_under_way
 
 
 def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:
