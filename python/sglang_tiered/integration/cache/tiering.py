@@ -290,7 +290,7 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage = self._cache.storage
-        self._follow_forgotten(self._cache.forgotten)
+        self._follow_forgotten()
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
@@ -307,20 +307,22 @@ class Tiering:
         self.hints.step(storage)
         self._apply_remote_purges(storage)
 
-    def forget_ahead(self) -> Future[bool] | None:
-        """Load nothing ahead of what was forgotten, nor after a restart. True once that is
+    def forget_ahead(self, hashes: Sequence[str]) -> Future[bool] | None:
+        """Load nothing ahead of pages that were forgotten, nor after a restart. True once that is
         durable."""
-        news = self._cache.forgotten.take_news()
-        if not news:
-            return None
-        self.hints.forget_pages(news)
-        return self.warm.forget_pages(news)
+        self.hints.forget_pages(hashes)
+        return self.warm.forget_pages(hashes)
 
-    def _follow_forgotten(self, forgotten: ForgottenPages) -> None:
-        """Take note of what other servers forgot; all ranks hide all memory in the same step."""
-        self.forget_ahead()
-        if forgotten.are_too_many and self._cache.apply_remote_purge is not None:
-            self._cache.apply_remote_purge(MEMORY)
+    def _follow_forgotten(self) -> None:
+        """Take note of what other servers forgot; all ranks hide all memory in the same step.
+        Memory is hidden where it may know what they named by another key."""
+        forgotten, hide = self._cache.forgotten, self._cache.apply_remote_purge
+        news = forgotten.take_news()
+        if news:
+            self.forget_ahead(news)
+        is_renamed = bool(news and self._cache.purged_tenants)
+        if (is_renamed or forgotten.are_too_many) and hide is not None:
+            hide(MEMORY)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
         """Put out of reach what other servers purged; all ranks do so in the same step."""

@@ -21,7 +21,7 @@ MAX_FORGOTTEN = 131_072
 
 
 class ForgottenPages:
-    """The hashes of hidden pages. ``hide`` on any thread; lookups take no lock; the rest on the
+    """The hashes of hidden pages. ``hear`` on any thread; lookups take no lock; the rest on the
     scheduler's."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ForgottenPages:
         self._since: dict[str, int] = {}
         self._news: list[str] = []
         self.version = 0
-        """Grows with every ``hide``. A request that saw one has seen the pages hidden up to it."""
+        """Grows with what is hidden. A request that saw one has seen the pages hidden up to it."""
 
     def __bool__(self) -> bool:
         return bool(self._since)
@@ -48,14 +48,21 @@ class ForgottenPages:
     def hide(self, hashes: Iterable[str]) -> None:
         """Hide pages from now on. A page that is hidden already counts as hidden just now."""
         with self._lock:
-            hidden = dict.fromkeys(hashes, self.version + 1)
-            # The version last: who sees it sees all pages of it.
-            self._since.update(hidden)
-            self._news += hidden
-            self.version += 1
+            self._hide(hashes)
+
+    def hear(self, hashes: Sequence[str]) -> None:
+        """Hide pages that another server forgot, and tell the scheduler's thread."""
+        with self._lock:
+            self._news += hashes
+            self._hide(hashes)
+
+    def _hide(self, hashes: Iterable[str]) -> None:
+        # The version last: who sees it sees all pages of it.
+        self._since.update(dict.fromkeys(hashes, self.version + 1))
+        self.version += 1
 
     def take_news(self) -> list[str]:
-        """Return the pages hidden since the last call."""
+        """Return the pages heard of since the last call."""
         if not self._news:
             return []
         with self._lock:

@@ -41,7 +41,7 @@ class PurgeExchange:
         self._num_applied = int(agreement.agreed[0])
         self._is_shared = False  # the one that waits longest, with the other ranks
         if not agreement.is_first:
-            purges.leave_to_the_first_rank()
+            purges.clear_tiers_only()
 
     def next(self) -> list[bytes | None]:
         """Return the tenants that every rank puts out of reach in this step, one at most; or

@@ -236,6 +236,8 @@ class TieredStorage(TierQueries):
         )
         if self._config.index is not None or self.has_object_tier:
             self.remote_purges = RemotePurges(self._gate, self.begin_purge, self.forget_keys)
+            if self._storage_config.pp_size > 1:
+                self.remote_purges.clear_tiers_only()
 
     def _set_claim(self, *, changing: bool = False) -> None:
         """State what the pages are of. ``changing``: it is about to change, so state nothing."""

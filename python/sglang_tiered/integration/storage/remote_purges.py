@@ -8,7 +8,8 @@ the tenant out of reach, the gate stores none of them.
 
 Single pages, which a bucket tells of too, are hidden in memory at once, by their hashes. Where
 several ranks must hide the same in the same step, all that memory holds is hidden instead: their
-exchange has no room for hashes.
+exchange has no room for hashes. So it is in a quarantine (``PurgedTenants``), as memory knows pages
+by other hashes then.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ class RemotePurges:
         """Forget pages, as another server did. True once that is durable here."""
         hashes = [key.hex() for key in keys]
         with self._lock:
-            if not self._is_alone:
-                if self._is_followed and MEMORY not in self._waiting:
+            if not self._is_followed:
+                pass
+            elif not self._is_alone:
+                if MEMORY not in self._waiting:
                     self._wait_for(MEMORY)
             elif self._forgotten is None:
                 self._early += hashes
             else:
-                self._forgotten.hide(hashes)
+                self._forgotten.hear(hashes)
         return self._forget_keys(list(keys), is_remote=True)
 
     def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
@@ -87,9 +90,11 @@ class RemotePurges:
         with self._lock:
             self._forgotten, self._is_alone = forgotten, is_alone
             early, self._early = self._early, []
-            if early and is_alone:
-                forgotten.hide(early)
-            elif early:
+            if not early or not self._is_followed:
+                return
+            if is_alone:
+                forgotten.hear(early)
+            else:
                 self._wait_for(MEMORY)
 
     def waiting(self) -> list[bytes | None]:
@@ -105,11 +110,13 @@ class RemotePurges:
                 self._waiting.popleft()
             self._block()
 
-    def leave_to_the_first_rank(self) -> None:
-        """Clear only the tiers from now on: the first rank hears of the same purges."""
+    def clear_tiers_only(self) -> None:
+        """Leave memory alone from now on: the first rank hears of the same purges, or there is none
+        that could tell the stages of a pipeline of them."""
         with self._lock:
             self._is_followed = False
             self._waiting.clear()
+            self._early.clear()
             self._gate.blocked = frozenset()
 
     def _wait_for(self, tenant: bytes | None) -> None:

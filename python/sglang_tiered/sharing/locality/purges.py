@@ -35,8 +35,12 @@ MAX_PURGES = 16_384
 """Bounds the known purges of one namespace; beyond it the oldest are forgotten."""
 
 MAX_KEPT = 512
-"""Forgets whose keys are kept to be added again should Redis lose them: 16 MiB. The oldest go
-first."""
+"""Forgets in Redis whose keys are kept, to be added again should it lose them: 16 MiB. The oldest
+go first."""
+
+MAX_DUE_KEPT = 8192
+"""Forgets whose keys wait for Redis, 256 MiB at worst: one of 4 million tokens in pages of one
+token, in two pools. Beyond it the oldest fail, as nobody could follow one without its keys."""
 
 DIGEST_BYTES = 16
 
@@ -103,15 +107,16 @@ class PurgeBook:
         result is true once every server that lives has followed (``agreed``), and false if the book
         was closed or the namespace changed before."""
         is_done = promise()
+        packed = {}
+        for at in range(0, len(keys), FORGET_KEYS):
+            number, part = secrets.token_bytes(16), keys[at : at + FORGET_KEYS]
+            packed[pack_forget(number, part)] = pack_keys(number, part)
         with self._lock:
-            members = set()
-            for at in range(0, len(keys), FORGET_KEYS):
-                number, part = secrets.token_bytes(16), keys[at : at + FORGET_KEYS]
-                member = pack_forget(number, part)
-                self._keep(member, pack_keys(number, part))
+            self._spreading.append(_Spreading(frozenset(packed), is_done))
+            self._keys.update(packed)
+            for member in packed:
                 self._begin(member, promise(), local)
-                members.add(member)
-            self._spreading.append(_Spreading(frozenset(members), is_done))
+            self._drop_keys()
         return is_done
 
     def _begin(self, member: bytes, told: Future[bool], local: Future[bool] | None) -> None:
@@ -121,10 +126,20 @@ class PurgeBook:
         while len(self._due) > MAX_PURGES:  # of namespaces before
             self._drop_due(*next(iter(self._due)))
 
-    def _keep(self, member: bytes, keys: bytes) -> None:
-        self._keys[member] = keys
-        while len(self._keys) > MAX_KEPT:
-            del self._keys[next(iter(self._keys))]
+    def _drop_keys(self) -> None:
+        """Drop the keys of the oldest forgets in Redis, and beyond their own bound what is due."""
+        if len(self._keys) <= MAX_KEPT:
+            return
+        due = {member: namespace for namespace, member in self._due}
+        told = [member for member in self._keys if member not in due]
+        for member in told[: max(len(told) - MAX_KEPT, 0)]:
+            del self._keys[member]
+        waiting = [member for member in self._keys if member in due]
+        for member in waiting[: max(len(waiting) - MAX_DUE_KEPT, 0)]:
+            if due[member] == self._namespace:
+                self._forget(member)
+            else:
+                self._drop_due(due[member], member)
 
     @property
     def is_spreading(self) -> bool:
@@ -163,7 +178,8 @@ class PurgeBook:
         ``keys``: packed, of a forget."""
         with self._lock:
             if keys is not None:
-                self._keep(member, keys)
+                self._keys[member] = keys
+                self._drop_keys()
             self._learn(member, self._clock() + self._retention_s - age_s, local)
             self.num_applied += 1
 
@@ -192,14 +208,18 @@ class PurgeBook:
             return [member for member in members if member not in self._known]
 
     def compare(self, members: set[bytes]) -> None:
-        """Compare with the purges in Redis: one missing there is due, or forgotten if it is old."""
+        """Compare with the purges in Redis: one missing there is due, or forgotten if it is old or
+        a forget whose keys are gone here: a server that has them makes it due, and it is applied
+        here once more."""
         with self._lock:
             now = self._clock()
             for member, forget_at in list(self._known.items()):
                 if member in members:
                     self._due.pop((self._namespace, member), None)
                     self._settle(member)
-                elif forget_at <= now:
+                elif forget_at <= now or (
+                    member not in self._keys and unpack_forget(member) is not None
+                ):
                     self._forget(member)
                 else:
                     self._due.setdefault((self._namespace, member), forget_at - self._retention_s)
@@ -219,6 +239,7 @@ class PurgeBook:
             for purge in purges:
                 self._due.pop((purge.namespace, purge.member), None)
                 self._settle(purge.member)
+            self._drop_keys()
 
     def change_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace. Due purges of the old one are still published there;
@@ -260,17 +281,17 @@ class PurgeBook:
     def _forget(self, member: bytes) -> None:
         del self._known[member]
         self._local.pop(member, None)
-        self._keys.pop(member, None)
         self._sum ^= xxhash.xxh3_128_intdigest(member)
         self._drop_due(self._namespace, member)
 
     def _drop_due(self, namespace: bytes, member: bytes) -> None:
-        """End a due purge: it will not be published."""
-        if self._due.pop((namespace, member), None) is not None:
-            purge = self._watched.pop(member, None)
-            if purge is not None:
-                keep(purge, False)
-            self._end_spreading(lambda each: member in each.members, succeeded=False)
+        """End a purge, due or not: it will not be published any more."""
+        self._due.pop((namespace, member), None)
+        self._keys.pop(member, None)
+        purge = self._watched.pop(member, None)
+        if purge is not None:
+            keep(purge, False)
+        self._end_spreading(lambda each: member in each.members, succeeded=False)
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -281,3 +302,5 @@ class PurgeBook:
             due = {member for _, member in self._due}
             assert self._local.keys() <= self._known.keys(), "a purge under way is not known"
             assert self._watched.keys() <= due, "a purge is awaited and not due"
+            lacking = {member for member in due if unpack_forget(member) is not None}
+            assert lacking <= self._keys.keys(), "a forget is due and its keys are gone"

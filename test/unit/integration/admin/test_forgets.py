@@ -14,6 +14,8 @@ from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -72,6 +74,22 @@ def test_rid_names_what_to_forget(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0) == {"done": True, "unknown": True}
 
 
+def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tenant's would go for pages that never were."""
+    asked = Forgets()
+    monkeypatch.setattr(asked, "_allowance", ForgetAllowance(7))
+    everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
+    assert "error" not in asked.answer(world.cache, "n", {**everything, "keep_tokens": 4 * PAGE})
+    assert held(world, TOKENS) == (4, 4)
+    for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
+        got = asked.answer(world.cache, number, body)
+        assert got["status"] == 503 and "or ask again after 3" in got["error"]
+    got = asked.answer(world.cache, "q", {"hashes": ["00" * 32] * 8})
+    assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
+    assert held(world, TOKENS) == (4, 4)
+    assert "error" not in asked.answer(world.cache, "r", {**everything, "keep_tokens": PAGE})
+
+
 def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:
     assert world.cache.detach_storage_backend()[0]
     got = answer(world, input_ids=TOKENS.tolist(), keep_tokens=0)
@@ -102,6 +120,18 @@ def test_pages_named_before_the_weights_are_known(
     world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
     assert [len(keys) for keys in told] == [6]
     monkeypatch.undo()
+
+
+def test_pages_named_in_a_quarantine_hide_memory(world: CacheWorld) -> None:
+    """A replica that knows no rid is told hashes, which are not those of a marked key."""
+    cache, acted = world.cache, []
+    cache.apply_remote_purge = acted.append
+    hashes = cache.page_hashes(RadixKey(TOKENS, None))
+    answer(world, hashes=hashes[3:])
+    assert acted == []
+    cache.purged_tenants.quarantine(None)
+    answer(world, hashes=hashes)
+    assert acted == [MEMORY]
 
 
 def test_question_that_was_dropped_is_asked_again(world: CacheWorld) -> None:

@@ -4,17 +4,20 @@ them, until a request that began later computes them again."""
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
 
 if TYPE_CHECKING:
@@ -239,6 +242,35 @@ def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
     assert not world.cache.forgotten
     assert run(world, TOKENS) == 0
     assert matched(world, TOKENS) == 6
+
+
+def test_news_in_a_quarantine_hide_memory(world: CacheWorld) -> None:
+    """A request in it goes by a marked key, so memory knows pages by other hashes."""
+    cache = world.cache
+    scheduler: Any = SimpleNamespace(
+        tree_cache=cache, waiting_queue=[], grammar_manager=SimpleNamespace(grammar_queue=[])
+    )
+    cache.apply_remote_purge = partial(Control()._apply_remote_purge, scheduler, cache)
+
+    def num_found() -> int:
+        key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        return int(match.device_prefix_len + match.host_hit_length) // PAGE
+
+    cache.purged_tenants.quarantine(None)
+    cache.insert(
+        InsertParams(
+            key=RadixKey(TOKENS, cache.purged_tenants.key_of(None, None)),
+            value=world.alloc(len(TOKENS)),
+        )
+    )
+    assert num_found() == 6
+    cache.forgotten.hide(hashes_of(TOKENS))  # here, by all its names
+    cache.check_hicache_events()
+    assert num_found() == 6
+    cache.forgotten.hear(hashes_of(TOKENS))
+    cache.check_hicache_events()
+    assert num_found() == 0
 
 
 def test_page_hidden_twice_needs_a_later_request() -> None:

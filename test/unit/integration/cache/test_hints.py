@@ -136,7 +136,7 @@ def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable
     hinting.hint(LONG)
     hinting.cache.check_hicache_events()
     key = RadixKey(LONG[:], None)
-    hinting.cache.forgotten.hide(hinting.cache.page_hashes(key)[1:])
+    hinting.cache.forgotten.hear(hinting.cache.page_hashes(key)[1:])
     hinting.cache.check_hicache_events()
     assert not hinting.hints._queue.next()
     hold()

@@ -191,3 +191,15 @@ def test_ranks_hide_memory_together_for_forgotten_pages() -> None:
         step(ranks)
     assert [rank.acted for rank in ranks] == [[MEMORY], [MEMORY]]
     assert ranks[0].stores(A) and not ranks[0].hidden
+
+
+def test_pipeline_stage_leaves_memory_alone() -> None:
+    """Its stages would hide at different times, and what waits for a scheduler blocks stores."""
+    (rank,) = make_ranks(1)
+    rank.told.forget([bytes.fromhex(PAGE)])
+    rank.told.clear_tiers_only()
+    rank.told.use_forgotten(rank.hidden, is_alone=False)
+    rank.told.forget([bytes(32)])
+    rank.told(A)
+    assert rank.forgotten == [bytes.fromhex(PAGE), bytes(32)] and rank.purged
+    assert not rank.hidden and not rank.told.waiting() and rank.stores(A)

@@ -119,6 +119,72 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(is_true(purge, 0.0) for purge in told)
 
 
+def test_unpublished_forgets_keep_their_keys() -> None:
+    world = World()
+    book = world.book()
+    forgets = [book.begin_forget([number.to_bytes(32, "big")]) for number in range(600)]
+    due = book.due(1000)
+    assert len(due) == 600
+    assert all(each.keys for each in due)
+    book.check_integrity()
+    book.told(due)
+    book.compare({each.member for each in due})
+    book.agreed(book.digest)
+    assert all(is_true(forget, 0.0) for forget in forgets)
+    book.check_integrity()
+
+
+def test_forgets_beyond_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purges, "MAX_DUE_KEPT", 5)
+    monkeypatch.setattr(purges, "MAX_KEPT", 2)
+    world = World()
+    book = world.book()
+    forgets = [book.begin_forget([number.to_bytes(32, "big")]) for number in range(8)]
+    book.change_namespace(OTHER)
+    book.begin_forget([bytes(32)])
+    assert [forget.done() for forget in forgets[:3]] == [True] * 3
+    assert not is_true(forgets[0], 0.0)
+    assert len(book.due(20)) == 5
+    book.check_integrity()
+    # One forget may be more than the bound by itself.
+    too_long = book.begin_forget([number.to_bytes(32, "big") for number in range(6 * 1024)])
+    assert too_long.done()
+    assert not is_true(too_long, 0.0)
+    book.check_integrity()
+
+
+def test_lost_forget_without_keys_is_never_due() -> None:
+    world = World()
+    told, empty = world.book(), world.book().digest
+    told.begin_forget([b"k" * 32])
+    (forget,) = told.due(10)
+    told.told([forget])
+    restarted = world.book()
+    restarted.recall(NAMESPACE, forget.member, world.now + RETENTION_S)
+    assert restarted.digest == told.digest
+    for book in (told, restarted):  # Redis came back empty
+        book.compare(set())
+        book.check_integrity()
+    assert restarted.due(10) == []
+    assert restarted.digest == empty
+    assert restarted.unknown([forget.member]) == [forget.member]  # applied again when it is back
+    (again,) = told.due(10)
+    assert again.keys == forget.keys
+
+
+def test_lost_forget_has_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purges, "MAX_KEPT", 0)
+    world = World()
+    book = world.book()
+    forget = book.begin_forget([b"k" * 32])
+    book.told(book.due(10))
+    book.compare(set())
+    book.agreed(book.digest)
+    assert forget.done()
+    assert not is_true(forget, 0.0)
+    book.check_integrity()
+
+
 def test_close_ends_unpublished_purges() -> None:
     world = World()
     book = world.book()
