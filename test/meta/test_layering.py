@@ -64,7 +64,7 @@ MAY_IMPORT = {
 }
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
-    "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
+    "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks", "launch"},
     "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
     | {"observe", "ranks"},
     "engine": {"admin", "launch"},
@@ -72,6 +72,7 @@ INTEGRATION = {
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "observe"},
     "cpu": {"cache", "identity"},
+    "cuda_native": {"cpu"},
     "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},
     "ranks": {"storage"},
     "observe": {"compat", "storage"},
@@ -242,6 +243,7 @@ SMALL = {
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
+    "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
     "sharing.own_address": "what a name means on this network, without a tier",
     "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",

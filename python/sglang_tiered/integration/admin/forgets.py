@@ -7,6 +7,8 @@ durable, and known to every other server, is asked afterwards: the scheduler wai
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +19,10 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
@@ -46,17 +50,27 @@ class Forgets:
 
     def __init__(self) -> None:
         self._begun: PendingRequests[_Forget] = PendingRequests()
+        self._allowance = ForgetAllowance()
 
     def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
         """Begin to forget a conversation behind its first ``keep_tokens``, or the pages with these
         ``hashes``, or report how far that is."""
+        try:
+            return self._answer(cache, number, body)
+        except _TooMany as refusal:
+            return refused(str(refusal), 503)
+
+    def _answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
         if number not in self._begun:
             if "keep_tokens" in body:
                 selectors = selectors_of(cache, body)
                 if not selectors:
                     return {"done": True, "unknown": True}
-                self._begun[number] = _forget(cache, selectors, int(body["keep_tokens"]))
+                self._begun[number] = _forget(
+                    cache, selectors, int(body["keep_tokens"]), self._spend
+                )
             elif "hashes" in body:
+                self._spend(cache, len(body["hashes"]))
                 self._begun[number] = _forget_pages(cache, body["hashes"], body["hashes"])
                 if cache.purged_tenants and cache.apply_remote_purge is not None:
                     cache.apply_remote_purge(MEMORY)  # which may know the pages by other hashes
@@ -82,8 +96,31 @@ class Forgets:
         entry.hashes = []
         return answer
 
+    def _spend(self, cache: TieredRadixCache, num_pages: int) -> None:
+        """Note that so many pages are forgotten, on all ranks or on none. Raises ``_TooMany``."""
+        if not num_pages:
+            return
+        asked = f"these are {num_pages:,} pages, and a server forgets {MAX_KEYS:,} in an hour"
+        now = time.monotonic()
+        wait_s = self._allowance.wait_s(num_pages, now)
+        if math.isinf(wait_s):
+            raise _TooMany(f"{asked}: use a purge of the tenant")
+        (least,) = least_on_every_rank(cache, [-math.ceil(wait_s)])
+        if least:
+            raise _TooMany(f"{asked}: use a purge of the tenant, or ask again after {-least} s")
+        self._allowance.take(num_pages, now)
 
-def _forget(cache: TieredRadixCache, selectors: list[Selector], keep_tokens: int) -> _Forget:
+
+class _TooMany(Exception):  # noqa: N818
+    """Raised with the sentence that refuses to forget so many pages now."""
+
+
+def _forget(
+    cache: TieredRadixCache,
+    selectors: list[Selector],
+    keep_tokens: int,
+    spend: Callable[[TieredRadixCache, int], None],
+) -> _Forget:
     num_kept = -(-keep_tokens // int(cache.page_size))
     hidden: dict[str, None] = {}
     hashes: dict[str, None] = {}
@@ -91,6 +128,7 @@ def _forget(cache: TieredRadixCache, selectors: list[Selector], keep_tokens: int
         found = _pages_behind(cache, selector, num_kept)
         hidden.update(dict.fromkeys(found.hidden))
         hashes.update(dict.fromkeys(found.hashes))
+    spend(cache, len(hashes))
     entry = _forget_pages(cache, list(hidden), list(hashes))
     entry.selectors, entry.num_kept_tokens = selectors, num_kept * int(cache.page_size)
     return entry

@@ -16,6 +16,7 @@ from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -98,6 +99,22 @@ def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch
     assert later == {"done": True, "durable": True, "num_tokens": 6 * PAGE}
     entry = asked._begun["n"]
     assert not entry.hashes and not entry.selectors, "they are kept for 255 later calls"
+
+
+def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tenant's would go for pages that never were."""
+    asked = Forgets()
+    monkeypatch.setattr(asked, "_allowance", ForgetAllowance(7))
+    everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
+    assert "error" not in asked.answer(world.cache, "n", {**everything, "keep_tokens": 4 * PAGE})
+    assert held(world, TOKENS) == (4, 4)
+    for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
+        got = asked.answer(world.cache, number, body)
+        assert got["status"] == 503 and "or ask again after 3" in got["error"]
+    got = asked.answer(world.cache, "q", {"hashes": ["00" * 32] * 8})
+    assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
+    assert held(world, TOKENS) == (4, 4)
+    assert "error" not in asked.answer(world.cache, "r", {**everything, "keep_tokens": PAGE})
 
 
 def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:
