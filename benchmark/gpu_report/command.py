@@ -146,7 +146,14 @@ def _versions() -> dict[str, str]:
     import importlib.metadata
 
     found = {"python": sys.version.split()[0]}
-    for name in ("torch", "triton", "sglang", "sglang-tiered", "flashinfer-python"):
+    for name in (
+        "torch",
+        "triton",
+        "sglang",
+        "sglang-kernel",
+        "sglang-tiered",
+        "flashinfer-python",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ backend, the second, after ``kill -9``, ``pod``; both mix chunks.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpu_report.figures import Part, SkippedError, run_part
 from server_process import Server
+from sglang_tiered.integration.launch import accelerator
 
 if TYPE_CHECKING:
     from gpu_report.random_model import Shape
@@ -87,7 +89,16 @@ class World:
 
 def run(part: Part) -> None:
     if importlib.util.find_spec("sglang") is None:
-        raise SkippedError("sglang is not installed")
+        raise SkippedError("sglang is not installed; scripts/gather_wheels gathers it")
+    try:
+        importlib.metadata.version("sglang-tiered")
+    except importlib.metadata.PackageNotFoundError:
+        raise SkippedError(
+            "this package is not installed (pip install --no-deps -e .), and SGLang finds its "
+            "platform and its tiers by its entry points only"
+        ) from None
+    if not part.rehearse and accelerator.lacks_kernels():
+        part.skip("compiled_kernels", "sgl_kernel is not installed: PyTorch, Triton, no CUDA graph")
     from gpu_report.random_model import LLAMA_8B, TINY, write_model
 
     world = World(part, TINY if part.rehearse else LLAMA_8B)

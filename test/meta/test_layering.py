@@ -64,7 +64,7 @@ MAY_IMPORT = {
 }
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
-    "plugin": {"attention", "cache", "compat", "cpu", "hooks", "launch"},
+    "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks", "launch"},
     "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
     | {"observe", "ranks"},
     "engine": {"admin", "launch"},
@@ -72,6 +72,7 @@ INTEGRATION = {
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "observe"},
     "cpu": {"cache", "identity"},
+    "cuda_native": {"cpu"},
     "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},
     "ranks": {"storage"},
     "observe": {"compat", "storage"},

@@ -14,8 +14,8 @@ __all__ = ["activate_platform", "register"]
 
 
 def activate_platform() -> str | None:
-    """Return the reference CPU platform on a machine without an accelerator, None (SGLang's choice)
-    on others.
+    """Return the reference CPU platform on a machine without an accelerator, the native one where
+    there is CUDA and no ``sgl_kernel``, None (SGLang's choice) on others.
 
     A GPU that torch cannot use ends the process with one sentence: SGLang without a platform ends
     too, at a place that differs by version.
@@ -23,6 +23,12 @@ def activate_platform() -> str | None:
     from sglang_tiered.integration.cpu import torchvision_operators
     from sglang_tiered.integration.launch import accelerator
 
+    if accelerator.lacks_kernels():
+        from sglang_tiered.integration.cuda_native import platform as native_platform
+
+        native_platform.hide_cuda()
+        torchvision_operators.declare()
+        return "sglang_tiered.integration.cuda_native.platform.NativeCudaPlatform"
     if accelerator.is_available():
         return None
     problem = accelerator.problem()
@@ -52,6 +58,10 @@ def register() -> None:
         malloc.keep_freed_memory()
         cpu_platform.patch_host_pools()
         short_conv.register()
+    elif accelerator.lacks_kernels():
+        from sglang_tiered.integration.cuda_native import platform as native_platform
+
+        native_platform.prepare()
     compat.check_signatures()
     radix_cache.register()
     hooks.register()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.uint8]
 
-__all__ = ["ReferenceCpuPlatform", "cores_per_rank", "patch_host_pools"]
+__all__ = ["ReferenceCpuPlatform", "cores_per_rank", "page_ids", "patch_host_pools"]
 
 # Copying row by row costs more than a gathered copy below this size, and less above it.
 LARGE_ROW_BYTES = 4096
@@ -142,7 +142,7 @@ def _never_pin(host_pool_class: Any) -> None:
     host_pool_class.__init__ = without_pinning
 
 
-def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
+def page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
     """Return the page numbers of token indices. token_indices: [pages * page_size] int64.
 
     Raises ``ValueError`` if they are not whole pages: other rows would be copied.
@@ -152,8 +152,8 @@ def _page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
     whole = (first[:, None] + range(page_size)).reshape(-1)
     if len(slots) % page_size or (first % page_size).any() or (slots != whole).any():
         raise ValueError(
-            f"the CPU platform copies whole pages of {page_size} slots that begin at a multiple of "
-            f"it, and was given {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
+            f"copies are of whole pages of {page_size} slots that begin at a multiple of it, not "
+            f"of {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
             "(PagedTokenToKVPoolAllocator)."
         )
     ids: list[int] = (first // page_size).tolist()
@@ -207,7 +207,7 @@ def transfer_kv_all_layer_direct_lf_pf(
     each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
     """
     num_layers = len(src_ptrs) // len(dst_ptrs)
-    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
     for half, target in enumerate(dst_ptrs):
         pages = _bytes(target, target.shape[0], num_layers)  # [pages, layers, bytes]
         for layer in range(num_layers):
@@ -225,7 +225,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """Copy host (page first) to device (layer first), one layer; the halves as above."""
-    src_pages, dst_pages = _page_ids(src_indices, page_size), _page_ids(dst_indices, page_size)
+    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         pages = _bytes(source, source.shape[0], source.shape[1])  # [pages, layers, bytes]
         rows = _bytes(target, target.shape[0] // page_size)

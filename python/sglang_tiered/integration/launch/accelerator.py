@@ -6,10 +6,11 @@ the CPU would then be thousands of times slower than expected, without an explan
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
-__all__ = ["is_available", "problem"]
+__all__ = ["is_available", "lacks_kernels", "problem"]
 
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
 """This file exists wherever an NVIDIA driver is loaded, in containers too."""
@@ -20,6 +21,14 @@ def is_available() -> bool:
     import torch
 
     return torch.accelerator.is_available()
+
+
+def lacks_kernels() -> bool:
+    """Whether torch sees CUDA, and SGLang's compiled kernels (``sgl_kernel``) are not installed."""
+    import torch
+
+    is_cuda = torch.cuda.is_available() and torch.version.hip is None
+    return is_cuda and importlib.util.find_spec("sgl_kernel") is None
 
 
 def problem() -> str | None:

@@ -96,7 +96,7 @@ def test_slots_across_pages_are_refused(
     device = [layer for half in range(2) for layer in make_layers((2, 8), half)]
     host = [torch.full((NUM_PAGES, LAYERS, PAGE, 2, 8), 7.0) for _ in range(2)]
     before = [tensor.clone() for tensor in (*device, *host)]
-    with pytest.raises(ValueError, match=r"whole pages of 4 slots .* given 1, 2, 3, 4"):
+    with pytest.raises(ValueError, match=r"whole pages of 4 slots .* not of 1, 2, 3, 4"):
         if is_to_host:
             cpu_platform.transfer_kv_all_layer_direct_lf_pf(
                 device, host, unaligned, token_indices([2]), page_size=PAGE

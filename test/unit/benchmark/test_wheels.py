@@ -1,0 +1,94 @@
+"""What a machine lacks is gathered, in parts that can be carried."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_report import wheels
+from gpu_report.wheels import PART_BYTES, WANTED, Wheel, missing, pack, read_have
+
+MiB = 1 << 20
+
+
+def test_parts_stay_below_their_bound() -> None:
+    sizes = {Path(f"{number}.whl"): number * MiB for number in (37, 20, 17, 12, 12, 9, 5, 1)}
+    parts = pack(sizes)
+    assert all(sum(sizes[path] for path in part) <= PART_BYTES for part in parts)
+    assert sorted(path for part in parts for path in part) == sorted(sizes)
+    assert len(parts) == 2  # 113 MiB
+
+
+def test_a_wheel_larger_than_a_part_is_named() -> None:
+    with pytest.raises(ValueError, match="torch.whl has"):
+        pack({Path("torch.whl"): PART_BYTES + 1})
+
+
+def test_what_the_machine_has_stays_away() -> None:
+    found = [
+        Wheel("transformers", "5.19.0", ()),
+        Wheel("numpy", "2.3.5", ()),
+        Wheel("regex", "1.0", ()),
+        Wheel("torch", "2.14.1", ()),
+    ]
+    requiring = [
+        Wheel("sglang", "0.5.23", ("transformers==5.19.0", "numpy", "torch==2.14.1")),
+        Wheel("transformers", "5.19.0", ("numpy>=1.26", 'regex<0; python_version < "3.12"')),
+    ]
+    have = read_have("torch==2.11.0+cu130\ntransformers==5.17.0\nNumPy==2.5.2\nRegex==2.0\n")
+    lacking = missing(found, have, requiring)
+    assert [wheel.name for wheel in lacking] == ["transformers"]  # torch is that machine's own
+
+
+def test_a_whole_set_is_listed_with_its_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With pip's answers replaced: a report for each question, and files of some sizes."""
+    asked: list[list[str]] = []
+
+    def metadata(name: str, version: str, *requires: str) -> dict[str, Any]:
+        return {"metadata": {"name": name, "version": version, "requires_dist": list(requires)}}
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        if "download" in command:
+            folder = Path(command[command.index("--dest") + 1])
+            for requirement in (word for word in command if "==" in word):
+                name, _, version = requirement.partition("==")
+                size = 40 * MiB if name == "sglang" else 21 * MiB if name == "pyzmq" else 1000
+                with (folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl").open(
+                    "wb"
+                ) as file:
+                    file.truncate(size)
+            return subprocess.CompletedProcess(command, 0, "")
+        if "--no-deps" in command:
+            found = [metadata("sglang", "0.5.23", "pyzmq>=25", "sglang-kernel==0.4.10")]
+        elif set(WANTED) <= set(command):
+            found = [metadata("pyzmq", "27.3.0", "pycparser"), metadata("pycparser", "3.12")]
+            found += [metadata("torch", "2.11.0", "sympy"), metadata("sympy", "1.14.0")]
+        else:
+            found = [metadata("torch", "2.11.0", "sympy"), metadata("sympy", "1.14.0")]
+        return subprocess.CompletedProcess(command, 0, json.dumps({"install": found}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert wheels.main([str(tmp_path / "out")]) == 0
+    assert all("3.12" in command and ":all:" in command for command in asked)
+    told = capsys.readouterr().out
+    assert re.search(r"pyzmq 27\.3\.0: messages", told)
+    assert re.search(r"pycparser 3\.12: for pyzmq", told)
+    assert "3 wheels, 61.0 MiB" in told and "sglang-kernel" not in told and "sympy" not in told
+    parts = {path.parent.name for path in (tmp_path / "out").glob("part-*/*.whl")}
+    assert parts == {"part-1", "part-2"}
+
+    assert wheels.main([str(tmp_path / "out")]) == 2  # what was gathered before stays as it is
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_everything_gathered_has_a_pin() -> None:
+    """An unpinned one would be whatever is newest on the day."""
+    assert set(WANTED) <= wheels._pins().keys()

@@ -1,0 +1,149 @@
+"""Which platform serves on CUDA, and what it refuses; CUDA's answers are replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration import plugin
+from sglang_tiered.integration.cuda_native import platform
+from sglang_tiered.integration.cuda_native.platform import NativeCudaPlatform
+from sglang_tiered.integration.launch import accelerator
+
+FIND_SPEC = importlib.util.find_spec
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with CUDA, as far as torch says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(platform, "_hidden", [])
+    return monkeypatch
+
+
+def with_kernels(patch: pytest.MonkeyPatch, are_there: bool) -> None:
+    def find(name: str, package: str | None = None) -> Any:
+        return (object() if are_there else None) if name == "sgl_kernel" else FIND_SPEC(name)
+
+    patch.setattr(importlib.util, "find_spec", find)
+
+
+def test_cuda_with_its_kernels_stays_sglangs_own(cuda: pytest.MonkeyPatch) -> None:
+    with_kernels(cuda, True)
+    assert plugin.activate_platform() is None
+    assert torch.version.cuda == "13.0"
+
+
+def test_cuda_without_kernels_gets_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
+    with_kernels(cuda, False)
+    name = plugin.activate_platform()
+    assert name is not None and pkgutil.resolve_name(name) is NativeCudaPlatform
+    assert torch.version.cuda is None
+    assert platform._hidden == ["13.0"]
+
+
+def test_rocm_and_cpu_never_get_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
+    with_kernels(cuda, False)
+    cuda.setattr(torch.version, "hip", "6.4")
+    assert not accelerator.lacks_kernels()
+    cuda.setattr(torch.version, "hip", None)
+    cuda.setattr(torch.cuda, "is_available", lambda: False)
+    assert not accelerator.lacks_kernels()
+
+
+def arguments(**given: Any) -> SimpleNamespace:
+    defaults = {
+        "speculative_algorithm": None,
+        "attention_backend": None,
+        "sampling_backend": None,
+        "enable_hierarchical_cache": True,
+        "hicache_io_backend": "kernel",
+    }
+    return SimpleNamespace(**{**defaults, **given})
+
+
+def test_defaults_need_no_compiled_kernel() -> None:
+    given = arguments()
+    NativeCudaPlatform().apply_server_args_defaults(given)
+    assert given.attention_backend == "triton"
+    assert given.sampling_backend == "pytorch"
+    assert given.hicache_io_backend == "direct"
+    assert given.disable_decode_cuda_graph and given.disable_prefill_cuda_graph
+
+
+def test_pod_and_what_the_user_chose_stay() -> None:
+    given = arguments(attention_backend="pod", hicache_io_backend="direct")
+    NativeCudaPlatform().apply_server_args_defaults(given)
+    assert given.attention_backend == "pod"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"attention_backend": "fa3"}, r"--attention-backend fa3 .*; pass triton or pod\."),
+        ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm EAGLE .*; drop it\."),
+    ],
+)
+def test_what_needs_compiled_kernels_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        NativeCudaPlatform().apply_server_args_defaults(arguments(**given))
+
+
+def test_sglang_sees_an_out_of_tree_cuda_device() -> None:
+    found = NativeCudaPlatform()
+    assert isinstance(found, SRTPlatform) and found.is_out_of_tree() and not found.is_cuda()
+    assert found.device_type == "cuda"
+    assert found.get_group_coordinator_device(1) == torch.device("cuda", 1)
+    assert found.get_dispatch_key_name() == "native"
+    assert found.capabilities.supports_triton and not found.capabilities.hicache_device_kernels
+
+
+def test_sglang_imports_on_cuda_without_its_kernels() -> None:
+    """In a process of its own: ``is_cuda`` keeps its first answer. What SGLang's server and its
+    scheduler import at start asks for no compiled kernel."""
+    program = """
+        import torch
+        torch.cuda.is_available = torch.accelerator.is_available = lambda: True
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        torch.cuda.get_device_name = lambda *_: "a device"
+        torch.cuda.device_count = lambda: 1
+        torch.version.cuda = "13.0"
+        from sglang_tiered.integration.launch import start
+        start.prepare()
+        from sglang.srt.platforms import current_platform
+        from sglang.srt.utils import is_cuda
+        assert type(current_platform).__name__ == "NativeCudaPlatform", current_platform
+        assert not is_cuda()
+        assert torch.version.cuda == "13.0"
+        import sglang.srt.entrypoints.http_server
+        import sglang.srt.layers.attention.triton_backend
+        import sglang.srt.managers.scheduler
+        import sglang.srt.models.llama
+        from sglang.kernels.ops.attention import extend_attention
+        from sglang.srt.mem_cache.pool_host import mha
+        from sglang_tiered.integration.cuda_native import host_copies
+        assert mha.transfer_kv_direct is host_copies.transfer_kv_direct
+        assert extend_attention.CUDA_CAPABILITY == (9, 0)
+        print("imported")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
