@@ -85,8 +85,9 @@ class Forgets:
         durable = done and all(each.result() for each in entry.under_way)
         done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
         if durable:  # until then the caller may name it again
+            recents, original = cache.recent_requests, cache.purged_tenants.original
             for selector in entry.selectors:
-                cache.recent_requests.forget(selector, entry.num_kept_tokens, int(cache.page_size))
+                recents.forget(selector, entry.num_kept_tokens, int(cache.page_size), original)
             entry.selectors = []
         num_tokens = entry.num_pages * int(cache.page_size)
         answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}

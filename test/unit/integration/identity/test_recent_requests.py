@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity import recent_requests
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity.tenants import PurgedTenants
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -58,5 +59,8 @@ def test_forgotten_beginnings_go_too() -> None:
         recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
     recent.note_request("other", Selector(array("q", [0, 1, 2, 3, 9]), None, None), NO_TENANT)
     recent.note_request("key", Selector(array("q", range(20)), "key", None), NO_TENANT)
-    recent.forget(Selector(array("q", range(12)), None, None), 4, 4)
+    purged = PurgedTenants()
+    purged.quarantine(None)  # from now on, they would go by another key
+    marked = Selector(array("q", range(12)), purged.key_of(None, None), None)
+    recent.forget(marked, 4, 4, purged.original)
     assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]
