@@ -118,7 +118,7 @@ class CacheWorld:
 
     def compute(self, tokens: array[int]) -> None:
         """A prompt's KV gets into the tree, and a copy of it on its way to host memory."""
-        slots = self.alloc(len(tokens))
+        slots = self.alloc(len(tokens) // PAGE * PAGE)
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
         self.wait_for_copies()
 
@@ -150,7 +150,9 @@ class CacheWorld:
 
     def _is_stored(self, tokens: array[int]) -> bool:
         """Whether NVMe holds all of a prompt, its window included."""
-        hashes = get_storage_hash_str(RadixKey(tokens, None), None, page_size=PAGE)
+        is_bigram = self.cache.tree_core.is_eagle
+        key = RadixKey(tokens, None, is_bigram=is_bigram).page_aligned(PAGE)
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
         keys, policy = hashes[-WINDOW_PAGES:], PoolHitPolicy.TRAILING_PAGES
         window = PoolTransfer(PoolName.SWA, keys=keys, hit_policy=policy)
         states = [window] if self.has_window else []

@@ -24,6 +24,7 @@ from sglang_tiered.integration.admin.listing import Listings
 from sglang_tiered.integration.admin.pins import Pins
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
+from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -63,7 +64,8 @@ class Control:
         self._prefetches = Prefetches()
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
         self._listings = Listings(self._reporter)
-        self._cache: TieredRadixCache | None = None  # of the scheduler of this process
+        self._scheduler: Any = None  # of this process
+        self._cache: TieredRadixCache | None = None  # of that scheduler
         self._methods: dict[str, Method] = {
             "purge": self._purge_request,
             "tenants": self._report,
@@ -80,6 +82,7 @@ class Control:
         """Apply the purges of other servers from now on, give requests keys that tell adapters
         from users, and tell routers the costs."""
         cache = scheduler.tree_cache
+        self._scheduler = scheduler
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
             self._cache.apply_remote_purge = partial(self._apply_remote_purge, scheduler, cache)
@@ -103,10 +106,17 @@ class Control:
         return None
 
     def before_rest(self, *_: Any) -> None:
-        """Drop all hints: memory is to be emptied or the tiers to be detached, for which SGLang
-        waits until the scheduler is idle, and hints might load on and on."""
-        if self._cache is not None and self._cache.tiering is not None:
-            self._cache.tiering.hints.end_all(EMPTIED)
+        """Load nothing ahead: memory is to be emptied or the tiers to be detached, which SGLang
+        does in an idle scheduler alone. Where nothing else is under way, wait until what was being
+        loaded has ended, or SGLang would refuse at once."""
+        cache, scheduler = self._cache, self._scheduler
+        if cache is None or cache.tiering is None:
+            return
+        cache.tiering.hints.end_all(EMPTIED)
+        cache.tiering.warm.rest()
+        paused = scheduler._engine_paused  # noqa: SLF001
+        if scheduler.is_fully_idle(for_health_check=True, ignore_waiting=paused):
+            wait_for_loads(cache, lambda: cache.has_loads_under_way)
 
     def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""

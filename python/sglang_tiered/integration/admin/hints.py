@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.conversations import (
     NO_STORE,
@@ -84,8 +83,7 @@ def _begin(
         return earlier
     page_size = int(cache.page_size)
     end = len(chain.hashes) * page_size
-    key = RadixKey(chain.tokens[:end], chain.extra_key, cache_salt=chain.cache_salt)
-    match = cache.match_prefix(MatchPrefixParams(key=key))
+    match = cache.match_prefix(MatchPrefixParams(key=chain.key_in(cache, end)))
     start = int(match.device_prefix_len + match.host_hit_length)
     spans = storage.lookup_spans(chain.hashes[start // page_size :])
     num_held = sum(span.num_pages for span in spans) * page_size

@@ -7,7 +7,8 @@ is when SGLang hands on the end of the load, which it does on all ranks in the s
 
 SGLang empties memory in an idle scheduler only. With a slow disk stores go on for long after the
 last request, and while generation is paused SGLang takes no note of their ends.
-``wait_until_quiet`` is for calls that need memory emptied now.
+``wait_until_quiet`` is for calls that need memory emptied now, ``wait_for_loads`` for those that
+are refused unless the scheduler is idle.
 
 Everything runs on the scheduler thread.
 """
@@ -16,8 +17,11 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 
@@ -25,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from queue import Queue
 
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-__all__ = ["LoadsUnderWay", "is_under_way", "wait_until_quiet"]
+__all__ = ["LoadsUnderWay", "is_under_way", "wait_for_loads", "wait_until_quiet"]
 
 QUIESCE_S = 30.0
 """A disk that has not answered for this long counts as hung."""
+REST_S = 5.0
+"""What a call waits for an aborted load that alone keeps the scheduler from being idle."""
 LOOK_S = 0.001
 
 
@@ -81,10 +85,31 @@ def wait_until_quiet(
 ) -> bool:
     """Abort loads and wait until nothing is under way. Returns False if a disk hangs, the same on
     all ranks. ``take_ends`` has SGLang take note of ends."""
-    deadline = time.monotonic() + QUIESCE_S
     for request in list(cache.ongoing_prefetch):
         cache.release_aborted_request(request)
-    while is_under_way(cache) or loads:
+    return _wait_while(
+        cache, lambda: is_under_way(cache) or bool(loads), take_ends, seconds=QUIESCE_S
+    )
+
+
+def wait_for_loads(cache: UnifiedRadixCache, are_under_way: Callable[[], bool]) -> None:
+    """Wait for aborted loads, if nothing else is under way. Every rank makes this call in the same
+    step, when no request runs or waits. ``are_under_way``: the cache's ``has_loads_under_way``."""
+    if is_under_way(cache):
+        return
+    take_ends = partial(UnifiedRadixCache.check_hicache_events, cache)
+    _wait_while(cache, are_under_way, take_ends, seconds=REST_S)
+
+
+def _wait_while(
+    cache: UnifiedRadixCache,
+    is_busy: Callable[[], bool],
+    take_ends: Callable[[], None],
+    *,
+    seconds: float,
+) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_busy():
         if least_on_every_rank(cache, [int(time.monotonic() < deadline)]) == [0]:
             return False
         take_ends()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kit.clock import Clock
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.hints import Prefetches
+from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.ranks.rank_consensus import SILENT
@@ -18,7 +22,6 @@ from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -114,6 +117,19 @@ def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
     stats = hinting.hints.stats()
     assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
     assert stats.ended[HintEnd.LOADED] == 1
+
+
+def test_pairs_of_tokens_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the last page is loaded for ever: a page of pairs needs a token more than it has."""
+    with cache_world(tmp_path / "kv", monkeypatch, is_eagle=True) as world:
+        tokens = array("q", [*LONG, 7])
+        world.store(tokens)
+        hinting = HintWorld(world)
+        assert not hinting.hint(tokens)["done"]
+        assert hinting.wait() == DONE
+        assert hinting.hints.stats().num_tokens_loaded == len(LONG)
+        assert hinting.hint(tokens) == DONE
+        assert hinting.hints.stats().num_begun == 1
 
 
 def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable[[], None]) -> None:
@@ -342,6 +358,48 @@ def test_what_takes_its_pages_ends_a_hint(
         assert hinting.poll()["status"] == 400
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_hint_under_way_refuses_no_flush(
+    hinting: HintWorld,
+    hold: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    others_run: bool,
+) -> None:
+    cache = hinting.cache
+    control = Control()
+    control._cache, control._scheduler = (
+        cache,
+        SimpleNamespace(_engine_paused=False, is_fully_idle=lambda **_: not others_run),
+    )
+    hinting.hint(LONG)
+    cache.check_hicache_events()
+    assert cache.ongoing_prefetch
+    end_all = hinting.hints.end_all
+
+    def end_and_read_on(why: str) -> None:
+        end_all(why)
+        assert cache.has_loads_under_way
+        if not others_run:
+            hold()
+
+    monkeypatch.setattr(hinting.hints, "end_all", end_and_read_on)
+    control.before_rest()
+    assert cache.has_loads_under_way == others_run, "where a flush fails anyway nothing waits"
+    assert hinting.poll() == {"error": module.EMPTIED, "status": 503}
+
+
+def test_hung_tier_holds_no_flush_up(
+    hinting: HintWorld, hold: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = hinting.cache
+    hinting.hint(LONG)
+    cache.check_hicache_events()
+    hinting.hints.end_all(module.EMPTIED)
+    monkeypatch.setattr(quiescing, "REST_S", 0.0)
+    quiescing.wait_for_loads(cache, lambda: cache.has_loads_under_way)
+    assert cache.has_loads_under_way
 
 
 def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:

@@ -12,12 +12,14 @@ import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from kit.clock import Clock
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
 from sglang_tiered.integration.cache.ahead.chain_loader import Outcome
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
+from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
@@ -39,33 +41,44 @@ ACME, OTHER = tenant_digest("acme", "s3cret"), tenant_digest("other", None)
 class Tier:
     """A server's list over a real directory; the tree above it only says what it is asked."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_eagle: bool = False) -> None:
         self.directory = directory
+        self.clock = Clock()
+        self.num_begun = self.num_stopped = 0
+        self.outcome: Outcome | None = None
         self.notes = Notes(FileDevice(directory))
         self.is_slow = False
         self.asked: list[tuple[str | None, str | None]] = []
-        cache: Any = SimpleNamespace(
+        self.cache: Any = SimpleNamespace(
             purged_tenants=PurgedTenants(),
             page_size=16,
-            tree_core=SimpleNamespace(is_eagle=False),
+            tree_core=SimpleNamespace(is_eagle=is_eagle),
             storage=object(),
         )
         loads: Any = SimpleNamespace(is_loading_or_waiting=lambda: False)
         self.loader: Any = SimpleNamespace(
-            is_loading=False, take_piece=lambda: (0, None), begin=self._begin, stop=lambda: None
-        )
-        self.host = WarmHost(cache, loads, self.loader, self.notes, 10_000)
+            is_loading=False, take_piece=lambda: (0, None), begin=self._begin,
+            stop=self._stop, clear=lambda: None,
+        )  # fmt: skip
+        self.host = WarmHost(self.cache, loads, self.loader, self.notes, 10_000, self.clock)
 
     def _begin(self, chain: Chain, end: int, storage: Any) -> Outcome:
-        assert end == len(chain.tokens) == 64
+        assert end == len(chain.tokens) - self.cache.tree_core.is_eagle == 64
+        self.num_begun += 1
+        if self.outcome is not None:
+            return self.outcome
         if self.is_slow:
             self.loader.is_loading = True
             return Outcome.BEGUN
         self.asked.append((chain.extra_key, chain.cache_salt))
         return Outcome.NOTHING
 
+    def _stop(self) -> None:
+        self.num_stopped += self.loader.is_loading
+        self.loader.is_loading = False
+
     def use(self, chain: str, extra_key: str | None, cache_salt: str | None) -> None:
-        tokens = array("q", range(64))
+        tokens = array("q", range(64 + 1))
         request = SimpleNamespace(
             full_untruncated_fill_ids=tokens, extra_key=extra_key, cache_salt=cache_salt
         )
@@ -196,6 +209,70 @@ def test_purge_stops_the_load_of_its_tenant(tier: Tier) -> None:
     assert again.host._chain is not None
     again.host.purge_tenant(ACME)
     assert again.host._chain is None
+    again.host.close()
+
+
+def test_last_page_of_pairs_is_loaded_too(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, is_eagle=True)
+    tier.use("nobody", None, None)
+    tier.host.close()
+    again = Tier(tmp_path, is_eagle=True)
+    assert again.load_all() == [(None, None)]
+    again.host.close()
+
+
+def test_quarantine_holds_warm_loads_back(tier: Tier) -> None:
+    """Memory is emptied once nothing is under way."""
+    again = Tier(tier.directory)
+    again.cache.purged_tenants.quarantine(OTHER)
+    assert again.load_all() == []
+    again.cache.purged_tenants.release_all()
+    assert again.load_all() == [(None, None)]
+    again.host.close()
+
+
+def test_warm_loads_rest_for_a_flush(tier: Tier) -> None:
+    again = Tier(tier.directory)
+    again.is_slow = True
+    again.host.tick()
+    assert again.loader.is_loading
+    again.host.rest()
+    assert again.num_stopped == 1
+    again.is_slow = False
+    assert again.load_all() == []
+    again.clock.now += warm_restart.REST_S
+    assert again.load_all() == [(None, None)]
+    again.host.name_keys("acme", "s3cret")
+    again.host.rest()
+    assert again.load_all() == [(None, None)]
+    again.host.tree_was_reset()
+    assert again.load_all() == [(None, None), ("acme", "s3cret")], "what it rested for is done"
+    again.host.close()
+
+
+def test_warm_piece_on_a_hung_tier_ends(tier: Tier) -> None:
+    again = Tier(tier.directory)
+    again.is_slow = True
+    again.host.tick()
+    again.clock.now += LIFE_S - 1
+    again.host.tick()
+    assert again.loader.is_loading
+    again.clock.now += 1
+    again.host.tick()
+    assert again.num_stopped == 1 and again.host._chain is None
+    again.host.close()
+
+
+def test_prompt_that_must_wait_goes_last(tier: Tier) -> None:
+    """Each look matches all of it in the tree."""
+    again = Tier(tier.directory)
+    again.outcome = Outcome.LATER
+    again.host.name_keys("acme", "s3cret")
+    assert again.load_all() == []
+    assert again.num_begun == 1
+    again.outcome = None
+    again.clock.now += warm_restart.LATER_S
+    assert again.load_all() == [("acme", "s3cret"), (None, None)]
     again.host.close()
 
 

@@ -50,6 +50,11 @@ class Chain(NamedTuple):
     cache_salt: str | None
     hashes: list[str]
 
+    def key_in(self, cache: LoadingCache, end: int) -> RadixKey:
+        """Return the key of the first ``end`` tokens; pages of pairs take one token more."""
+        tokens = self.tokens[: end + int(cache.tree_core.is_eagle)]
+        return RadixKey(tokens, self.extra_key, cache_salt=self.cache_salt)
+
     def tenant_in(self, cache: LoadingCache) -> bytes:
         """Return whose it is."""
         return cache.purged_tenants.tenant_of(self.extra_key, self.cache_salt)
@@ -153,8 +158,7 @@ class ChainLoader:
         """Begin to load what follows in memory of a chain's first ``end`` tokens. Ask again after
         ``ASKED`` and ``LATER``."""
         cache, page_size = self._cache, self._cache.page_size
-        key = RadixKey(chain.tokens[:end], chain.extra_key, cache_salt=chain.cache_salt)
-        match = cache.match_prefix(MatchPrefixParams(key=key))
+        match = cache.match_prefix(MatchPrefixParams(key=chain.key_in(cache, end)))
         start = self.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
         node: int = match.last_host_node
         if end - start < cache.prefetch_threshold:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of
 from sglang_tiered.integration.identity.tenants import tenant_digest
+from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
 from sglang_tiered.storage.promises import keep, promise
 from sglang_tiered.storage.region.files import WARM_NAME
@@ -39,6 +41,8 @@ __all__ = ["ColdStart", "WarmHost", "remove_list"]
 
 SAVE_INTERVAL_S = 30.0
 MAX_KEYS = 4096  # of tenants, beyond which those without a prompt are dropped
+REST_S = 10.0  # for calls that need an idle scheduler
+LATER_S = 0.1  # between two looks at what cannot be loaded yet: each matches a prompt in the tree
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class _Named(NamedTuple):
     chain: WarmChain
     extra_key: str | None
     cache_salt: str | None
+    pages: Chain | None = None  # once its turn came
 
 
 class Loads(Protocol):
@@ -79,6 +84,7 @@ class ColdStart:
     ) -> None: ...
     def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None: ...
     def tick(self) -> None: ...
+    def rest(self) -> None: ...
     def tree_was_reset(self) -> None: ...
     def close(self) -> None: ...
 
@@ -99,8 +105,10 @@ class WarmHost:
         loader: ChainLoader,
         notes: Notes,
         capacity: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
+        self._clock = clock
         self._loads = loads
         self._loader = loader
         self._list = WarmList(capacity)
@@ -116,6 +124,9 @@ class WarmHost:
             self._unnamed.setdefault(chain.keys, []).append(chain)
         self.name_keys(None, None)
         self._chain: Chain | None = None  # that is loaded now
+        self._named: _Named | None = None  # the same, as it was kept
+        self._piece_until = 0.0  # when the piece under way is late
+        self._rests_until = 0.0
         self.num_tokens_loaded = 0
         self._saver = _Saver(notes)
         self._num_offered = self._list.num_changes
@@ -127,7 +138,8 @@ class WarmHost:
     ) -> None:
         """Note that ``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were
         loaded back; ``prefixes`` are the last pages of the nodes before."""
-        tokens = req.full_untruncated_fill_ids[:num_tokens]
+        is_eagle = self._cache.tree_core.is_eagle  # its pages are of pairs of tokens
+        tokens = req.full_untruncated_fill_ids[: num_tokens + int(is_eagle)]
         content = WarmChain(
             tokens.tobytes(),
             self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
@@ -193,24 +205,53 @@ class WarmHost:
         if self._list.num_changes != self._num_offered and self._saver.is_due():
             self._offer()
         loader, storage = self._loader, self._cache.storage
-        if (self._chain is None and not self._waiting) or storage is None or loader.is_loading:
+        if (self._chain is None and not self._waiting) or storage is None:
+            return
+        if loader.is_loading:
+            if self._clock() >= self._piece_until:  # the tier hangs
+                loader.stop()
+                self._ended()
             return
         num_loaded, stop = loader.take_piece()
         self.num_tokens_loaded += num_loaded
         if stop is not None:
             self._ended()
-        if self._loads.is_loading_or_waiting():
+        # Until memory is emptied after a purge, what is loaded now would go with it.
+        if self._loads.is_loading_or_waiting() or self._cache.purged_tenants:
+            return
+        if self._clock() < self._rests_until:
             return
         if self._chain is None and self._waiting:
-            self._chain = self._take(self._waiting.popleft())
+            self._named = self._waiting.popleft()
+            self._chain = self._take(self._named)
         if self._chain is None:
             return
         end = len(self._chain.hashes) * self._cache.page_size
         outcome = loader.begin(self._chain, end, storage)
         if outcome in (Outcome.NOTHING, Outcome.NO_MEMORY):
             self._ended()
+        elif outcome is Outcome.BEGUN:
+            self._piece_until = self._clock() + LIFE_S
+        elif outcome is Outcome.LATER:
+            self._put_last()
+
+    def rest(self) -> None:
+        """Give up the piece under way, and load nothing for a while or until the tree was emptied:
+        a call needs an idle scheduler."""
+        if self._chain is not None:
+            self._loader.stop()
+        self._rests_until = self._clock() + REST_S
+
+    def _put_last(self) -> None:
+        """Go on with the other prompts, and with this one after them."""
+        assert self._named is not None
+        self._waiting.append(self._named._replace(pages=self._chain))
+        self._chain = None
+        self._rests_until = self._clock() + LATER_S
 
     def _take(self, named: _Named) -> Chain | None:
+        if named.pages is not None:
+            return named.pages
         if self.num_tokens_loaded + named.chain.num_tokens > self._capacity:
             self._waiting.clear()
             self._unnamed.clear()
@@ -238,6 +279,7 @@ class WarmHost:
         """Forget the load under way; what waits to be loaded still does."""
         self._loader.clear()
         self._chain = None
+        self._rests_until = 0.0
 
 
 class _Saver:
