@@ -163,7 +163,7 @@ class SharedTier(MemoryEngine, BucketTier):
     def pin_bound_bytes(self) -> int:
         return 1 << 30
 
-    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
+    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
         self.told = told
 
     def object_stats(self) -> None:

@@ -13,7 +13,7 @@ from object_proxy import status
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import PinRefusal, Reason, Run
-from sglang_tiered.storage.object.collection import store_clock
+from sglang_tiered.storage.object.collection import Collection, store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings
 from sglang_tiered.storage.promises import is_true
 
@@ -212,6 +212,22 @@ def test_forgetting_a_page_leaves_the_rest_pinned(tmp_path: Path) -> None:
             assert fourth.contains(run.keys) == [False, True, True, True]
         assert len(paths(first, "pins")) == 1, "one keeps nothing any more"
         assert len(paths(first, "purges")) == 1, "the pin would keep the page again"
+
+
+def test_a_collector_remembers_no_unpinned_page(tmp_path: Path) -> None:
+    """A thousand large forgets would be 10 GB in a server."""
+    run = run_of(1)
+    with opened(tmp_path.as_uri()) as engine:
+        assert store(engine, run) == OK
+        pinned(engine, "a", run)
+        others = [number.to_bytes(32, "big") for number in range(50)]
+        assert is_true(engine.forget([*run.keys[:1], *others]), TIMEOUT_S)
+        collection = Collection(
+            engine._client, engine.namespace, SETTINGS, budget=100, delete=False, now=time.time
+        )
+        assert collection.run().is_complete
+        assert len(collection._forgotten) == 1
+        assert collection._pins.keys == set(run.keys[1:])
 
 
 def test_what_is_pinned_again_after_a_forget_stays(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class Tenant(TypedDict, total=False):
 
 
 class Selector(Tenant, total=False):
-    """Names one prefix: exactly one of the four. A ``rid`` names its tenant itself."""
+    """Names one prefix: exactly one of the four. With the keys of another tenant a ``rid`` is not
+    known; without keys any is."""
 
     rid: str | None
     conversation_id: str | None

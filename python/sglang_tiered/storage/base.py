@@ -485,10 +485,11 @@ class BucketTier(RemoteTier, WriteTier):
         """Return what all pins may keep together."""
 
     @abstractmethod
-    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
-        """Have ``told`` called, on a thread of the tier, with every tombstone in the bucket that
-        was not there yet; at a start with all that are there. It may block for seconds. No page of
-        it is stored until it returns, so that nothing read before comes after."""
+    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
+        """Have ``told`` called, on a thread of the tier, with the tombstones in the bucket that
+        were not there yet; after a start with all that are there, some at a time. It may block for
+        seconds. No page of them is stored until it returns, so that nothing read before comes
+        after."""
 
     @abstractmethod
     def object_stats(self) -> Any:

@@ -62,8 +62,6 @@ def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
     sources = [name for name in _SOURCES if name in body]
     if len(sources) != 1:
         raise CallError(f"pass exactly one of {', '.join(_SOURCES)}")
-    if "rid" in body and ("extra_key" in body or "cache_salt" in body):
-        raise CallError("a rid names its extra_key and cache_salt itself; leave them out")
     for name, value in body.items():
         if name == "input_ids":
             if not _are_tokens(value):

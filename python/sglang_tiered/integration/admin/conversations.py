@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.identity.recent_requests import Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "key_of",
     "locate",
     "names_prefix",
+    "recent_of",
     "refused",
     "residency",
     "selector_of",
@@ -208,8 +210,8 @@ def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector
     """Return every prefix that a body names: of a conversation those of its recent requests and of
     its pins, the newest first. Alike on all ranks."""
     if "rid" in body:
-        selector = cache.recent_requests.get(body["rid"])
-        return [] if selector is None else [selector]
+        recent = recent_of(cache, body)
+        return [] if recent is None else [recent.selector]
     if "conversation_id" in body:
         conversation = body["conversation_id"]
         recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
@@ -217,6 +219,15 @@ def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
     extra_key = cache.purged_tenants.key_of(extra_key, cache_salt)
     return [Selector(array("q", body["input_ids"]), extra_key, cache_salt)]
+
+
+def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:
+    """Return the request that a body's ``rid`` names; None where the body has the keys of another
+    tenant. Clients choose a ``rid``, so another tenant may know it."""
+    recent = cache.recent_requests.find(body["rid"])
+    if recent is None or body.keys().isdisjoint(("extra_key", "cache_salt")):
+        return recent
+    return recent if recent.tenant == tenant_of_body(cache, body) else None
 
 
 def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:

@@ -38,7 +38,8 @@ DETACHED = (
 
 @dataclass(slots=True)
 class _Forget:
-    hashes: list[str]  # as the tiers know the pages
+    hashes: list[str]  # as the tiers know the pages; none once they were told
+    num_pages: int
     under_way: list[Future[bool]]
     selectors: list[Selector] = field(default_factory=list)
     num_kept_tokens: int = 0
@@ -84,12 +85,16 @@ class Forgets:
         durable = done and all(each.result() for each in entry.under_way)
         done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
         if durable:  # until then the caller may name it again
+            recents, original = cache.recent_requests, cache.purged_tenants.original
             for selector in entry.selectors:
-                cache.recent_requests.forget(selector, entry.num_kept_tokens, int(cache.page_size))
-        num_tokens = len(entry.hashes) * int(cache.page_size)
+                recents.forget(selector, entry.num_kept_tokens, int(cache.page_size), original)
+            entry.selectors = []
+        num_tokens = entry.num_pages * int(cache.page_size)
         answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}
-        if body.keys() & {"rid", "conversation_id"} and get_parallel().dp_size > 1:
-            answer["hashes"] = entry.hashes  # for the replicas that do not know the rid
+        if entry.hashes and "keep_tokens" in body and "input_ids" not in body:
+            # For the replicas that do not know the rid; once, as they may be megabytes.
+            answer |= {"hashes": entry.hashes} if get_parallel().dp_size > 1 else {}
+        entry.hashes = []
         return answer
 
     def _spend(self, cache: TieredRadixCache, num_pages: int) -> None:
@@ -169,7 +174,7 @@ def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) ->
 def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str]) -> _Forget:
     """Hide pages in memory, and forget them in the tiers by the names they have there."""
     if not hashes:
-        return _Forget([], [])
+        return _Forget([], 0, [])
     cache.forgotten.hide(hidden)
     under_way = []
     ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hidden)
@@ -177,4 +182,4 @@ def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str])
         under_way.append(ahead)
     if cache.storage is not None:
         under_way.append(cache.storage.begin_forget(hashes))
-    return _Forget(hashes, under_way)
+    return _Forget(hashes, len(hashes), under_way)

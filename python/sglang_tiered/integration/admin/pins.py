@@ -17,6 +17,7 @@ from sglang_tiered.integration.admin.conversations import (
     PendingRequests,
     locate,
     names_prefix,
+    recent_of,
     refused,
     selector_of,
     tenant_of_body,
@@ -156,7 +157,7 @@ def _begin(
 
 def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
     """Return the id of the conversation that a body selects, if it has one."""
-    recent = cache.recent_requests.find(body["rid"]) if "rid" in body else None
+    recent = recent_of(cache, body) if "rid" in body else None
     found: str | None = body.get("conversation_id")
     return found if recent is None else recent.conversation
 

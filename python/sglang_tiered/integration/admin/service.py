@@ -83,7 +83,7 @@ class TierService:
     async def checkpoint(self, body: Any) -> Report:
         """Make a prefix durable in a tier."""
         body = await self._with_tokens(parse_selector(body, with_tier=True))
-        answers = await self._ask("checkpoint", body, repeats_body=False)
+        answers = await self._ask("checkpoint", body)
         return _best(answers, lambda answer: 200 if _is_durable(answer) else 503)
 
     async def residency(self, body: Any) -> Report:
@@ -95,7 +95,7 @@ class TierService:
         """Keep a prefix in a tier, and make it durable there."""
         body = await self._with_tokens(parse_pin(body))
         body = {**body, "now": time.time()}  # one clock for all ranks
-        answers = await self._ask("pin", body, repeats_body=False)
+        answers = await self._ask("pin", body)
         return _best(answers, lambda answer: 200 if _is_durable(answer) else 503)
 
     async def unpin(self, body: Any) -> Report:
@@ -122,12 +122,19 @@ class TierService:
 
     async def forget(self, body: Any) -> Report:
         """Forget a prefix in every tier and on every server."""
-        body = await self._with_tokens(parse_forget(body))
-        answers = await self._ask("forget", body, repeats_body="input_ids" not in body)
-        known = _known(answers, UNKNOWN)
-        if len(known) < len(answers):  # other replicas may hold its pages too
-            pages = {"hashes": next(answer["hashes"] for answer in known)}
-            known = _not_failed(await self._ask("forget", pages, repeats_body=False))
+        body, number = await self._with_tokens(parse_forget(body)), uuid.uuid4().hex
+        begun = await self._ask("forget", body, number=number, timeout_s=0.0)
+        _known(begun, UNKNOWN)
+        asked = [self._ask("forget", _later(body), number=number)]
+        # Other replicas may hold pages of it too. The first answer of each names those it knows.
+        pages = list(dict.fromkeys(each for answer in begun for each in answer.get("hashes", ())))
+        if any(len(answer.get("hashes", ())) < len(pages) for answer in begun):
+            asked.append(self._ask("forget", {"hashes": pages}))
+        answers, *others = await asyncio.gather(*asked)
+        known = [
+            *_known(answers, UNKNOWN),
+            *(each for told in others for each in _not_failed(told)),
+        ]
         num_tokens = max(answer["num_tokens"] for answer in known)
         if all(answer["durable"] for answer in known):
             return Report(200, {"durable": True, "num_tokens": num_tokens})
@@ -137,9 +144,10 @@ class TierService:
         """Bring a prefix that is about to be used to host memory."""
         body, wait_s = parse_prefetch(body)
         body = await self._with_tokens(body)
-        answers = await self._ask("prefetch", body, repeats_body=False, timeout_s=wait_s)
-        known = _known(answers, UNKNOWN)
-        # With data parallelism every replica loads what it finds.
+        answers = await self._ask("prefetch", body, timeout_s=wait_s)
+        # With data parallelism every replica loads what it finds, and has room for.
+        known = [a for a in answers if a.get("num_in_memory") or a.get("num_loading")]
+        known = known or list(_known(answers, UNKNOWN))
         best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
         is_done = all(answer["done"] for answer in known)
         return Report(200 if is_done else 202, _without_done(best))
@@ -162,13 +170,14 @@ class TierService:
         method: str,
         body: Answer,
         *,
-        repeats_body: bool = True,
+        number: str | None = None,
         timeout_s: float | None = None,
     ) -> list[Answer]:
-        """Poll until all schedulers are done or the time is up; return one answer of each."""
+        """Poll until all schedulers are done or the time is up; return one answer of each.
+        ``number``: of a call that has begun."""
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
-        number = uuid.uuid4().hex
+        number = number or uuid.uuid4().hex
         message = {**body, "id": number}
         deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
         pause_s = _POLL_S
@@ -184,10 +193,15 @@ class TierService:
             done = all(answer.get("done", True) for answer in answers)
             if done or time.monotonic() >= deadline:
                 return answers
-            if not repeats_body:  # the prompt may be long
-                message = {"id": number}
+            message = {**_later(body), "id": number}
             await asyncio.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _MAX_POLL_S)
+
+
+def _later(body: Answer) -> Answer:
+    """Return what a later question repeats: a prompt or hashes may be long, and every scheduler
+    knows the call by its number then; it does not where it knows no such ``rid``."""
+    return {} if body.keys() & {"input_ids", "hashes"} else body
 
 
 def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:

@@ -48,13 +48,23 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                 # input either: it would compute that token again in the tree's page. SGLang ends
                 # the scheduler here, but drops the record on an NPU, as is done here.
                 self.release_session(params.req.session.session_id)
-            elif self._holds_forgotten(slot, params.key[:prefix_len]):
+            elif self._is_hidden(slot, params.req) or self._holds_forgotten(
+                slot, params.key[:prefix_len]
+            ):
                 # The turn computes all of it again, on a record of its own.
                 self.release_session(params.req.session.session_id)
                 if params.req.kv is slot.kv:
                     params.req.detach_kv()
         matched: MatchResult | None = super().try_match_prefix(params)
         return matched
+
+    def _is_hidden(self, slot: SessionSlot, req: Req) -> bool:
+        """Whether a record is from before its tenant was purged, or all memory was hidden."""
+        key = None if slot.turns_key is None else slot.turns_key[0]
+        if slot.turns_key is None or key == req.extra_key:
+            return False
+        purged = self.cache.purged_tenants
+        return bool(purged.original(key) == purged.original(req.extra_key))
 
     def _holds_forgotten(self, slot: SessionSlot, key: RadixKey) -> bool:
         """Whether a record holds pages that were forgotten since its first turn began or since this

@@ -55,10 +55,6 @@ class RecentRequests:
         while len(self._recents) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
             self._drop(next(iter(self._recents)))
 
-    def get(self, rid: str) -> Selector | None:
-        recent = self._recents.get(rid)
-        return None if recent is None else recent.selector
-
     def find(self, rid: str) -> Recent | None:
         return self._recents.get(rid)
 
@@ -72,12 +68,25 @@ class RecentRequests:
         """Return the requests of a tenant's conversation, the newest first."""
         return [each for each in self.of_tenant(tenant) if each.conversation == conversation]
 
-    def forget(self, selector: Selector, num_kept_tokens: int, page_size: int) -> None:
-        """Forget the requests that had the first page of a prefix behind its first tokens."""
-        end = num_kept_tokens + page_size
-        start = selector.tokens[:end]
+    def forget(
+        self,
+        selector: Selector,
+        num_kept_tokens: int,
+        page_size: int,
+        original: Callable[[str | None], str | None],
+    ) -> None:
+        """Forget the requests that had the first page of a prefix behind its first tokens, or the
+        beginning of that page. ``original``: see ``PurgedTenants``."""
+        end, key = num_kept_tokens + page_size, original(selector.extra_key)
         for recent in list(self._recents.values()):
-            if recent.selector[1:] == selector[1:] and recent.selector.tokens[:end] == start:
+            tokens = recent.selector.tokens[:end]
+            is_of_it = tokens == selector.tokens[: len(tokens)] and len(tokens) > num_kept_tokens
+            salt = recent.selector.cache_salt
+            if (
+                is_of_it
+                and salt == selector.cache_salt
+                and original(recent.selector.extra_key) == key
+            ):
                 self._drop(recent.rid)
 
     def drop_tenant(self, tenant: bytes | None) -> None:

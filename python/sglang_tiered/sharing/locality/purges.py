@@ -39,8 +39,8 @@ MAX_KEPT = 512
 go first."""
 
 MAX_DUE_KEPT = 8192
-"""Forgets whose keys wait for Redis, 256 MiB at worst: one of 4 million tokens in pages of one
-token, in two pools. Beyond it the oldest fail, as nobody could follow one without its keys."""
+"""Forgets whose keys wait for Redis, 256 MiB at worst. Beyond it the oldest fail, as nobody could
+follow one without its keys."""
 
 DIGEST_BYTES = 16
 

@@ -113,8 +113,9 @@ class Collection:
         try:
             self._now = self._clock()
             self._empty_graves()
+            self._read_pins()  # first: only what they name is kept of the forgets
             purges = self._read_purges()
-            self._read_pins()
+            self._judge_pins()
             self._read_manifests()
             purged, orphans, oldest = self._read_objects()
             for entry in purged:
@@ -170,7 +171,7 @@ class Collection:
                 self.report.num_unreadable += 1
                 continue
             if purge.keys:
-                self._forgotten.add(purge.keys, purge.bound_ms)
+                self._forgotten.add(self._pins.named.intersection(purge.keys), purge.bound_ms)
                 if self._age_s(entry) >= self._settings.purge_keep_s:
                     self._forgets.add(OldTombstone(path, entry, purge.bound_ms, purge.keys))
                 continue
@@ -181,8 +182,6 @@ class Collection:
         return found
 
     def _read_pins(self) -> None:
-        """Read the pins, and remove those that are over. Looked at again before objects go for
-        their age: a pin is at once."""
         for path, entry in self._list(self._layout.pins):
             pin_id = parse_id(entry.name)
             if pin_id is None:
@@ -193,6 +192,9 @@ class Collection:
                     self.report.num_unreadable += 1  # or unpinned meanwhile
                 else:
                     self._pins.add(found, pin_id, entry)
+
+    def _judge_pins(self) -> None:
+        """Find what the pins keep, and remove those that are over."""
         self._pins.take_up(
             lambda pin, pin_id: (
                 not (pin.until_s is not None and pin.until_s <= self._now)
@@ -315,7 +317,8 @@ class Collection:
             else:
                 return
             if number % _LOOKED_AT_ONCE == 0:
-                self._read_pins()
+                self._read_pins()  # again: a pin is at once
+                self._judge_pins()
             if self._is_pinned(entry):
                 continue
             if len(self._graves) >= _MAX_GRAVES:

@@ -194,10 +194,11 @@ class Discovery:
                             note_tombstone(self._state, tombstone)
                     else:
                         apply_remote_purge(self._state, purge)
-                tell(self._state)
+                tell(self._state, only_many=True)
                 self._purges_seen[listed.path] = None
                 if len(self._purges_seen) > _MAX_PURGES_SEEN:
                     self._purges_seen.popitem(last=False)
+        tell(self._state)
         if after is None:
             with self._state.lock:  # no listing is as old as that
                 self._state.forgotten.keep_only(bounds, now_ms - _KEEP_MS)

@@ -260,7 +260,7 @@ class ObjectEngine(BucketTier):
     def hide_pages(self, keys: Iterable[bytes]) -> None:
         hide_pages(self._state, unique_keys(keys))
 
-    def report_forgotten(self, told: Callable[[Tombstone], None]) -> None:
+    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
         set_owner(self._state, told)
 
     # ---- Pins ----

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _MAX_SKEW_MS = 60_000
+_TOLD_AT_ONCE = 64
 
 
 def begin_forget(
@@ -114,9 +115,10 @@ def set_owner(state: ObjectState, told: OnForgotten) -> None:
         state.discovery_ready.notify_all()
 
 
-def tell(state: ObjectState) -> None:
-    """Tell the owner, on the discovery thread, what it was not told of. Until it has forgotten a
-    page in its other tiers none is stored here: it may have been read from there before."""
+def tell(state: ObjectState, *, only_many: bool = False) -> None:
+    """Tell the owner, on the discovery thread, what it was not told of, many tombstones at once:
+    it writes to its disk. Until it has forgotten a page in its other tiers none is stored here: it
+    may have been read from there before. ``only_many``: there is more to come."""
     while True:
         with state.lock:
             told = state.on_forgotten
@@ -125,5 +127,19 @@ def tell(state: ObjectState) -> None:
             if not state.untold:
                 state.barred.clear()
                 return
-            tombstone = state.untold.popleft()
-        told(tombstone)
+            batch: list[Tombstone] = []
+            num_keys = 0
+            for tombstone in state.untold:
+                if _is_many(len(batch), num_keys):
+                    break
+                batch.append(tombstone)
+                num_keys += len(tombstone.keys)
+            if only_many and not _is_many(len(batch), num_keys):
+                return
+            for _ in batch:
+                state.untold.popleft()
+        told(batch)
+
+
+def _is_many(num_tombstones: int, num_keys: int) -> bool:
+    return num_tombstones >= _TOLD_AT_ONCE or num_keys >= MAX_FORGOTTEN_PAGES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, Reason, Tombstone
@@ -39,7 +39,7 @@ _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
 
 
-OnForgotten = Callable[[Tombstone], None]
+OnForgotten = Callable[[Sequence[Tombstone]], None]
 """What the owner of an engine wants to be told of."""
 
 OnFault = Callable[[str], None]

@@ -62,18 +62,27 @@ class AppliedForgets:
         is_empty = nvme.stats().physical_bytes == 0
         self._empty_until_ms = int(wall_clock() * 1000) - _SKEW_MS if is_empty else 0
 
-    def told(self, tombstone: Tombstone) -> None:
-        """Forget the pages of a tombstone, unless that was done."""
-        digest = xxhash.xxh3_64_intdigest(tombstone.name.encode())
-        if digest in self._digests:
+    def told(self, tombstones: Sequence[Tombstone]) -> None:
+        """Forget the pages of tombstones, but for those of which that was done."""
+        news = {
+            digest: each
+            for each in tombstones
+            if (digest := xxhash.xxh3_64_intdigest(each.name.encode())) not in self._digests
+        }
+        due = {digest: each for digest, each in news.items() if self._is_due(each)}
+        keys = dict.fromkeys(key for each in due.values() for key in each.keys)
+        if keys and not is_true(self._forget(list(keys)), _WAIT_S):
+            # Hidden all the same; the next start forgets them again.
+            news = {digest: each for digest, each in news.items() if digest not in due}
+        if not news:
             return
-        is_due = bool(tombstone.keys) and tombstone.bound_ms >= self._empty_until_ms
-        if is_due and not is_true(self._forget(tombstone.keys), _WAIT_S):
-            return  # hidden all the same; the next start forgets them again
-        self._digests[digest] = None
+        self._digests.update(dict.fromkeys(news))
         while len(self._digests) > MAX_ENTRIES:
             del self._digests[next(iter(self._digests))]
         self._write()
+
+    def _is_due(self, tombstone: Tombstone) -> bool:
+        return bool(tombstone.keys) and tombstone.bound_ms >= self._empty_until_ms
 
     def _write(self) -> None:
         try:

@@ -129,7 +129,7 @@ def test_purged_tenants_requests_are_no_longer_known() -> None:
     for rid, tenant in (("1", A), ("2", tenant_digest("b", None))):
         recents.note_request(rid, Selector(array("q", [1]), None, None), tenant, "chat")
     ask(scheduler, "known", extra_key="a")
-    assert [recents.get(rid) is None for rid in "12"] == [True, False]
+    assert [recents.find(rid) is None for rid in "12"] == [True, False]
 
 
 def test_refused_flush_leaves_the_tenant_hidden(

@@ -14,6 +14,7 @@ from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
@@ -74,6 +75,32 @@ def test_rid_names_what_to_forget(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0) == {"done": True, "unknown": True}
 
 
+def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
+    """Clients choose rids, so one tenant may guess another's."""
+    recents, keys = world.cache.recent_requests, {"extra_key": "acme", "cache_salt": "s"}
+    recents.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    unknown = {"done": True, "unknown": True}
+    assert answer(world, rid="r", keep_tokens=0, **keys) == unknown
+    assert residency(world.cache, {"rid": "r", "cache_salt": "s"}) == unknown
+    recents.note_request("r", Selector(TOKENS, "acme", "s"), tenant_digest("acme", "s"))
+    assert answer(world, rid="r", keep_tokens=0, extra_key="acme") == unknown
+    assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
+
+
+def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long conversation has megabytes of them, and is asked about every 20 ms."""
+    monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=2))
+    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    asked, body = Forgets(), {"rid": "r", "keep_tokens": 0}
+    told = asked.answer(world.cache, "n", body)["hashes"]
+    assert told == world.cache.page_hashes(RadixKey(TOKENS, None))
+    world.until(lambda: asked.answer(world.cache, "n", body)["durable"])
+    later = asked.answer(world.cache, "n", body)
+    assert later == {"done": True, "durable": True, "num_tokens": 6 * PAGE}
+    entry = asked._begun["n"]
+    assert not entry.hashes and not entry.selectors, "they are kept for 255 later calls"
+
+
 def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tenant's would go for pages that never were."""
     asked = Forgets()
@@ -113,9 +140,8 @@ def test_pages_named_before_the_weights_are_known(
     asked = Forgets()
     got = asked.answer(world.cache, "n", {"input_ids": TOKENS.tolist(), "keep_tokens": 0})
     assert not got["done"] and not told
-    assert not any(
-        storage.region_engine.contains([bytes.fromhex(each) for each in asked._begun["n"].hashes])
-    )
+    hashes = world.cache.page_hashes(RadixKey(TOKENS, None))
+    assert not any(storage.region_engine.contains([bytes.fromhex(each) for each in hashes]))
     storage._late_purges.begin(storage.stack)
     world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
     assert [len(keys) for keys in told] == [6]

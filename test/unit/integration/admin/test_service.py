@@ -90,10 +90,43 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
         [unknown, {**forgotten, "hashes": ["ab"]}],
         [{**forgotten, "durable": False}, forgotten],
     )
-    assert manager.asked[1].body["hashes"] == ["ab"]
+    assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
     assert report.status == 503 and report.body["durable"] is False
     report, _ = call(TierService.forget, {"input_ids": [1]}, [forgotten])
     assert report == Report(200, {"durable": True, "num_tokens": 64})
+
+
+def test_replicas_forget_what_any_of_them_knows() -> None:
+    """A conversation may have turned in several, and the first has not all pages of it."""
+    under_way = {"done": False, "durable": False, "num_tokens": 64}
+    done = {"done": True, "durable": True, "num_tokens": 128}
+    unknown = {"done": True, "unknown": True}
+    report, manager = call(
+        TierService.forget,
+        {"rid": "r"},
+        [{**under_way, "hashes": ["a"]}, {**under_way, "hashes": ["a", "b"]}, unknown],
+        [under_way, done, unknown],
+        [done, done, under_way],
+        [done, done, done],
+    )
+    assert report == Report(200, {"durable": True, "num_tokens": 128})
+    asked = [message.body for message in manager.asked]
+    assert {body["id"] for body in asked if "rid" in body} == {asked[0]["id"]}
+    assert [body["hashes"] for body in asked if "hashes" in body] == [["a", "b"]]
+    assert all("rid" in body for body in asked if body["id"] == asked[0]["id"]), (
+        "a replica that does not know the rid cannot tell what it is asked about"
+    )
+
+
+@pytest.mark.parametrize("method", [TierService.checkpoint, TierService.pin, TierService.prefetch])
+def test_rid_is_repeated_for_replicas_without_it(method: Any) -> None:
+    unknown = {"done": True, "unknown": True}
+    under_way = {**UNDER_WAY, "num_in_memory": 0, "num_loading": 64}
+    done = {**DONE, "num_in_memory": 128, "num_loading": 0}
+    body = {"rid": "r", **({"wait_s": 30} if method is TierService.prefetch else {})}
+    report, manager = call(method, body, [under_way, unknown], [done, unknown])
+    assert report.status == 200
+    assert [message.body["rid"] for message in manager.asked] == ["r", "r"]
 
 
 @pytest.mark.parametrize(
@@ -183,3 +216,14 @@ def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
     with pytest.raises(CallError, match="no recent request") as caught:
         call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
     assert caught.value.status == 404
+
+
+def test_full_replica_hides_no_other_ones_hint() -> None:
+    full = {"error": "full", "status": 503}
+    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
+    report, _ = call(TierService.prefetch, {"rid": "r"}, [full, loading])
+    assert report.status == 202 and report.body["num_loading"] == 64
+    for other in (nothing, {"done": True, "unknown": True}):
+        with pytest.raises(CallError, match="full"):
+            call(TierService.prefetch, {"rid": "r"}, [full, other])

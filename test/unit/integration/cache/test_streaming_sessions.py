@@ -193,6 +193,23 @@ def test_forgotten_turns_are_computed_again(talk: Conversation) -> None:
     talk.close()
 
 
+def test_turns_before_a_quarantine_are_computed_again(talk: Conversation) -> None:
+    """A later turn goes by a marked key, and the record is none of what is hidden."""
+    purged = talk.cache.purged_tenants
+    talk.end(talk.begin(75, "one"))
+    turn = talk.begin(100, "one")
+    purged.quarantine(None)
+    talk.end(turn)  # which was under way
+    key = purged.key_of("one", None)
+    turn = talk.begin(150, key)
+    assert turn.prefix_len == 0
+    talk.end(turn)
+    turn = talk.begin(200, key)
+    assert turn.prefix_len == 150, "what was computed again was dropped"
+    talk.end(turn)
+    talk.close()
+
+
 def test_turns_without_input_do_not_shrink_the_prefix(
     talk: Conversation,
 ) -> None:
@@ -235,9 +252,9 @@ def test_a_turn_without_news_is_found_by_id(talk: Conversation) -> None:
     talk.end_with_overlap(talk.begin(2 * PAGE))
     turn = talk.begin(2 * PAGE + 1)
     talk.end_without_answer(turn)
-    selector = talk.cache.recent_requests.get(turn.rid)
-    assert selector is not None
-    assert aligned(len(selector.tokens)) == 2 * PAGE
+    recent = talk.cache.recent_requests.find(turn.rid)
+    assert recent is not None
+    assert aligned(len(recent.selector.tokens)) == 2 * PAGE
     talk.close()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity import recent_requests
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity.tenants import PurgedTenants
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ def test_recent_requests_are_bounded(
 
     for rid in "abcd":
         note(rid, 10)
-    assert recent.get("a") is None
-    assert recent.get("d") == Selector(array("q", range(10)), "key", None)
+    assert recent.find("a") is None
+    last = recent.find("d")
+    assert last is not None and last.selector == Selector(array("q", range(10)), "key", None)
     note("b", 85)  # it went on; the oldest make room
-    assert recent.get("c") is None
-    selector = recent.get("b")
-    assert selector is not None and len(selector.tokens) == 85
+    assert recent.find("c") is None
+    last = recent.find("b")
+    assert last is not None and len(last.selector.tokens) == 85
     note("e", 1000)
-    assert [recent.get(rid) for rid in "abcde"] == [None] * 5
+    assert [recent.find(rid) for rid in "abcde"] == [None] * 5
 
 
 def test_newest_of_a_tenant_comes_first() -> None:
@@ -45,6 +47,20 @@ def test_newest_of_a_tenant_comes_first() -> None:
     assert [each.rid for each in recent.of_tenant(NO_TENANT, before=found[0].number)] == ["3"]
     assert [each.rid for each in recent.of_conversation(other, "chat")] == ["2"]
     recent.drop_tenant(NO_TENANT)
-    assert [recent.get(rid) is None for rid in "123"] == [True, False, True]
+    assert [recent.find(rid) is None for rid in "123"] == [True, False, True]
     recent.drop_tenant(None)
-    assert recent.get("2") is None
+    assert recent.find("2") is None
+
+
+def test_forgotten_beginnings_go_too() -> None:
+    """Their tokens are those of the conversation, though they have no page of it."""
+    recent = RecentRequests()
+    for end in (3, 4, 5, 8, 20):
+        recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
+    recent.note_request("other", Selector(array("q", [0, 1, 2, 3, 9]), None, None), NO_TENANT)
+    recent.note_request("key", Selector(array("q", range(20)), "key", None), NO_TENANT)
+    purged = PurgedTenants()
+    purged.quarantine(None)  # from now on, they would go by another key
+    marked = Selector(array("q", range(12)), purged.key_of(None, None), None)
+    recent.forget(marked, 4, 4, purged.original)
+    assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -416,8 +416,8 @@ def test_the_owner_hears_and_stores_nothing_meanwhile(
     told: list[Tombstone] = []
     during: list[list[Reason]] = []
 
-    def hear(tombstone: Tombstone) -> None:
-        told.append(tombstone)
+    def hear(tombstones: Sequence[Tombstone]) -> None:
+        told.extend(tombstones)
         during.append(b.submit_store(one(run, 0)).reasons)
 
     b.report_forgotten(hear)
@@ -431,3 +431,14 @@ def test_the_owner_hears_and_stores_nothing_meanwhile(
     assert is_true(b.forget(run.keys, local=b.forget([])), TIMEOUT_S)
     eventually(lambda: len(told) == 2, "its own is not reported")
     assert told[1].keys == ()
+
+
+def test_a_start_tells_many_tombstones_at_once(make_engine: MakeEngine) -> None:
+    a, b = make_engine(), make_engine()
+    for number in range(20):
+        assert is_true(a.forget([bytes([number]) * 32]), TIMEOUT_S)
+    told: list[Sequence[Tombstone]] = []
+    b.report_forgotten(told.append)
+    assert b.refresh(TIMEOUT_S)
+    eventually(lambda: sum(map(len, told)) == 20)
+    assert len(told) <= 3, "what was read before the call, and since"

@@ -56,19 +56,30 @@ def test_each_tombstone_is_applied_once(nvme: RegionEngine) -> None:
     for _ in range(2):
         applied = owner.open()
         for _ in range(2):
-            applied.told(Tombstone("one", NEW_MS, KEYS))
-            applied.told(Tombstone("own", NEW_MS, ()))
+            applied.told([Tombstone("one", NEW_MS, KEYS)])
+            applied.told([Tombstone("own", NEW_MS, ())])
     assert owner.asked == [KEYS]
-    owner.open().told(Tombstone("own", NEW_MS, KEYS))
+    owner.open().told([Tombstone("own", NEW_MS, KEYS)])
     assert owner.asked == [KEYS], "this server did it"
+
+
+def test_a_start_writes_its_note_once(nvme: RegionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each of thousands it would rewrite all, while NVMe serves what they speak of."""
+    owner, written = Owner(nvme), []
+    applied = owner.open()
+    monkeypatch.setattr(nvme.notes, "write", lambda *note: written.append(note))
+    many = [Tombstone(str(at), NEW_MS, (bytes([at]) * 32,)) for at in range(50)]
+    applied.told(many)
+    assert len(written) == 1
+    assert owner.asked == [tuple(key for each in many for key in each.keys)]
 
 
 def test_what_did_not_last_is_applied_again(nvme: RegionEngine) -> None:
     owner = Owner(nvme)
     owner.answer = False
-    owner.open().told(Tombstone("one", NEW_MS, KEYS))
+    owner.open().told([Tombstone("one", NEW_MS, KEYS), Tombstone("own", NEW_MS, ())])
     owner.answer = True
-    owner.open().told(Tombstone("one", NEW_MS, KEYS))
+    owner.open().told([Tombstone("one", NEW_MS, KEYS), Tombstone("own", NEW_MS, KEYS)])
     assert owner.asked == [KEYS, KEYS]
 
 
@@ -82,16 +93,16 @@ def test_a_new_store_skips_what_was_before(
         assert nvme.flush(TIMEOUT_S)
     owner = Owner(nvme)
     applied = owner.open()
-    applied.told(Tombstone("old", OLD_MS, KEYS))
-    applied.told(Tombstone("new", NEW_MS, KEYS))
+    applied.told([Tombstone("old", OLD_MS, KEYS)])
+    applied.told([Tombstone("new", NEW_MS, KEYS)])
     assert len(owner.asked) == (1 if is_empty else 2)
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense"])
 def test_a_damaged_note_forgets_again(nvme: RegionEngine, damage: bytes) -> None:
     owner = Owner(nvme)
-    owner.open().told(Tombstone("one", NEW_MS, KEYS))
+    owner.open().told([Tombstone("one", NEW_MS, KEYS)])
     nvme.notes.write(APPLIED_FORGETS_NAME, damage)
-    owner.open().told(Tombstone("one", NEW_MS, KEYS))
+    owner.open().told([Tombstone("one", NEW_MS, KEYS)])
     assert owner.asked == [KEYS, KEYS]
     assert is_true(nvme.forget(KEYS), TIMEOUT_S)

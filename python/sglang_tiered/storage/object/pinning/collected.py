@@ -26,6 +26,7 @@ class PinnedObjects:
         self._pins: dict[ObjectId, tuple[Pin, Entry]] = {}
         self._over: set[ObjectId] = set()
         self._removed: set[ObjectId] = set()
+        self.named: set[bytes] = set()  # by all pins, in force or not
         self.keys: set[bytes] = set()
         self.forgotten_keys: set[bytes] = set()  # that pins in force name all the same
 
@@ -34,6 +35,7 @@ class PinnedObjects:
 
     def add(self, pin: Pin, pin_id: ObjectId, entry: Entry) -> None:
         self._pins[pin_id] = (pin, entry)
+        self.named.update(pin.keys)
 
     def take_up(self, counts: Callable[[Pin, ObjectId], bool], forgotten: Forgotten) -> None:
         """Find what all pins keep; ``counts``: one is over neither by its time nor by a purge."""
