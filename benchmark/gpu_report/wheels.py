@@ -106,9 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
         # Beside torch's own requirements, which that machine has with it.
         torch = [_pin(name) for name in MACHINE]
         with_torch = {wheel.name for wheel in _resolve(torch)}
+        # What only torch asks for has torch's versions, whatever is tested here.
+        with_torch -= WANTED.keys()
         pins = {name: pin for name, pin in _pins().items() if name not in with_torch}
         found = _resolve([*WANTED, *torch], pins=pins)
-        wanted = [wheel for wheel in found if wheel.name not in with_torch or wheel.name in WANTED]
+        wanted = [wheel for wheel in found if wheel.name not in with_torch]
         chosen = sglang + missing(wanted, have, [*sglang, *wanted])
         with tempfile.TemporaryDirectory(dir=options.folder.parent) as place:
             files = _download(chosen, Path(place))

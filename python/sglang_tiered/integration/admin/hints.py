@@ -77,7 +77,7 @@ def _begin(
 ) -> Hinted | str:
     """Return the hint for a chain, a new one unless there is one; or why there is none."""
     if not chain.hashes:
-        return Hinted(chain, 0, 0)
+        return _nothing_to_load(chain, 0)
     earlier = hints.get(chain)
     if earlier is not None and (earlier.is_active or earlier.why_dropped):
         return earlier
@@ -91,5 +91,11 @@ def _begin(
     if not knows:
         return NO_NAMESPACE
     if num_held < cache.prefetch_threshold:
-        return Hinted(chain, start, start)
+        return _nothing_to_load(chain, start)
     return hints.begin(chain, start, start + num_held) or hints.why_no_room()
+
+
+def _nothing_to_load(chain: Chain, num_in_memory: int) -> Hinted:
+    hinted = Hinted(chain, num_in_memory, num_in_memory)
+    hinted.release()
+    return hinted

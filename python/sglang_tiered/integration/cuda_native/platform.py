@@ -12,10 +12,13 @@ What is changed, and why:
    (``host_copies``).
 3. ``_is_cuda`` and ``CUDA_CAPABILITY`` of SGLang's Triton attention for prefills, which only choose
    tiles by them: without them it would take those of the oldest devices.
+4. ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND`` is ``python`` unless it is set: the compiled tree is
+   built against the insides of SGLang's own torch, and took int64 for uint8 beside torch 2.11.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -88,6 +91,7 @@ def prepare() -> None:
         raise ConfigError("SGLang was imported before the platform for CUDA without sgl_kernel.")
     if _hidden:
         torch.version.cuda = _hidden.pop()
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
     for module in (mha, mla, mamba, dsa):
         for name in host_copies.__all__:
             setattr(module, name, getattr(host_copies, name))

@@ -137,6 +137,8 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         from sglang_tiered.integration.cuda_native import host_copies
         assert mha.transfer_kv_direct is host_copies.transfer_kv_direct
         assert extend_attention.CUDA_CAPABILITY == (9, 0)
+        from sglang.srt.environ import envs
+        assert envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "python"
         print("imported")
     """
     done = subprocess.run(
