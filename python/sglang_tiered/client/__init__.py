@@ -12,15 +12,35 @@ question for ``within_s`` seconds while the answer is 503. Imports neither torch
 
 from __future__ import annotations
 
-from sglang_tiered.client.calls import Conversation, Pin, Residency
+from sglang_tiered.client.calls import (
+    Checkpoint,
+    Conversation,
+    ConversationPage,
+    ConversationPin,
+    Forgotten,
+    Pin,
+    Prefetch,
+    Purge,
+    Residency,
+    TenantUsage,
+    Unpinned,
+)
 from sglang_tiered.client.http import AsyncTierClient, TierClient
 from sglang_tiered.errors import RequestError
 
 __all__ = [
     "AsyncTierClient",
+    "Checkpoint",
     "Conversation",
+    "ConversationPage",
+    "ConversationPin",
+    "Forgotten",
     "Pin",
+    "Prefetch",
+    "Purge",
     "RequestError",
     "Residency",
+    "TenantUsage",
     "TierClient",
+    "Unpinned",
 ]

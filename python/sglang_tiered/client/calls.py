@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 import time
 from dataclasses import dataclass, field
 from typing import (
@@ -178,8 +179,15 @@ class Request(Generic[T]):
     within_s: float = 0.0
 
     def given(self) -> dict[str, Any]:
-        """Return the body without what was left out."""
-        return {name: value for name, value in self.body.items() if value is not None}
+        """Return the body without what was left out, and tokens of any sequence as a list. Raises
+        ``RequestError``."""
+        given = {name: value for name, value in self.body.items() if value is not None}
+        if "input_ids" in given:
+            try:
+                given["input_ids"] = [operator.index(token) for token in given["input_ids"]]
+            except TypeError as error:
+                raise RequestError("input_ids must be a sequence of token numbers") from error
+        return given
 
     def result(self, status: int, answer: Any, whose: str) -> T:
         """Return the answer as its type. Raises ``RequestError`` for any other; ``whose`` names
@@ -196,7 +204,7 @@ class Request(Generic[T]):
                 ) from error
         report = answer if isinstance(answer, dict) else {}
         if status in (401, 403):
-            sentence = f"{where} takes no call with this key; pass the server's --api-key"
+            sentence = f"{where} takes no call with this key; pass --admin-api-key, else --api-key"
         elif isinstance(report.get("error"), str):
             sentence = report["error"]
         elif status == 503 and report:

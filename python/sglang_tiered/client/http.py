@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTierClient", "TierClient"]
 
+_FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, TypeError, ValueError)
+"""What httpx raises: the last three for what cannot be sent, and once it is closed."""
+
 TIMEOUT_S = 45.0
 """More than the 30 s that a server works on one call."""
 
@@ -24,13 +27,16 @@ class TierClient(SyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self._http = httpx.Client(**_settings(url, api_key, timeout_s))
+        try:
+            self._http = httpx.Client(**_settings(url, api_key, timeout_s))
+        except _FAILURES as error:
+            raise _unusable(url, error) from error
 
     def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
             response = self._http.request(request.method, request.path, **_parts(request))
-        except httpx.HTTPError as error:
-            raise _unreachable(self._http.base_url, error) from error
+        except _FAILURES as error:
+            raise _unsent(self._http, request, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     def close(self) -> None:
@@ -50,13 +56,16 @@ class AsyncTierClient(AsyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self._http = httpx.AsyncClient(**_settings(url, api_key, timeout_s))
+        try:
+            self._http = httpx.AsyncClient(**_settings(url, api_key, timeout_s))
+        except _FAILURES as error:
+            raise _unusable(url, error) from error
 
     async def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
             response = await self._http.request(request.method, request.path, **_parts(request))
-        except httpx.HTTPError as error:
-            raise _unreachable(self._http.base_url, error) from error
+        except _FAILURES as error:
+            raise _unsent(self._http, request, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     async def aclose(self) -> None:
@@ -71,7 +80,7 @@ class AsyncTierClient(AsyncCalls):
 
 
 def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    if not url.startswith(("http://", "https://")):
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
@@ -88,8 +97,24 @@ def _json(response: httpx.Response) -> Any:
         return None
 
 
-def _unreachable(url: httpx.URL, error: httpx.HTTPError) -> RequestError:
+def _unusable(url: str, error: Exception) -> RequestError:
+    return RequestError(f"no client for {url} with these settings ({_why(error)}); mend them")
+
+
+def _unsent(
+    http: httpx.Client | httpx.AsyncClient, request: Request[Any], error: Exception
+) -> RequestError:
+    url = http.base_url
+    if http.is_closed:
+        return RequestError(f"this client of {url} is closed; make another")
+    if not isinstance(error, httpx.HTTPError):
+        return RequestError(f"{request.path} cannot be sent ({_why(error)}); mend what it holds")
     if isinstance(error, httpx.TimeoutException):
         return RequestError(f"{url} did not answer in time; ask again, or pass a longer timeout_s")
-    why = str(error).rstrip(".") or type(error).__name__
-    return RequestError(f"{url} cannot be reached ({why}); start that server, or pass its URL")
+    return RequestError(
+        f"{url} cannot be reached ({_why(error)}); start that server, or pass its URL"
+    )
+
+
+def _why(error: Exception) -> str:
+    return str(error).rstrip(".") or type(error).__name__

@@ -15,12 +15,15 @@ import argparse
 import asyncio
 import atexit
 import difflib
+import json
+import operator
 import os
 import sys
 import threading
 import time
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import wait
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -46,18 +49,22 @@ from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_process
 from sglang_tiered.integration.launch import flags, resolve  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Coroutine, Mapping
 
     from sglang_tiered.client.calls import Request
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
 
-__all__ = ["Engine", "resolve_keywords"]
+__all__ = ["Engine", "resolve_keywords", "run_on"]
+
+T = TypeVar("T")
 
 END_DEADLINE_S = 15.0
 """As long as SGLang's server gives its schedulers."""
 _LOOK_S = 0.05
 WHOSE = "the engine:"
+_KINDS = {int: "a whole number", float: "a number"}
+_NOT_IN_PROCESS = ("grpc_mode", "smg_grpc_mode", "grpc_port")
 
 _place = threading.Lock()
 _SECOND = (
@@ -72,12 +79,14 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
     It holds the tier directory until ``shutdown``, which the end of a ``with`` statement and of the
     process call too. Raises ``ConfigError`` or ``StoreError`` for what the launcher refuses, before
     a model is loaded; a start that fails leaves no process and no lock. A call of the tiers raises
-    ``RequestError``, and like ``generate`` runs the engine's event loop: not from within that.
+    ``RequestError``. Any thread may make one, but not one in which an event loop runs.
     """
 
     _held: ExitStack | None = None
+    _turn: threading.Lock
 
     def __init__(self, **keywords: Any) -> None:
+        self._turn = threading.Lock()
         with ExitStack() as held:
             if not _place.acquire(blocking=False):
                 raise ConfigError(_SECOND)
@@ -109,12 +118,14 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
         if self._held is None or self.tokenizer_manager is None:
             raise RequestError("this engine has no schedulers to ask: it was shut down")
         name = request.path.rpartition("/")[2]
+        _refuse_within_a_loop()
         try:
             if name == "costs":
                 costs = server_costs(*self._costs, draining=False)
                 return 200, msgspec.to_builtins(costs), WHOSE
             call = getattr(TierService(self.tokenizer_manager), name)
-            status, answer = self.loop.run_until_complete(call(request.given()))
+            loop = self.tokenizer_manager.event_loop or self.loop  # the one that hears schedulers
+            status, answer = run_on(loop, call(request.given()), self._turn)
         except CallError as error:
             return error.status, {"error": str(error)}, WHOSE
         return status, answer, WHOSE
@@ -141,6 +152,34 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
             time.sleep(_LOOK_S)
 
 
+def _refuse_within_a_loop() -> None:
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise RequestError(
+            "an event loop runs in this thread, which a call of the tiers would block; write "
+            "await asyncio.to_thread(engine.pin, ...)"
+        )
+
+
+def run_on(
+    loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T], turn: threading.Lock
+) -> T:
+    """Return what a call comes to on a loop that another thread may run, or stop to run, meanwhile.
+    Any thread but that; ``turn`` is the loop's. Raises ``RequestError`` if it is closed."""
+    try:
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+    except RuntimeError as error:
+        call.close()
+        raise RequestError("the event loop of this engine is closed; start another") from error
+    while not future.done():
+        if loop.is_running():
+            wait([future], _LOOK_S)
+            continue
+        with turn, suppress(RuntimeError):  # SGLang's calls take no turn
+            loop.run_until_complete(asyncio.wrap_future(future, loop=loop))
+    return future.result()
+
+
 def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved]:
     """Return the fields of SGLang's ``ServerArgs``, and what the command line of the same arguments
     resolves to. Raises ``ConfigError``; touches no tier."""
@@ -155,12 +194,21 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
         for name, value in keywords.items()
         if value is not None
     }
-    explicit = {name: _text(value) if name in ours else value for name, value in given.items()}
-    if "model_path" not in explicit:
-        raise ConfigError("Engine needs model_path; pass the path or the name of a model.")
-    resolved = start.resolve(explicit, ())
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
+    actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
+    explicit = {
+        name: _text(value) if name in ours else _value(value, actions.get(name))
+        for name, value in given.items()
+    }
+    if "model_path" not in explicit:
+        raise ConfigError("Engine needs model_path; pass the path or the name of a model.")
+    if named := [name for name in _NOT_IN_PROCESS if explicit.get(name)]:
+        raise ConfigError(f"{named[0]} is a server's, and an engine serves no one; drop it.")
+    num_nodes: Any = explicit.get("nnodes", 1)
+    if num_nodes > 1:
+        raise ConfigError(f"nnodes={num_nodes} needs a server; an engine has one machine.")
+    resolved = start.resolve(explicit, ())
     model = f"--model-path={explicit['model_path']}"  # which the parser asks for
     added = resolve.explicit_arguments(parser, [model, *resolved.sglang_arguments])
     of_sglang = {name: value for name, value in explicit.items() if name in fields}
@@ -178,6 +226,22 @@ def _prepare_tiers(server_args: ServerArgs, config: TieredConfig, held: ExitStac
     board.to_environment()
     held.callback(os.environ.pop, COSTS_VARIABLE, None)
     return board
+
+
+def _value(value: Any, action: argparse.Action | None) -> Any:
+    """Return a value of SGLang's as its command line parses it. Raises ``ConfigError``."""
+    if action is None or action.nargs is not None:
+        return value
+    kind: Any = action.type
+    try:
+        if isinstance(value, dict) and kind in (None, str):
+            return json.dumps(value)
+        if isinstance(value, str) and kind is not None:
+            return kind(value)
+        return operator.index(value) if kind is int else float(value) if kind is float else value
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        takes = _KINDS.get(kind, f"what {action.option_strings[0]} takes")
+        raise ConfigError(f"{action.dest}={value!r:.60} is refused; pass {takes}.") from error
 
 
 def _text(value: Any) -> str:

@@ -14,15 +14,27 @@ Pure bookkeeping, the same on every rank that is told the same. Not thread-safe.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["LIFE_S", "MAX_HINTS", "PIECE_TOKENS", "Hint", "HintEnd", "HintQueue", "piece_length"]
+    from sglang_tiered.policy.cost_model import LoadPlan
+
+__all__ = [
+    "LIFE_S",
+    "MAX_HINTS",
+    "MAX_PIECE_S",
+    "PIECE_TOKENS",
+    "Hint",
+    "HintEnd",
+    "HintQueue",
+    "piece_length",
+    "short_piece",
+]
 
 Chain = TypeVar("Chain")
 
@@ -30,6 +42,10 @@ PIECE_TOKENS = 2048
 
 LIFE_S = 60.0
 """A user who is about to come back has come back by then."""
+
+MAX_PIECE_S = 0.25
+"""What a piece may take: SGLang reads one load after the other, so one that comes meanwhile waits
+for it. Or twice what the shortest takes, where a tier answers late."""
 
 MAX_HINTS = 256
 """Hints that are served, were served or dropped, and whose life has not ended."""
@@ -58,6 +74,20 @@ def piece_length(
     if not ends:
         return 0
     return ends[min(bisect_left(ends, size), len(ends) - 1)]
+
+
+def short_piece(lengths: Sequence[int], plan_of: Callable[[int], LoadPlan]) -> int:
+    """Return how much to load at once of what pays as a whole: of the ``lengths`` that a piece may
+    have, ascending, the longest that takes no longer than a piece may; longer if that pays not."""
+    bound_s = max(MAX_PIECE_S, 2 * plan_of(lengths[0]).load_s)
+    num_short = bisect_right(lengths, bound_s, key=lambda length: plan_of(length).load_s)
+    place = max(0, num_short - 1)
+    while place < len(lengths):
+        plan = plan_of(lengths[place])
+        if plan.load_s < plan.saved_s:
+            return lengths[place]
+        place = 2 * place + 1  # what a load takes by itself is as nothing in a longer one
+    return lengths[-1]
 
 
 @dataclass(slots=True, eq=False)

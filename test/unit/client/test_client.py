@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 import threading
+from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy
 import pytest
 
 from server_process import free_port
@@ -245,7 +247,7 @@ def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) ->
         (404, {"error": "there is no such pin"}, "there is no such pin"),
         (503, {"durable": False, "num_missing": 64}, "num_missing 64.*; ask again"),
         (503, {"error": "the hint was withdrawn: memory is needed"}, "withdrawn"),
-        (401, {"error": "Unauthorized"}, "/tier/pin takes no call with this key; pass"),
+        (401, {"error": "Unauthorized"}, "/tier/pin takes no call with this key; pass --admin"),
         (404, {"detail": "Not Found"}, "/tier/pin answered 404; is it a server of sglang-tiered"),
         (502, b"<html>", "/tier/pin answered 502; is it a server"),
         (200, b"<html>", "answered what this client does not know"),
@@ -302,6 +304,69 @@ def test_silence_names_the_server_and_the_way_out(server: RecordedServer, kind: 
     server.may_answer.clear()
     with pytest.raises(RequestError, match=f"{server.url}/? did not answer in time; ask again"):
         call(kind, server.url, "checkpoint", rid="r", of={"timeout_s": 0.2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"rid": "r", "ttl": float("nan")},
+        {"rid": "r", "ttl": float("inf")},
+        {"text": "\ud800"},
+        {"text": "t", "name": "\udc00"},
+        {"text": "t", "extra_key": "\ud800"},
+        {"text": b"t"},
+        {"input_ids": [1.5]},
+        {"input_ids": 7},
+        {"input_ids": "12"},
+    ],
+)
+def test_unsendable_call_is_refused_unsent(
+    server: RecordedServer, kind: str, body: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        call(kind, server.url, "pin", **body)
+    assert caught.value.status is None and "\n" not in str(caught.value)
+    if kind == "sync":
+        with pytest.raises(RequestError), TierClient(server.url) as client:
+            client.conversation_page(extra_key="\ud800")
+    assert not server.asked
+
+
+@pytest.mark.parametrize("ids", [range(3), array("q", [0, 1, 2]), numpy.arange(3), (0, 1, 2)])
+def test_tokens_of_any_sequence_are_sent(server: RecordedServer, ids: Any) -> None:
+    server.answers = [(200, HELD)]
+    call("sync", server.url, "residency", input_ids=ids)
+    assert server.asked == [("POST", "/tier/residency", {"input_ids": [0, 1, 2]})]
+
+
+@pytest.mark.parametrize("make", [TierClient, AsyncTierClient])
+@pytest.mark.parametrize(
+    ("url", "api_key", "sentence"),
+    [
+        ("http://host:abc", None, "no client for http://host:abc with these settings"),
+        ("http://host", "é", "no client for http://host with these settings"),
+        (None, None, "None is not the URL of a server; write"),
+    ],
+)
+def test_unusable_settings_are_told(make: Any, url: Any, api_key: Any, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        make(url, api_key=api_key)
+
+
+def test_closed_client_says_so(server: RecordedServer) -> None:
+    with TierClient(server.url) as client:
+        pass
+    with pytest.raises(RequestError, match=f"this client of {server.url}/? is closed; make"):
+        client.costs()
+
+    async def run() -> None:
+        async with AsyncTierClient(server.url) as made:
+            pass
+        await made.costs()
+
+    with pytest.raises(RequestError, match="is closed; make another"):
+        asyncio.run(run())
 
 
 def test_client_imports_neither_torch_nor_sglang() -> None:

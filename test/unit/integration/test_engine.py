@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_tiered import Engine, launch_server
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
-from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.errors import ConfigError, RequestError, StoreLockedError
 from sglang_tiered.integration import engine
 from sglang_tiered.integration.launch import start
 from sglang_tiered.storage.region import directory
@@ -29,6 +34,8 @@ NO_FLAG = {"log_level"}
     [
         {"tier_nvme_bytes": "1GiB"},  # its default follows the free disk
         {"tier_mode": "off", "page_size": 32},
+        {"tier_nvme_bytes": "1GiB", "tp_size": "1", "max_total_tokens": "2048", "page_size": "32"},
+        {"tier_nvme_bytes": "1GiB", "mem_fraction_static": "0.5"},
         {"tier_mode": "host", "tier_host_bytes": 64 << 20, "max_total_tokens": 4096},
         {"tier_nvme_bytes": "64MiB", "tier_warm_host": True, "tp_size": 1},
         {
@@ -75,7 +82,17 @@ def test_keywords_resolve_as_the_command_line(keywords: dict[str, Any], tmp_path
         ({"tier_mode": "tape"}, "--tier-mode tape is unknown"),
         ({"enable_lmcache": True}, "--enable-lmcache cannot run with tiering"),
         ({"tier_warm_host": True, "tp_size": 2}, "--tier-warm-host on needs a server of one rank"),
-        ({"tp_size": 1.5}, "SGLang refuses these arguments"),
+        ({"tp_size": 1.5}, "tp_size=1.5 is refused; pass a whole number"),
+        ({"tp_size": "two"}, "tp_size='two' is refused; pass a whole number"),
+        ({"mem_fraction_static": []}, "mem_fraction_static=[] is refused; pass a number"),
+        ({"tp_size": -1}, "--tp-size -1 must be at least 1"),
+        ({"max_total_tokens": -1}, "--max-total-tokens -1 must be at least 1"),
+        ({"page_size": "0"}, "--page-size 0 must be at least 1"),
+        ({"nnodes": 2}, "nnodes=2 needs a server"),
+        ({"grpc_mode": True}, "grpc_mode is a server's"),
+        ({"enable_hierarchical_cache": False}, "enable_hierarchical_cache=False leaves no tiers"),
+        ({"radix_cache_backend": ""}, "--radix-cache-backend cannot run with tiering"),
+        ({"hicache_storage_backend": ""}, "--hicache-storage-backend names a storage backend"),
     ],
 )
 def test_refused_engine_touches_nothing(
@@ -88,6 +105,57 @@ def test_refused_engine_touches_nothing(
         assert sentence in str(caught.value)
         assert ENVIRONMENT_VARIABLE not in os.environ
     assert not list(path.rglob("region-*"))
+
+
+def test_dictionary_and_text_of_json_are_one(tmp_path: Path) -> None:
+    given = {"model_path": "no/model", "tier_dir": tmp_path, "tier_nvme_bytes": "1GiB"}
+    fields, _ = engine.resolve_keywords({**given, "json_model_override_args": {"a": [1]}})
+    assert fields["json_model_override_args"] == '{"a": [1]}'
+    fields, _ = engine.resolve_keywords({**given, "enable_hierarchical_cache": True})
+    assert fields["enable_hierarchical_cache"] is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
+        engine.resolve_keywords({"model_path": "m", "tier_dir": tmp_path, "device": "cuda"})
+
+
+@pytest.mark.timeout(60)
+def test_calls_of_threads_share_one_loop() -> None:
+    loop, turn, together = asyncio.new_event_loop(), threading.Lock(), threading.Barrier(5)
+
+    async def call(number: int) -> int:
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        return number
+
+    def made(number: int) -> int:
+        together.wait(20)
+        return engine.run_on(loop, call(number), turn)
+
+    def generate() -> int:
+        """As SGLang's runs the loop, which stops under those that joined."""
+        together.wait(20)
+        while True:
+            with suppress(RuntimeError):
+                return loop.run_until_complete(asyncio.ensure_future(call(4), loop=loop))
+
+    with ThreadPoolExecutor(5) as threads:
+        found = [*map(threads.submit, [made] * 4, range(4)), threads.submit(generate)]
+        assert [one.result(30) for one in found] == [0, 1, 2, 3, 4]
+    loop.close()
+    with pytest.raises(RequestError, match="the event loop of this engine is closed"):
+        engine.run_on(loop, call(0), turn)
+
+
+def test_call_within_a_loop_names_the_way_out() -> None:
+    async def program() -> None:
+        engine._refuse_within_a_loop()
+
+    with pytest.raises(RequestError, match="write await asyncio.to_thread"):
+        asyncio.run(program())
+    engine._refuse_within_a_loop()
 
 
 def test_directory_in_use_is_refused_untouched(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_tiered.integration.admin.conversations import (
-    NO_STORE,
     PendingRequests,
     names_prefix,
     refused,
     selector_of,
+    without_store,
 )
 from sglang_tiered.integration.cache.ahead.chain_loader import chain_of
 from sglang_tiered.integration.cache.ahead.hints import Hinted
@@ -44,7 +44,7 @@ class Prefetches:
         """Begin to bring a conversation to host memory, or report how far that is."""
         storage, tiering = cache.storage, cache.tiering
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         if tiering is None:
             return refused(NOT_HERE)
         hints = tiering.hints
@@ -77,7 +77,7 @@ def _begin(
 ) -> Hinted | str:
     """Return the hint for a chain, a new one unless there is one; or why there is none."""
     if not chain.hashes:
-        return Hinted(chain, 0, 0)
+        return _nothing_to_load(chain, 0)
     earlier = hints.get(chain)
     if earlier is not None and (earlier.is_active or earlier.why_dropped):
         return earlier
@@ -91,5 +91,11 @@ def _begin(
     if not knows:
         return NO_NAMESPACE
     if num_held < cache.prefetch_threshold:
-        return Hinted(chain, start, start)
+        return _nothing_to_load(chain, start)
     return hints.begin(chain, start, start + num_held) or hints.why_no_room()
+
+
+def _nothing_to_load(chain: Chain, num_in_memory: int) -> Hinted:
+    hinted = Hinted(chain, num_in_memory, num_in_memory)
+    hinted.release()
+    return hinted

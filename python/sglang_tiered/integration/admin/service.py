@@ -145,8 +145,9 @@ class TierService:
         body, wait_s = parse_prefetch(body)
         body = await self._with_tokens(body)
         answers = await self._ask("prefetch", body, timeout_s=wait_s)
-        known = _known(answers, UNKNOWN)
-        # With data parallelism every replica loads what it finds.
+        # With data parallelism every replica loads what it finds, and has room for.
+        known = [a for a in answers if a.get("num_in_memory") or a.get("num_loading")]
+        known = known or list(_known(answers, UNKNOWN))
         best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
         is_done = all(answer["done"] for answer in known)
         return Report(200 if is_done else 202, _without_done(best))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import get_device_core_count
 
 from sglang_tiered.integration.attention import pod_device
@@ -47,9 +48,11 @@ class FlashPodAttnBackend(pod_device.DevicePod, FlashAttentionBackend):  # type:
     @property
     def serves(self) -> bool:
         """Not latent attention, which has kernels of its own; not where a rank holds a share of the
-        keys or of the queries; not local attention, and not what has no keys in the pool."""
+        keys or of the queries; not local attention, and not what has no keys in the pool; not
+        deterministic inference, since the batch decides how a mixed launch splits its keys."""
         return not (
-            self.use_mla
+            get_exec().deterministic.enable_deterministic_inference
+            or self.use_mla
             or self.is_encoder_decoder
             or self.attn_cp_size > 1
             or self.has_local_attention

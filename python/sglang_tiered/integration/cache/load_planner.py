@@ -22,6 +22,7 @@ from sglang_tiered.policy.cost_model import (
     LoadPlan,
     remote_first,
 )
+from sglang_tiered.policy.hints import short_piece
 from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
@@ -426,20 +427,31 @@ class LoadPlanner(Generic[Request]):
         num_before: int,
         spans: Sequence[Span] = (),
         ends: Sequence[int] | None = None,
+        least: int = 1,
     ) -> int:
         """Plan a load for which no request waits, behind no other: of ``num_held`` tokens behind
         ``num_before`` in memory, which lie in ``spans``. A load may end after any page, or where
-        ``ends`` says. Returns how many tokens are sooner loaded than computed."""
+        ``ends`` says, and has ``least`` tokens. Returns how many tokens to load: they are sooner
+        loaded than computed, and the first of those that are if all would take long."""
         if self._always or self.follows:
             return num_held
         self.learn()
-        return self.costs.plan(
-            num_held=num_held,
-            num_new=num_held + 1,
-            num_before=num_before,
-            spans=self._tokens_of(spans),
-            ends=ends,
+        tiers = self._tokens_of(spans)
+        num_planned = self.costs.plan(
+            num_held=num_held, num_new=num_held + 1, num_before=num_before, spans=tiers, ends=ends
         ).num_tokens
+        page_tokens = self.costs.page_tokens
+        places = range(page_tokens, num_planned + 1, page_tokens) if ends is None else ends
+        lengths = [place for place in places if least <= place <= num_planned]
+        if not lengths:
+            return num_planned
+
+        return short_piece(
+            lengths,
+            lambda length: self.costs.plan_of(
+                length, num_new=length + 1, num_before=num_before, spans=tiers
+            ),
+        )
 
     def begins_ahead(
         self, request: Request, num_tokens: int, *, num_before: int, spans: Sequence[Span] = ()

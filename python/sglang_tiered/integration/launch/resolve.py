@@ -82,6 +82,7 @@ _EXCLUSIVE_FLAGS = {
         "--disaggregation-decode-enable-offload-kvcache"
     ),
 }
+_SIZES = ("tp_size", "pp_size", "dp_size", "nnodes", "max_total_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
     rest = without_our_flags(arguments)
+    _check_machine(explicit, on_cpu=on_cpu)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
     default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
@@ -135,14 +137,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         rest = _completed(rest, added, explicit)
         return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
 
-    for name, flag in _EXCLUSIVE_FLAGS.items():
-        if explicit.get(name):
-            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
-    if explicit.get("hicache_host_memory_mode", "cache") != "cache":
-        raise ConfigError(
-            "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
-            "--tier-mode off."
-        )
+    _refuse_other_caches(explicit)
     page_size = explicit.get("page_size", DEFAULT_PAGE_SIZE)
     if page_size < 1:
         raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
@@ -204,6 +199,29 @@ def resolve_without_nvme(
     return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
 
 
+def _check_machine(explicit: Mapping[str, Any], *, on_cpu: bool) -> None:
+    for name in _SIZES:
+        if explicit.get(name) is not None and explicit[name] < 1:
+            raise ConfigError(f"{_flag(name)} {explicit[name]} must be at least 1.")
+    if on_cpu and str(explicit.get("device", "")).startswith("cuda"):
+        raise ConfigError("--device cuda needs a GPU, and torch sees none here; drop it.")
+
+
+def _refuse_other_caches(explicit: Mapping[str, Any]) -> None:
+    for name, flag in _EXCLUSIVE_FLAGS.items():
+        if explicit.get(name) not in (None, False):
+            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
+    if explicit.get("enable_hierarchical_cache", True) is False:  # no command line says so
+        raise ConfigError(
+            "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
+        )
+    if explicit.get("hicache_host_memory_mode", "cache") != "cache":
+        raise ConfigError(
+            "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
+            "--tier-mode off."
+        )
+
+
 def _storage_arguments(page_size: int) -> dict[str, str | None]:
     extra = {
         "backend_name": "sglang-tiered",
@@ -245,11 +263,10 @@ def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | 
 
 def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str]) -> NvmeConfig:
     for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
-        if explicit.get(name):
-            flag = "--" + name.replace("_", "-")
+        if explicit.get(name) is not None:
             raise ConfigError(
-                f"{flag} names a storage backend of its own, but the NVMe tier is one already; "
-                "drop it, or pass --tier-mode off."
+                f"{_flag(name)} names a storage backend of its own, but the NVMe tier is one "
+                "already; drop it, or pass --tier-mode off."
             )
     values = values_of(NvmeConfig, explicit)
     directory = Path(values.setdefault("directory", str(default_tier_directory().absolute())))
@@ -344,6 +361,10 @@ def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
         others = (explicit.get("dp_size") or 1) * (explicit.get("attn_cp_size") or 1)
         return max(1, tp_size // others)
     return tp_size
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _argument_name(flag: str) -> str:

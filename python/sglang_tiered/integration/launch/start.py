@@ -147,7 +147,7 @@ def complete(server_args: Any) -> None:
     """Let SGLang judge the command line; what it refuses is one sentence too."""
     try:
         server_args.resolve_once()
-    except (AssertionError, NotImplementedError, OSError, ValueError) as error:
+    except (AssertionError, NotImplementedError, OSError, TypeError, ValueError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
         raise ConfigError(

@@ -216,3 +216,14 @@ def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
     with pytest.raises(CallError, match="no recent request") as caught:
         call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
     assert caught.value.status == 404
+
+
+def test_full_replica_hides_no_other_ones_hint() -> None:
+    full = {"error": "full", "status": 503}
+    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
+    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
+    report, _ = call(TierService.prefetch, {"rid": "r"}, [full, loading])
+    assert report.status == 202 and report.body["num_loading"] == 64
+    for other in (nothing, {"done": True, "unknown": True}):
+        with pytest.raises(CallError, match="full"):
+            call(TierService.prefetch, {"rid": "r"}, [full, other])

@@ -493,3 +493,16 @@ def test_installed_sglang_has_the_parents_seams() -> None:
         from sglang_tiered.integration.attention import pod_flash
 
         compat.check_signatures(pod_flash.SIGNATURES)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_flash_mixes_no_deterministic_batches(is_deterministic: bool) -> None:
+    no = ("use_mla", "is_encoder_decoder", "has_local_attention", "is_prefill_aware_swa")
+    no += ("kv_cache_is_mxfp8", "fa_skip_kv_cache")
+    with flash_kernels.installed():
+        from sglang_tiered.integration.attention.pod_flash import FlashPodAttnBackend
+    made = FlashPodAttnBackend.__new__(FlashPodAttnBackend)
+    vars(made).update(dict.fromkeys(no, False), attn_cp_size=1, _kv_shard_pool=None)
+    flags = {"enable_deterministic_inference": is_deterministic}
+    with get_context().override_server_args(**flags):
+        assert made.serves is not is_deterministic

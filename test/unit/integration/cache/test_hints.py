@@ -10,6 +10,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
 from sglang_tiered.integration.admin.control import Control
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}
+
+
+def hashes_of(tokens: array[int]) -> list[str]:
+    hashes: list[str] = get_storage_hash_str(RadixKey(tokens, None), None, page_size=PAGE)
+    return hashes
 
 
 class HintWorld:
@@ -297,6 +303,51 @@ def test_prompt_beyond_the_bound_comes_in_part(hinting: HintWorld) -> None:
     hinting.hints._queue.capacity = 30 * PAGE
     assert hinting.hint(LONG)["num_loading"] == 30 * PAGE
     assert hinting.wait()["num_in_memory"] == 30 * PAGE
+
+
+def test_used_part_of_a_prompt_gives_room_back(hinting: HintWorld) -> None:
+    hinting.hints._queue.capacity = 30 * PAGE
+    hinting.hint(LONG)
+    hinting.wait()
+    assert hinting.hint(SHORT)["status"] == 503
+    hinting.hints.note_use(hashes_of(LONG)[29:30])
+    hinting.hint(SHORT)
+    assert hinting.wait()["num_in_memory"] == len(SHORT)
+
+
+def test_prompt_used_while_it_loads_holds_no_room(
+    hinting: HintWorld, hold: Callable[[], None]
+) -> None:
+    hinting.hint(LONG)
+    hinting.cache.check_hicache_events()
+    hinting.hints.note_use(hashes_of(LONG)[-1:])
+    hold()
+    assert hinting.wait() == DONE
+    assert hinting.hints._queue.num_tokens == 0
+    hinting.hints._queue.check_integrity()
+
+
+def test_calls_with_nothing_to_load_keep_no_prompt(hinting: HintWorld) -> None:
+    assert hinting.hint(prompt(7, 60))["done"]
+    kept = hinting.prefetches._asked["1"].chain
+    assert len(kept.tokens) == 0 and len(kept.hashes) == 1
+
+
+def test_piece_looks_up_no_more_than_itself(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long prompt costs the square of its length."""
+    hinting.hint(LONG)
+    storage, looked = hinting.cache.storage, []
+    lookup = storage.lookup_spans
+
+    def look(hashes: list[str]) -> Any:
+        looked.append(len(hashes))
+        return lookup(hashes)
+
+    monkeypatch.setattr(storage, "lookup_spans", look)
+    assert hinting.wait() == DONE
+    assert looked and max(looked) * PAGE <= hinting.piece_tokens
 
 
 def test_what_does_not_pay_is_not_loaded(

@@ -389,3 +389,18 @@ def test_waiting_tokens_are_those_of_who_waits(events: list[tuple[int, int, int]
         assert planner.num_waiting == len(waiting)
     planner.clear()
     assert (planner.num_waiting_tokens, planner.num_waiting) == (0, 0)
+
+
+def test_load_ahead_of_requests_is_short() -> None:
+    """A request that comes meanwhile waits for it."""
+    planner = LoadPlanner[str](
+        CostModel(
+            page_tokens=64,
+            bytes_per_token=BYTES_PER_TOKEN,
+            prefill=PrefillCost((1e-3, 2e-3, 0.0)),
+            transfers=[TransferCost((1e-6, 1e-3 / BYTES_PER_TOKEN))],
+        )
+    )
+    assert planner.plan_ahead(2048, num_before=0) == 192
+    assert planner.plan_ahead(2048, num_before=0, least=256) == 512, "twice the shortest"
+    assert planner.plan_ahead(2048, num_before=0, ends=[960, 2048]) == 960

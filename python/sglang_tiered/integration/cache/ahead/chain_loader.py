@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
@@ -168,7 +169,10 @@ class ChainLoader:
         if self._asked is None:
             self._asked = CacheRequestHandle(f"{self._name}{next(self._numbers)}", ATTEMPT)
         handle = self._asked
-        hashes = chain.hashes[start // page_size : end // page_size]
+        first, last = start // page_size, end // page_size
+        if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):
+            last = min(last, first + max(1, self._piece_tokens // page_size))
+        hashes = chain.hashes[first:last]  # further ones only to see where a load may end
         spans = storage.lookup_spans(hashes)
         num_planned = self._plan(handle, node, start, hashes, spans, storage)
         is_load = num_planned >= cache.prefetch_threshold
@@ -229,7 +233,13 @@ class ChainLoader:
             piece_tokens=self._piece_tokens,
             ends=ends,
         )
-        return self._planner.plan_ahead(num_held, num_before=start, spans=spans, ends=ends)
+        return self._planner.plan_ahead(
+            num_held,
+            num_before=start,
+            spans=spans,
+            ends=ends,
+            least=self._cache.prefetch_threshold,
+        )
 
     def stop(self) -> None:
         """Give up the piece under way, and what is planned of the next."""

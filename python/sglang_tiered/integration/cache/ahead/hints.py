@@ -53,6 +53,8 @@ class Hinted:
         self.end = end
         self.num_loaded = 0
         self.pause_steps = 0
+        self.last_pages: set[str] = set()  # of nodes whose use is the use of what was loaded
+        self.is_used = False
         self.hint: Hint[str] | None = None
 
     @property
@@ -124,6 +126,7 @@ class Hints:
         if room < self._cache.prefetch_threshold:
             return None
         hinted = Hinted(chain, num_in_memory, num_in_memory + room)
+        hinted.last_pages = {last, chain.hashes[hinted.end // self._cache.page_size - 1]}
         hinted.hint = self._queue.add(last, room, self._clock())
         self._hinted[last] = hinted
         self._num_begun += 1
@@ -184,7 +187,9 @@ class Hints:
             self._drop(hinted, NO_MEMORY)
         elif outcome is Outcome.NOTHING:
             assert hinted.hint is not None
-            self._queue.served(hinted.hint, hinted.num_loaded)
+            self._queue.served(hinted.hint, 0 if hinted.is_used else hinted.num_loaded)
+            num_pages = hinted.num_in_memory // self._cache.page_size
+            hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
             self._ended[HintEnd.LOADED] += 1
             self._served = None
             hinted.release()
@@ -218,11 +223,12 @@ class Hints:
     def note_use(self, hashes: list[str]) -> None:
         """Note that a request uses the nodes that end in these pages: hints for them have come
         true."""
-        if self._hinted:
-            for last in hashes:
-                hinted = self._hinted.get(last)
-                if hinted is not None and not hinted.is_active:
-                    self._forget(last)
+        for last, hinted in list(self._hinted.items()):
+            if hinted.why_dropped or hinted.last_pages.isdisjoint(hashes):
+                continue
+            hinted.is_used = True
+            if not hinted.is_active:
+                self._forget(last)
 
     def end_all(self, why: str, tenant: bytes | None = None) -> None:
         """Drop the hints of a tenant, or all. Every rank makes this call in the same step."""
