@@ -1,7 +1,8 @@
 """``scripts/gpu_report``: everything that only a GPU can answer, in order of worth, in one command.
 
 Each part is a process with a deadline, after which it is killed; what it had saved stays. All
-together end within 20 minutes. ``report.json`` is written after each part, a table at the end.
+together end within 20 minutes. ``report.json`` is written after each part, a table and a picture a
+part (``PART.svg``) at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_report.pictures import draw
 
 __all__ = ["PARTS", "PartOf", "main"]
 
@@ -82,6 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
             report["parts"][part.name] = _run(part, options)
             (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(_table(report))
+    try:
+        print("\npictures:", *draw(report, options.out))
+    except ImportError:
+        print("\nno pictures: matplotlib is not installed here; report.json has all figures")
     outcomes = [part["outcome"] for part in report["parts"].values()]
     return 0 if all(outcome == "ended" for outcome in outcomes) else 1
 

@@ -37,6 +37,7 @@ def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
         ("device_tests", "pod", "copies", "handoff", "server"), "ended"
     ), (done.stdout[-3000:], [part.get("log") for part in report["parts"].values()])
     assert done.returncode == 0
+    assert len(list(tmp_path.glob("*.svg"))) == len(report["parts"])
     figures = {one["name"]: one for part in report["parts"].values() for one in part["figures"]}
     assert not [one for one in figures.values() if "skipped" in one]
     assert_tells_the_truth(figures)

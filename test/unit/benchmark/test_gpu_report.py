@@ -11,6 +11,7 @@ import pytest
 from gpu_report import command
 from gpu_report.command import PARTS, PartOf
 from gpu_report.figures import Part
+from gpu_report.pictures import draw
 from gpu_report.pod import save_document
 from pod_bench.mixes import MIXES, Ceilings, Heads
 from pod_bench.report import MixResult, Report
@@ -81,6 +82,24 @@ def test_failed_part_says_why_and_others_run(
     assert [figure["name"] for figure in parts["torn"]["figures"]] == ["first"]
     said = capsys.readouterr().out
     assert "skipped: no disk" in said and "2 GB/s" in said
+    assert sorted(path.stem for path in (tmp_path / "out").glob("*.svg")) == sorted(parts)
+
+
+def test_picture_shows_figures_of_every_unit(tmp_path: Path) -> None:
+    figures: list[dict[str, Any]] = [
+        {"name": "host_over_computed", "value": 0.1, "unit": "ratio", "min": 0.09, "max": 0.2},
+        {"name": "ttft_host", "value": 0.0, "unit": "s"},
+        {"name": "copy_small", "value": 0.1, "unit": "GB/s"},
+        {"name": "copy_large", "value": 40.0, "unit": "GB/s"},
+        {"name": "to_disk", "skipped": "no disk"},
+    ]
+    parts = {"copies": {"figures": figures}, "pod": {"figures": figures[-1:]}}
+    (path,) = draw({"device": "a GPU", "date": "2026-11-26", "parts": parts}, tmp_path)
+    shown = path.read_text()
+    assert path.name == "copies.svg"
+    for figure in figures[:-1]:
+        assert f"<!-- {figure['name']} -->" in shown
+    assert "to_disk" not in shown
 
 
 def test_ratios_of_the_kernels_keep_their_spread(tmp_path: Path) -> None:
