@@ -50,15 +50,16 @@ class CallError(ValueError):
         self.status = status
 
 
-def parse_selector(body: Any, *, with_tier: bool) -> dict[str, Any]:
-    """Return the fields that select one prefix. Raises ``CallError``."""
+def parse_selector(body: Any, *, with_tier: bool, besides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the fields that select one prefix. A refusal of others names those ``besides`` too,
+    which the call takes and the caller has taken out. Raises ``CallError``."""
     if not isinstance(body, dict):
         raise CallError("the body must be a JSON object")
     known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
     unknown = sorted(body.keys() - known)
     if unknown:
         shown = repr(unknown[0][:_MAX_SHOWN])
-        raise CallError(f"{shown} is unknown; pass {', '.join(sorted(known))}")
+        raise CallError(f"{shown} is unknown; pass {', '.join(sorted(known.union(besides)))}")
     sources = [name for name in _SOURCES if name in body]
     if len(sources) != 1:
         raise CallError(f"pass exactly one of {', '.join(_SOURCES)}")
@@ -84,8 +85,9 @@ def parse_forget(body: Any) -> dict[str, Any]:
     rest = {name: value for name, value in body.items() if name != "keep_tokens"}
     keep = body.get("keep_tokens", 0)
     if type(keep) is not int or not 0 <= keep <= _MAX_TOKENS:
-        raise CallError(f"keep_tokens {keep!r:.40} must be a number from 0 to {_MAX_TOKENS}")
-    return {**parse_selector(rest, with_tier=False), "keep_tokens": keep}
+        raise CallError(f"keep_tokens {_shown(keep)} must be a number from 0 to {_MAX_TOKENS}")
+    selector = parse_selector(rest, with_tier=False, besides=("keep_tokens",))
+    return {**selector, "keep_tokens": keep}
 
 
 def parse_pin(body: Any) -> dict[str, Any]:
@@ -94,11 +96,11 @@ def parse_pin(body: Any) -> dict[str, Any]:
         raise CallError("the body must be a JSON object")
     own = {name: body[name] for name in ("name", "ttl") if name in body}
     rest = {name: value for name, value in body.items() if name not in own}
-    selector = parse_selector(rest, with_tier=True)
+    selector = parse_selector(rest, with_tier=True, besides=("name", "ttl"))
     _check_name(own)
     ttl = own.get("ttl", 1)
     if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:
-        raise CallError(f"ttl {ttl!r:.40} must be seconds, more than 0, at most {_MAX_TTL_S}")
+        raise CallError(f"ttl {_shown(ttl)} must be seconds, more than 0, at most {_MAX_TTL_S}")
     return {**selector, **own}
 
 
@@ -108,9 +110,11 @@ def parse_prefetch(body: Any) -> tuple[dict[str, Any], float]:
     if not isinstance(body, dict):
         raise CallError("the body must be a JSON object")
     rest = {name: value for name, value in body.items() if name != "wait_s"}
-    selector, wait_s = parse_selector(rest, with_tier=False), body.get("wait_s", 0)
+    selector = parse_selector(rest, with_tier=False, besides=("wait_s",))
+    wait_s = body.get("wait_s", 0)
     if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MAX_WAIT_S:
-        raise CallError(f"wait_s {wait_s!r:.40} must be seconds, at least 0, at most {_MAX_WAIT_S}")
+        shown = _shown(wait_s)
+        raise CallError(f"wait_s {shown} must be seconds, at least 0, at most {_MAX_WAIT_S}")
     return selector, float(wait_s)
 
 
@@ -130,7 +134,8 @@ def parse_tenant(body: Any, *besides: str) -> dict[str, Any]:
     unknown = sorted(tenant.keys() - {"extra_key", "cache_salt"})
     if unknown:
         shown = repr(unknown[0][:_MAX_SHOWN])
-        raise CallError(f"{shown} is unknown here; pass extra_key and cache_salt")
+        known = ", ".join(("extra_key", "cache_salt", *besides))
+        raise CallError(f"{shown} is unknown here; pass {known}")
     for name, value in tenant.items():
         if (problem := _problem(name, value)) is not None:
             raise CallError(problem)
@@ -139,19 +144,16 @@ def parse_tenant(body: Any, *besides: str) -> dict[str, Any]:
 
 def parse_limit(body: Any) -> dict[str, Any]:
     """Return how many to list at most. Raises ``CallError``."""
-    limit = body.get("limit", _LIMIT) if isinstance(body, dict) else None
-    if isinstance(limit, str) and limit.isascii() and limit.isdecimal():  # of a query
-        limit = int(limit[:_MAX_SHOWN])
-    if type(limit) is not int or not body.keys() <= {"limit"}:
+    if not isinstance(body, dict) or not body.keys() <= {"limit"}:
         raise CallError("pass limit, a number, and nothing else")
-    return {"limit": max(1, min(limit, _MAX_LIMIT))}
+    return {"limit": _limit(body)}
 
 
 def parse_listing(body: Any) -> dict[str, Any]:
     """Return whose conversations to list, how many, and ``after`` which: a cursor for each
     data-parallel rank, None where nothing is left. Raises ``CallError``."""
     tenant = parse_tenant(body, "limit", "after")
-    limit = parse_limit({"limit": body["limit"]} if "limit" in body else {})
+    limit = {"limit": _limit(body)}
     if "after" not in body:
         return {**tenant, **limit, "after": {}}
     if (problem := _problem("after", body["after"])) is not None:
@@ -164,6 +166,22 @@ def cursor_of(cursors: dict[str, str | None]) -> str | None:
     if all(cursor is None for cursor in cursors.values()):
         return None
     return base64.urlsafe_b64encode(json.dumps(cursors).encode()).decode().rstrip("=")
+
+
+def _limit(body: dict[str, Any]) -> int:
+    passed = limit = body.get("limit", _LIMIT)
+    if isinstance(limit, str) and re.fullmatch("[0-9]{1,10}", limit):  # of a query
+        limit = int(limit)
+    if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
+        raise CallError(f"limit {_shown(passed)} must be a number from 1 to {_MAX_LIMIT}")
+    return limit
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_MAX_SHOWN]
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        return "of too many digits"
 
 
 def _cursors(after: str) -> dict[str, str | None]:

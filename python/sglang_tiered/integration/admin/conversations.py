@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import Selector
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_OBJECT_TIER",
-    "NO_STORE",
     "Checkpoints",
     "Located",
     "PendingRequests",
@@ -49,9 +49,11 @@ __all__ = [
     "selectors_of",
     "tenant_of_body",
     "tokens_in_memory",
+    "without_store",
 ]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
+DETACHED = "the NVMe tier is detached; attach it and ask again"
 
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
 
@@ -65,6 +67,14 @@ Work = TypeVar("Work")
 def refused(why: str, status: int = 400) -> dict[str, Any]:
     """Return the answer that refuses a call; the statuses are those of ``bodies.CallError``."""
     return {"error": why, "status": status}
+
+
+def without_store() -> dict[str, Any]:
+    """Return the answer where no storage is attached: 503 if there could be."""
+    config = TieredConfig.from_environment()
+    if config is not None and config.nvme is not None:
+        return refused(DETACHED, 503)
+    return refused(NO_STORE)
 
 
 class Located(NamedTuple):
@@ -125,7 +135,7 @@ class Checkpoints:
         """Begin to make a conversation durable, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         if number not in self._begun:
             if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many checkpoints at once; ask again", 503)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -86,8 +87,7 @@ class Forgets:
         done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
         if durable:  # until then the caller may name it again
             recents, original = cache.recent_requests, cache.purged_tenants.original
-            for selector in entry.selectors:
-                recents.forget(selector, entry.num_kept_tokens, int(cache.page_size), original)
+            recents.forget(entry.selectors, entry.num_kept_tokens, int(cache.page_size), original)
             entry.selectors = []
         num_tokens = entry.num_pages * int(cache.page_size)
         answer: dict[str, Any] = {"done": done, "durable": durable, "num_tokens": num_tokens}
@@ -125,27 +125,28 @@ def _forget(
     num_kept = -(-keep_tokens // int(cache.page_size))
     hidden: dict[str, None] = {}
     hashes: dict[str, None] = {}
-    for selector in _longest(selectors):
+    for selector in (longest := _longest(selectors)):
         found = _pages_behind(cache, selector, num_kept)
         hidden.update(dict.fromkeys(found.hidden))
         hashes.update(dict.fromkeys(found.hashes))
     spend(cache, len(hashes))
     entry = _forget_pages(cache, list(hidden), list(hashes))
-    entry.selectors, entry.num_kept_tokens = selectors, num_kept * int(cache.page_size)
+    entry.selectors, entry.num_kept_tokens = longest, num_kept * int(cache.page_size)
     return entry
 
 
 def _longest(selectors: list[Selector]) -> list[Selector]:
     """Return those that are not the beginning of another one, as most turns of a conversation
     are of the next."""
-    found: list[Selector] = []
-    for selector in sorted(selectors, key=lambda each: -len(each.tokens)):
-        if not any(
-            each[1:] == selector[1:] and each.tokens[: len(selector.tokens)] == selector.tokens
-            for each in found
-        ):
-            found.append(selector)
-    return found
+    # In the order of their bytes a beginning comes right before those that go on from it.
+    ordered = sorted((repr(each[1:]), each.tokens.tobytes(), n) for n, each in enumerate(selectors))
+    return [
+        selectors[number]
+        for (keys, tokens, number), (next_keys, next_tokens, _) in pairwise(
+            [*ordered, ("", b"", 0)]
+        )
+        if keys != next_keys or not next_tokens.startswith(tokens)
+    ]
 
 
 class _Pages(NamedTuple):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_tiered.integration.admin.conversations import (
-    NO_STORE,
     PendingRequests,
     names_prefix,
     refused,
     selector_of,
+    without_store,
 )
 from sglang_tiered.integration.cache.ahead.chain_loader import chain_of
 from sglang_tiered.integration.cache.ahead.hints import Hinted
@@ -44,7 +44,7 @@ class Prefetches:
         """Begin to bring a conversation to host memory, or report how far that is."""
         storage, tiering = cache.storage, cache.tiering
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         if tiering is None:
             return refused(NOT_HERE)
         hints = tiering.hints

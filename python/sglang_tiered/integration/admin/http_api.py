@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_routes"]
 
+_MAX_DIGITS = 10  # of a token in a query: Python refuses to read thousands
+
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
     "checkpoint": (("POST",), TierService.checkpoint),
@@ -146,9 +148,14 @@ async def _json(request: Request) -> Any:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return query parameters as a body; ``input_ids`` are separated by commas."""
+    """Return query parameters as a body; ``input_ids`` are separated by commas, and what is no
+    token is -1."""
     body: dict[str, Any] = dict(request.query_params)
     if "input_ids" in body:
-        words = body["input_ids"].split(",")
-        body["input_ids"] = [int(word) if word.strip().isdecimal() else -1 for word in words]
+        words = [word.strip() for word in body["input_ids"].split(",")]
+        are_numbers = [word.isdecimal() and len(word) <= _MAX_DIGITS for word in words]
+        body["input_ids"] = [
+            int(word) if is_number else -1
+            for word, is_number in zip(words, are_numbers, strict=True)
+        ]
     return body

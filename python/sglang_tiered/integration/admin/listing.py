@@ -17,20 +17,22 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.admin.conversations import (
-    NO_STORE,
     PendingRequests,
     key_of,
-    refused,
     tenant_of_body,
     tokens_in_memory,
+    without_store,
 )
 from sglang_tiered.integration.admin.pin_notes import (
     NO_NOTE,
+    TOKEN_BYTES,
     PinNote,
     as_tokens,
     keepers,
+    packed,
     stored_name,
     unpack,
+    whole_pages,
 )
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
@@ -72,6 +74,7 @@ class _PinnedRows:
     """The pins of a tenant on this rank, by the conversation they are of."""
 
     of_conversation: dict[str, _Row]
+    of_prefix: dict[tuple[str | None, bytes], list[_Row]]  # by adapter and whole pages
     rows: list[_Row]  # by their cursors
 
 
@@ -100,11 +103,11 @@ class Listings:
         """Begin a page, or go on with it."""
         storage = cache.storage
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         if number not in self._begun:
             tenant = tenant_of_body(cache, body)
             recents = _newest(cache.recent_requests.of_tenant(tenant), int(cache.page_size))
-            pinned = self._worker.submit(_pinned_rows, storage, tenant)
+            pinned = self._worker.submit(_pinned_rows, storage, tenant, int(cache.page_size))
             self._begun[number] = _Listing(body, recents, pinned)
         listing = self._begun[number]
         if listing.answer is not None:
@@ -125,7 +128,7 @@ class Listings:
 
     def _choose(self, cache: TieredRadixCache, storage: TieredStorage, listing: _Listing) -> None:
         """Choose the rows of the page, as the first rank does."""
-        chosen = _page(listing, listing.pinned.result())
+        chosen = _page(cache, listing, listing.pinned.result())
         if not cache.decides_alone:
             told = first_ranks(cache, msgspec.msgpack.encode(chosen))
             chosen = msgspec.msgpack.decode(told, type=tuple[list[_Row], bool])
@@ -146,29 +149,33 @@ def _rank() -> int:
 
 
 def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
-    """Return the newest request of each conversation, and all that have none, but for those that
-    no tier can hold, such as checks of health."""
-    seen: set[str] = set()
+    """Return the newest request of each conversation, and all that have none, of those that a tier
+    can hold: a check of health, or a first word, has no whole page."""
+    seen: set[str | None] = set()
     found = {}
     for recent in recents:
-        if recent.conversation is None or recent.conversation not in seen:
-            if len(recent.selector.tokens) >= page_size:
-                found[recent.rid] = recent
-            seen.add(recent.conversation or "")
+        if len(recent.selector.tokens) >= page_size and recent.conversation not in seen:
+            found[recent.rid] = recent
+            seen |= {recent.conversation} - {None}
     return found
 
 
-def _page(listing: _Listing, pinned: _PinnedRows) -> tuple[list[_Row], bool]:
+def _page(
+    cache: TieredRadixCache, listing: _Listing, pinned: _PinnedRows
+) -> tuple[list[_Row], bool]:
     """Return the rows behind the cursor, and whether there are more."""
     limit = int(listing.body["limit"])
     after = listing.body["after"].get(str(_rank()), _RECENT)
     if after is None:  # this replica has told all
         return [], False
     rows: list[_Row] = []
-    shown = set()
+    shown: set[str] = set()  # cursors of pins
+    lengths = {len(tokens) for _, tokens in pinned.of_prefix}
     for recent in listing.recents.values():
         of_id = pinned.of_conversation.get(recent.conversation or "")
-        shown.add(recent.conversation)
+        its = [] if of_id is None else [of_id]
+        its += [row for row in _same_prefix(cache, recent, pinned, lengths) if row is not of_id]
+        shown.update(row.cursor for row in its)
         is_behind = after == _RECENT or (
             after.startswith(_RECENT) and recent.number < int(after[1:])
         )
@@ -179,16 +186,27 @@ def _page(listing: _Listing, pinned: _PinnedRows) -> tuple[list[_Row], bool]:
                     id=recent.conversation,
                     rid=recent.rid,
                     last_used_s=recent.used_at_s,
-                    pins=of_id.pins if of_id is not None else [],
+                    pins=[pin for row in its for pin in row.pins],
                 )
             )
     start = bisect_right(pinned.rows, after, key=lambda row: row.cursor)
     for row in pinned.rows[start if after.startswith(_PINNED) else 0 :]:
         if len(rows) > limit:
             break
-        if row.id is None or row.id not in shown:
+        if row.cursor not in shown:
             rows.append(row)
     return rows[:limit], len(rows) > limit
+
+
+def _same_prefix(
+    cache: TieredRadixCache, recent: Recent, pinned: _PinnedRows, lengths: set[int]
+) -> list[_Row]:
+    """Return the pins without a conversation that have the whole pages of a request."""
+    tokens, page_size = recent.selector.tokens, int(cache.page_size)
+    if len(tokens) // page_size * page_size * TOKEN_BYTES not in lengths:
+        return []
+    adapter = cache.purged_tenants.adapter_of(recent.selector.extra_key)
+    return pinned.of_prefix.get((adapter, whole_pages(packed(tokens), page_size)), [])
 
 
 def _match_some(cache: TieredRadixCache, listing: _Listing) -> None:
@@ -233,7 +251,7 @@ def _report(
     }
 
 
-def _pinned_rows(storage: TieredStorage, tenant: bytes) -> _PinnedRows:
+def _pinned_rows(storage: TieredStorage, tenant: bytes, page_size: int) -> _PinnedRows:
     """Return the pins of a tenant, as this rank has them. On the thread, as they are counted."""
     prefix = stored_name(tenant, "")
     groups: dict[str, list[tuple[PinNote, dict[str, Any]]]] = {}
@@ -252,6 +270,7 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes) -> _PinnedRows:
         key = f"i{note.conversation}" if note.conversation is not None else f"n{name}"
         groups.setdefault(key, []).append((note, shown))
     rows = []
+    of_prefix: dict[tuple[str | None, bytes], list[_Row]] = {}
     for key in sorted(groups):
         newest = max((note for note, _ in groups[key]), key=lambda note: note.pinned_at_s)
         rows.append(
@@ -265,7 +284,10 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes) -> _PinnedRows:
                 tokens=newest.tokens,
             )
         )
-    return _PinnedRows({row.id: row for row in rows if row.id is not None}, rows)
+        pages = whole_pages(newest.tokens, page_size)
+        if newest.conversation is None and pages:
+            of_prefix.setdefault((newest.adapter, pages), []).append(rows[-1])
+    return _PinnedRows({row.id: row for row in rows if row.id is not None}, of_prefix, rows)
 
 
 def _count_tiers(

@@ -23,7 +23,21 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["NO_NOTE", "PinNote", "as_tokens", "keepers", "pinned_prefixes", "stored_name", "unpack"]
+__all__ = [
+    "NO_NOTE",
+    "TOKEN_BYTES",
+    "PinNote",
+    "as_tokens",
+    "keepers",
+    "packed",
+    "pinned_prefixes",
+    "pins_of_prefix",
+    "stored_name",
+    "unpack",
+    "whole_pages",
+]
+
+TOKEN_BYTES = 4  # of a note
 
 _VERSION = 1
 _DIGEST_BYTES = 16
@@ -42,8 +56,7 @@ class PinNote(msgspec.Struct, array_like=True, frozen=True):
     def of(
         cls, tokens: array[int], conversation: str | None, adapter: str | None, pinned_at_s: float
     ) -> PinNote:
-        packed = np.frombuffer(tokens, np.int64).astype("<u4").tobytes()
-        return cls(_VERSION, conversation, adapter, pinned_at_s, packed)
+        return cls(_VERSION, conversation, adapter, pinned_at_s, packed(tokens))
 
     def pack(self) -> bytes:
         """Return it with a digest of the conversation in front, by which it is found."""
@@ -54,9 +67,19 @@ NO_NOTE = PinNote(_VERSION, None, None, 0.0, b"")
 """Of a pin that lost pages to a forget: what it noted went with them."""
 
 
-def as_tokens(packed: bytes) -> array[int]:
-    """Return the tokens of a note, four bytes each, little-endian."""
-    return array("q", np.frombuffer(packed, "<u4").astype(np.int64).tobytes())
+def packed(tokens: array[int]) -> bytes:
+    """Return tokens as a note has them: four bytes each, little-endian."""
+    return np.frombuffer(tokens, np.int64).astype("<u4").tobytes()
+
+
+def as_tokens(noted: bytes) -> array[int]:
+    """Return the tokens of a note."""
+    return array("q", np.frombuffer(noted, "<u4").astype(np.int64).tobytes())
+
+
+def whole_pages(noted: bytes, page_size: int) -> bytes:
+    """Return the tokens of a note that are in whole pages."""
+    return noted[: len(noted) - len(noted) % (page_size * TOKEN_BYTES)]
 
 
 class _NamedNote(NamedTuple):
@@ -119,6 +142,20 @@ def pinned_prefixes(
         key = cache.purged_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
         found.append((name, Selector(as_tokens(note.tokens), key, cache_salt)))
     return found
+
+
+def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: Selector) -> list[str]:
+    """Return the stored names of a tenant's pins with the whole pages of a prefix, whatever they
+    are called: those of the first rank, on all ranks. Memory only."""
+    storage, page_size = cache.storage, int(cache.page_size)
+    pages = whole_pages(packed(selector.tokens), page_size)
+    adapter = cache.purged_tenants.adapter_of(selector.extra_key)
+    own = []
+    for name, data in [] if storage is None else _all_notes(storage, tenant):
+        note = unpack(data) if len(data) >= len(pages) else None
+        if note and note.adapter == adapter and whole_pages(note.tokens, page_size) == pages:
+            own.append(name)
+    return msgspec.msgpack.decode(first_ranks(cache, msgspec.msgpack.encode(own)), type=list[str])
 
 
 def _all_notes(storage: TieredStorage, tenant: bytes) -> list[tuple[str, bytes]]:

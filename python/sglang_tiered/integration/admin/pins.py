@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.admin.conversations import (
     NO_OBJECT_TIER,
-    NO_STORE,
     Checkpoints,
     PendingRequests,
     locate,
@@ -21,11 +20,13 @@ from sglang_tiered.integration.admin.conversations import (
     refused,
     selector_of,
     tenant_of_body,
+    without_store,
 )
 from sglang_tiered.integration.admin.pin_notes import (
     PinNote,
     keepers,
     pinned_prefixes,
+    pins_of_prefix,
     stored_name,
 )
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
@@ -69,7 +70,7 @@ class Pins:
         that is."""
         storage = cache.storage
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         body = {"tier": Tier.NVME.value, **body}
         if number not in self._begun:
             if not names_prefix(body):  # a later question, and it was dropped
@@ -112,7 +113,7 @@ class Pins:
         """Let a pin go, of a conversation all its pins, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return refused(NO_STORE)
+            return without_store()
         if number not in self._let_go:
             here, names = keepers(storage).values(), _stored_names(cache, body)
             has_any = any(keeper.has_pin(name) for keeper in here for name in names)
@@ -177,4 +178,5 @@ def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> list[str]:
     if selector is None or not hashes:
         return []
     tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-    return [stored_name(tenant, _conversation(cache, body) or hashes[-1])]
+    unnamed = stored_name(tenant, _conversation(cache, body) or hashes[-1])
+    return list(dict.fromkeys((unnamed, *pins_of_prefix(cache, tenant, selector))))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["Recent", "RecentRequests", "Selector"]
 
@@ -70,23 +71,27 @@ class RecentRequests:
 
     def forget(
         self,
-        selector: Selector,
+        selectors: Iterable[Selector],
         num_kept_tokens: int,
         page_size: int,
         original: Callable[[str | None], str | None],
     ) -> None:
-        """Forget the requests that had the first page of a prefix behind its first tokens, or the
-        beginning of that page. ``original``: see ``PurgedTenants``."""
-        end, key = num_kept_tokens + page_size, original(selector.extra_key)
-        for recent in list(self._recents.values()):
-            tokens = recent.selector.tokens[:end]
-            is_of_it = tokens == selector.tokens[: len(tokens)] and len(tokens) > num_kept_tokens
-            salt = recent.selector.cache_salt
-            if (
-                is_of_it
-                and salt == selector.cache_salt
-                and original(recent.selector.extra_key) == key
-            ):
+        """Forget the requests that had the first page of any of these prefixes behind its first
+        tokens, or the beginning of that page. A prefix without that page counts only where nothing
+        is kept. ``original``: see ``PurgedTenants``."""
+        end = num_kept_tokens + page_size
+        found: dict[tuple[str | None, str | None], set[bytes]] = {}
+        for tokens, extra_key, cache_salt in selectors:
+            if len(tokens) >= end or not num_kept_tokens:
+                first = found.setdefault((original(extra_key), cache_salt), set())
+                first.add(tokens[:end].tobytes())
+        ordered = {keys: sorted(first) for keys, first in found.items()}
+        for recent in list(self._recents.values()) if ordered else ():
+            tokens, extra_key, cache_salt = recent.selector
+            firsts = ordered.get((original(extra_key), cache_salt), [])
+            own = tokens[:end].tobytes()
+            at = bisect_left(firsts, own)  # those that begin with it come right behind
+            if len(tokens) > num_kept_tokens and at < len(firsts) and firsts[at].startswith(own):
                 self._drop(recent.rid)
 
     def drop_tenant(self, tenant: bytes | None) -> None:

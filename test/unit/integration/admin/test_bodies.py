@@ -10,6 +10,7 @@ from sglang_tiered.integration.admin import bodies
 from sglang_tiered.integration.admin.bodies import (
     CallError,
     cursor_of,
+    parse_forget,
     parse_limit,
     parse_listing,
     parse_pin,
@@ -107,6 +108,8 @@ def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
         ({"rid": "r", "ttl": float("nan")}, "ttl nan must be"),
         ({"rid": "r", "ttl": True}, "ttl True must be"),
         ({"rid": "r", "ttl": "1h"}, "ttl '1h' must be"),
+        ({"rid": "r", "ttl": 10**5000}, "ttl of too many digits must be"),
+        ({"rid": "r", "bogus": 1}, "'bogus' is unknown; pass .* name, .* ttl"),
     ],
 )
 def test_a_wrong_pin_is_one_sentence(body: Any, sentence: str) -> None:
@@ -136,18 +139,25 @@ def test_a_wrong_unpin_is_one_sentence(body: Any, sentence: str) -> None:
 
 @pytest.mark.parametrize(
     ("body", "limit"),
-    [({}, 100), ({"limit": "7"}, 7), ({"limit": 0}, 1), ({"limit": "9" * 5000}, 1000)],
+    [({}, 100), ({"limit": "7"}, 7), ({"limit": 1}, 1), ({"limit": "1000"}, 1000)],
 )
 def test_a_list_has_a_bound(body: dict[str, Any], limit: int) -> None:
     assert parse_limit(body) == {"limit": limit}
 
 
-@pytest.mark.parametrize(
-    "body", [[], {"limit": "-1"}, {"limit": True}, {"limt": 1}, {"limit": "\u0663"}]
-)
-def test_a_wrong_limit_is_one_sentence(body: Any) -> None:
+@pytest.mark.parametrize("body", [[], {"limt": 1}])
+def test_a_list_takes_a_limit_alone(body: Any) -> None:
     with pytest.raises(CallError, match="pass limit, a number"):
         parse_limit(body)
+
+
+@pytest.mark.parametrize(
+    "limit", ["-1", "", True, "\u0663", 0, 1001, "1001", "9" * 5000, [10**5000], None]
+)
+def test_a_limit_beyond_its_bounds_is_refused(limit: Any) -> None:
+    for parse in (parse_limit, parse_listing):
+        with pytest.raises(CallError, match=r"limit .{1,50} must be a number from 1 to 1000$"):
+            parse({"limit": limit})
 
 
 def test_a_cursor_comes_back_as_it_went() -> None:
@@ -164,7 +174,7 @@ def test_a_cursor_comes_back_as_it_went() -> None:
     [
         ([], "must be a JSON object"),
         ({"limit": "x"}, "a number"),
-        ({"rid": "r"}, "'rid' is unknown here"),
+        ({"rid": "r"}, "'rid' is unknown here; pass extra_key, cache_salt, limit, after"),
         ({"after": 7}, "after must be a text"),
         ({"after": "%"}, "not what an answer gave"),
         ({"after": "\N{SNOWMAN}"}, "not what an answer gave"),
@@ -186,6 +196,19 @@ def test_a_hint_says_how_long_to_wait() -> None:
         parse_prefetch([])
     with pytest.raises(CallError, match="exactly one of"):
         parse_prefetch({"wait_s": 1})
+
+
+@pytest.mark.parametrize("keep", [-1, [10**5000], True, None])
+def test_a_wrong_keep_is_one_sentence(keep: Any) -> None:
+    with pytest.raises(CallError, match=r"keep_tokens .{1,40} must be a number from 0"):
+        parse_forget({"rid": "r", "keep_tokens": keep})
+
+
+def test_unknown_fields_are_told_all_known_ones() -> None:
+    with pytest.raises(CallError, match="keep_tokens, rid"):
+        parse_forget({"rid": "r", "keep_tokens": 1, "bogus": 1})
+    with pytest.raises(CallError, match="text, wait_s"):
+        parse_prefetch({"rid": "r", "bogus": 1})
 
 
 @pytest.mark.parametrize("wait_s", [-1, 30.1, "1", None, True, float("nan"), float("inf")])

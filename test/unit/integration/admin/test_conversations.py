@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 
-from sglang_tiered.integration.admin import listing
+from sglang_tiered.integration.admin import conversations, listing
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
 from sglang_tiered.integration.identity.recent_requests import Selector
@@ -130,6 +130,51 @@ def test_unpin_of_a_rid_takes_its_conversations_pin(world: CacheWorld) -> None:
     named = ask.pin(rid="2")["name"]
     assert ask("unpin", input_ids=list(B)) == {"done": True}
     assert ask("unpin", name=named) == {"done": True, "unknown": True}
+
+
+def test_unpin_of_a_prefix_takes_named_pins(world: CacheWorld) -> None:
+    ask = Caller(world)
+    note(world, "1", A)
+    note(world, "2", A + B, "chat")
+    for name in ("mine", "its"):
+        ask.pin(rid="1", name=name)
+    ask.pin(rid="2", name="longer")
+    assert ask("unpin", rid="1") == {"done": True}
+    for name in ("mine", "its"):
+        assert ask("unpin", name=name) == {"done": True, "unknown": True}
+    unaligned = [*(A + B), 7]
+    assert ask("unpin", input_ids=unaligned, extra_key="acme") == {"done": True, "unknown": True}
+    assert ask("unpin", input_ids=unaligned) == {"done": True}
+    assert [row["pins"] for row in ask.rows()] == [[], []]
+
+
+def test_detached_tiers_can_be_attached_again(world: CacheWorld) -> None:
+    ask = Caller(world)
+    note(world, "1", A)
+    assert world.cache.detach_storage_backend()[0]
+    for method in ("checkpoint", "pin", "unpin", "prefetch", "conversations"):
+        answer = ask(method, rid="1", now=0.0)
+        assert (answer["status"], answer["error"]) == (503, conversations.DETACHED)
+
+
+def test_pinned_request_is_one_row(world: CacheWorld) -> None:
+    ask = Caller(world)
+    for rid, tokens in (("1", A), ("2", B), ("3", A + B)):
+        note(world, rid, tokens)
+    ask.pin(rid="1")
+    ask.pin(rid="1", name="too")
+    ask.pin(input_ids=[*B, 7], name="b")
+    rows = {row["rid"]: sorted(pin["name"] for pin in row["pins"]) for row in ask.rows()}
+    assert rows["2"] == ["b"] and rows["3"] == []
+    assert len(rows) == 3 and len(rows["1"]) == 2 and "too" in rows["1"]
+    page = ask("conversations", limit=3, after={})
+    assert len(page["conversations"]) == 3 and page["next"] is None
+
+
+def test_short_turn_hides_no_earlier_one(world: CacheWorld) -> None:
+    note(world, "1", A, "chat")
+    world.cache.recent_requests.note_request("2", Selector(A[:3], None, None), NO_TENANT, "chat")
+    assert [row["rid"] for row in Caller(world).rows()] == ["1"]
 
 
 def test_rows_count_tokens_by_tier(world: CacheWorld) -> None:

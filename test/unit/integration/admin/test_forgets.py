@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,6 @@ from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -115,6 +116,25 @@ def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.Mo
     assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
     assert held(world, TOKENS) == (4, 4)
     assert "error" not in asked.answer(world.cache, "r", {**everything, "keep_tokens": PAGE})
+
+
+def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
+    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    got = answer(world, rid="r", keep_tokens=100_000)
+    assert got == {"done": True, "durable": True, "num_tokens": 0}
+    assert answer(world, rid="r", keep_tokens=len(TOKENS) - PAGE)["num_tokens"] == PAGE
+
+
+def test_branches_are_compared_in_linear_time() -> None:
+    """The scheduler serves nobody else meanwhile."""
+    common = array("q", range(4000))
+    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
+    beginnings = [Selector(common[:end], None, None) for end in range(1, 1000)]
+    other = Selector(common[:5], "key", None)
+    began = time.thread_time()
+    found = forgets._longest([*branches, *beginnings, other, other])
+    assert time.thread_time() - began < 1
+    assert sorted(found, key=repr) == sorted([*branches, other], key=repr)
 
 
 def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:

@@ -40,3 +40,9 @@ def test_half_a_character_is_always_refused(text: bytes) -> None:
         with pytest.raises(CallError) as caught:
             parse_selector(read_body(body % text), with_tier=True)
         str(caught.value).encode()  # or it could not be answered
+
+
+def test_too_many_digits_are_no_token() -> None:
+    query = "input_ids=1, 22," + "1" * 5000 + ",x,"
+    request = Request({"type": "http", "query_string": query.encode()})
+    assert http_api._query(request) == {"input_ids": [1, 22, -1, -1, -1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import TYPE_CHECKING
 
@@ -62,5 +63,27 @@ def test_forgotten_beginnings_go_too() -> None:
     purged = PurgedTenants()
     purged.quarantine(None)  # from now on, they would go by another key
     marked = Selector(array("q", range(12)), purged.key_of(None, None), None)
-    recent.forget(marked, 4, 4, purged.original)
+    recent.forget([Selector(array("q", range(6)), None, None)], 4, 4, purged.original)
+    assert recent.find("5") and recent.find("20"), "by a prefix without a page behind them"
+    others = [Selector(array("q", [number] * 12), None, None) for number in range(9)]
+    recent.forget([*others, marked], 4, 4, purged.original)
     assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]
+
+
+def test_short_ones_go_where_nothing_is_kept() -> None:
+    recent = RecentRequests()
+    for end in (3, 5):
+        recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
+    recent.forget([Selector(array("q", range(3)), None, None)], 0, 4, PurgedTenants().original)
+    assert recent.find("3") is None and recent.find("5")
+
+
+def test_forgotten_branches_are_compared_in_linear_time() -> None:
+    recent, common = RecentRequests(), array("q", range(4000))
+    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
+    for number, branch in enumerate(branches):
+        recent.note_request(str(number), branch, NO_TENANT)
+    began = time.thread_time()
+    recent.forget(branches, 4032, 32, PurgedTenants().original)
+    assert time.thread_time() - began < 1
+    assert list(recent.of_tenant(NO_TENANT)) == []
