@@ -38,10 +38,12 @@ def main() -> None:
     parser.add_argument("step", choices=["save", "resume"])
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--file", type=Path, default=Path("agent.txt"))
+    parser.add_argument("--api-key", help="of the server, if it was started with one")
     options = parser.parse_args()
 
-    sglang.set_default_backend(sglang.RuntimeEndpoint(options.url))
-    with TierClient(options.url) as tiers:
+    server = sglang.RuntimeEndpoint(options.url, api_key=options.api_key)
+    sglang.set_default_backend(server)
+    with TierClient(options.url, api_key=options.api_key) as tiers:
         if options.step == "save":
             state = begin.run(log="12:03 disk full\n12:04 restarted\n12:09 disk full\n" * 8)
             print("findings", repr(state["findings"]))

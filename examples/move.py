@@ -27,9 +27,12 @@ def main() -> None:
     parser.add_argument("step", choices=["leave", "arrive"])
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--file", type=Path, default=Path("talk.json"))
+    parser.add_argument("--api-key", help="of the servers, if they were started with one")
     options = parser.parse_args()
 
-    with TierClient(options.url) as tiers:
+    keys = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    http = httpx.Client(base_url=options.url, headers=keys, timeout=300)
+    with http, TierClient(options.url, api_key=options.api_key) as tiers:
         if options.step == "leave":
             text = OPENING * 8
         else:
@@ -43,7 +46,7 @@ def main() -> None:
             print("held", held, "tokens in the bucket")
 
         body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
-        answer = httpx.post(f"{options.url}/generate", json=body, timeout=300).raise_for_status()
+        answer = http.post("/generate", json=body).raise_for_status()
         said, about = answer.json()["text"], answer.json()["meta_info"]
         print("answer", repr(said))
 

@@ -128,7 +128,7 @@ def test_openai_client_pins_and_forgets(servers: dict[str, Server]) -> None:
     assert len(found["answer"]) == 2
     pinned, bytes_left = found["pinned"]
     assert int(pinned.split()[0]) >= 2 * PAGE
-    assert any("['journey']" in line for line in found["listed"])
+    assert any(re.match(r"[0-9a-f]{32} .*\['journey'\]$", line) for line in found["listed"])
     assert number(found, "forgot") >= 2 * PAGE
     assert bytes_left == "0 bytes"
 

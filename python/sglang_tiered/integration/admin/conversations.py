@@ -42,6 +42,7 @@ __all__ = [
     "key_of",
     "locate",
     "names_prefix",
+    "num_known",
     "recent_of",
     "refused",
     "residency",
@@ -165,9 +166,9 @@ class Checkpoints:
     ) -> _Checkpoint:
         located = locate(cache, selector)
         _store_soon(cache, located.path)
-        num_known = _num_known(cache, storage, located)
+        num_pages = num_known(cache, storage, located)
         tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-        hashes = located.hashes[:num_known]
+        hashes = located.hashes[:num_pages]
         work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
         return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
@@ -178,7 +179,7 @@ def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> No
         cache.tiering.store_soon(path)
 
 
-def _num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located) -> int:
+def num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located) -> int:
     """Count the leading pages that memory or a tier holds; the others were never computed."""
     in_tree = located.path[-1].path_end // int(cache.page_size) if located.path else 0
     rest = sum(span.num_pages for span in storage.lookup_spans(located.hashes[in_tree:]))

@@ -16,6 +16,7 @@ from sglang_tiered.integration.admin.conversations import (
     PendingRequests,
     locate,
     names_prefix,
+    num_known,
     recent_of,
     refused,
     selector_of,
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["Pins"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
+NOTHING_HELD = (
+    "no page of the prefix is in memory or a tier, so there is nothing to keep; pin it once it is "
+    "computed"
+)
 NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
@@ -80,10 +85,14 @@ class Pins:
             selector = selector_of(cache, body)
             if selector is None:
                 return {"done": True, "unknown": True}
-            hashes = locate(cache, selector).hashes
-            if not hashes:
+            located = locate(cache, selector)
+            if not located.hashes:
                 return refused(TOO_SHORT.format(cache.page_size))
-            self._begun[number] = _begin(cache, storage, selector, hashes, body)
+            num_held = num_known(cache, storage, located)
+            knows, least = least_on_every_rank(cache, [int(storage.knows_namespace), -num_held])
+            if knows and not least:  # none on any rank, and the tiers could tell
+                return {"done": True, "unknown": NOTHING_HELD}
+            self._begun[number] = _begin(cache, storage, selector, located.hashes, body)
         return self._report(cache, storage, number, body)
 
     def _report(

@@ -220,10 +220,11 @@ def _check_counted(answers: Sequence[Answer], what: str) -> None:
 
 def _known(answers: Sequence[Answer], unknown: str) -> Sequence[Answer]:
     """Return the answers of schedulers that know what was named, at least one. Raises
-    ``CallError``."""
+    ``CallError``, with what a scheduler said of it if one did."""
     known = [answer for answer in _not_failed(answers) if "unknown" not in answer]
     if not known:
-        raise CallError(unknown, 404)
+        said = (answer["unknown"] for answer in answers if answer["unknown"] is not True)
+        raise CallError(next(said, unknown), 404)
     return known
 
 

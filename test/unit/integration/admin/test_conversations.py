@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 
-from sglang_tiered.integration.admin import conversations, listing
+from sglang_tiered.integration.admin import conversations, listing, pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
 from sglang_tiered.integration.identity.recent_requests import Selector
@@ -146,6 +146,14 @@ def test_unpin_of_a_prefix_takes_named_pins(world: CacheWorld) -> None:
     assert ask("unpin", input_ids=unaligned, extra_key="acme") == {"done": True, "unknown": True}
     assert ask("unpin", input_ids=unaligned) == {"done": True}
     assert [row["pins"] for row in ask.rows()] == [[], []]
+
+
+def test_what_was_never_computed_is_not_pinned(world: CacheWorld) -> None:
+    ask = Caller(world)
+    assert ask.pin(input_ids=list(A)) == {"done": True, "unknown": pins.NOTHING_HELD}
+    assert ask.rows() == []
+    world.compute(A[:PAGE])
+    assert ask.pin(input_ids=list(A))["num_missing"] == len(A) - PAGE
 
 
 def test_detached_tiers_can_be_attached_again(world: CacheWorld) -> None:

@@ -139,6 +139,7 @@ def test_rid_is_repeated_for_replicas_without_it(method: Any) -> None:
         (TierService.purge, {}, [DONE], 400, "pass extra_key"),
         (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
         (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
+        (TierService.pin, {"rid": "r"}, [{"unknown": True}, {"unknown": "why"}], 404, "^why$"),
         (TierService.forget, {"rid": "r"}, [{"unknown": True}], 404, "no recent request"),
         (TierService.forget, {"rid": "r", "keep_tokens": -1}, [DONE], 400, "keep_tokens -1"),
         (TierService.forget, {"rid": "r", "keep_tokens": True}, [DONE], 400, "keep_tokens True"),
