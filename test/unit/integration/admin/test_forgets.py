@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -125,15 +124,14 @@ def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=len(TOKENS) - PAGE)["num_tokens"] == PAGE
 
 
+@pytest.mark.timeout(20)  # pair by pair they would take minutes
 def test_branches_are_compared_in_linear_time() -> None:
     """The scheduler serves nobody else meanwhile."""
     common = array("q", range(4000))
-    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
-    beginnings = [Selector(common[:end], None, None) for end in range(1, 1000)]
+    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(3000)]
+    beginnings = [Selector(common[:end], None, None) for end in range(1, 3000)]
     other = Selector(common[:5], "key", None)
-    began = time.thread_time()
     found = forgets._longest([*branches, *beginnings, other, other])
-    assert time.thread_time() - began < 1
     assert sorted(found, key=repr) == sorted([*branches, other], key=repr)
 
 

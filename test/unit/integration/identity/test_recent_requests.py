@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from array import array
-from typing import TYPE_CHECKING
+
+import pytest
 
 from sglang_tiered.integration.identity import recent_requests
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import PurgedTenants
 from sglang_tiered.storage.base import NO_TENANT
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_recent_requests_are_bounded(
@@ -78,12 +75,11 @@ def test_short_ones_go_where_nothing_is_kept() -> None:
     assert recent.find("3") is None and recent.find("5")
 
 
+@pytest.mark.timeout(20)  # pair by pair they would take minutes
 def test_forgotten_branches_are_compared_in_linear_time() -> None:
     recent, common = RecentRequests(), array("q", range(4000))
     branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
     for number, branch in enumerate(branches):
         recent.note_request(str(number), branch, NO_TENANT)
-    began = time.thread_time()
     recent.forget(branches, 4032, 32, PurgedTenants().original)
-    assert time.thread_time() - began < 1
     assert list(recent.of_tenant(NO_TENANT)) == []
