@@ -33,7 +33,8 @@ class ForgetAllowance:
         """Return in how many seconds so many keys may be forgotten: 0 now, infinity never."""
         if num_keys > self._max_keys:
             return math.inf
-        while self._taken and self._taken[0][0] <= now - WINDOW_S:
+        # Both ends by one sum: as differences they round apart, and a wait of 0 would be no leave.
+        while self._taken and self._taken[0][0] + WINDOW_S <= now:
             self._num_taken -= self._taken.popleft()[1]
         too_many = self._num_taken + num_keys - self._max_keys
         wait_s = 0.0
@@ -41,7 +42,7 @@ class ForgetAllowance:
             if too_many <= 0:
                 break
             too_many -= num
-            wait_s = taken_at + WINDOW_S - now
+            wait_s = (taken_at + WINDOW_S) - now
         return wait_s
 
     def take(self, num_keys: int, now: float) -> None:

@@ -406,7 +406,7 @@ def test_what_takes_its_pages_ends_a_hint(
         hinting.world.until(lambda: not cache.has_loads_under_way)
         assert hinting.poll() == {"error": why, "status": 503}
     else:
-        assert hinting.poll()["status"] == 400
+        assert hinting.poll()["status"] == 503
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
 

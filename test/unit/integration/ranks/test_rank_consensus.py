@@ -206,6 +206,7 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("shared_pages.py", "get_parallel().attn_tp_group.all_gather_object"),
         ("device_memory.py", "gather"),  # of pages within a pool, by a kernel
         ("device_memory.py", "scatter"),
+        ("service.py", "asyncio.gather"),  # of answers, in the HTTP process
     }
 
 
