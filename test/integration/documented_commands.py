@@ -37,6 +37,7 @@ SERVERS = (
     "sglang serve",
     "python -m sglang.launch_server",
     "python -m sglang_tiered.launch_server",
+    "sglang-tiered serve",
     "python -m sglang_router.launch_router",
 )
 """Command lines that run until they are stopped."""
@@ -49,7 +50,9 @@ RUN_ELSEWHERE = {
 """Command lines that something else runs, and what: one with a test of what it prints, and two that
 would run themselves."""
 
-_COMMAND = re.compile(r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang |git ))")
+_COMMAND = re.compile(
+    r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang(-tiered)? |git ))"
+)
 _MARK = re.compile(r"<!--\s*not run\b:?(?P<reason>.*?)-->", re.DOTALL)
 
 

@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "cluster": {"policy", "tools", "trace"},
     "": {"integration"},  # the package itself, of which ``Engine`` is an attribute
     "client": {"policy"},
+    "completion": {"__main__", "tools"},  # parsers by their names in the list of commands
     "launch_server": {"integration"},
     "integration": {
         "client",

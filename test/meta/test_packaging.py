@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -60,6 +61,10 @@ def test_every_entry_point_leads_to_a_function(project: dict[str, Any], group: s
         assert callable(getattr(importlib.import_module(module), attribute)), target
 
 
+def test_the_console_command_is_the_module(project: dict[str, Any]) -> None:
+    assert project["scripts"] == {"sglang-tiered": "sglang_tiered.__main__:main"}
+
+
 def test_the_pinned_sglang_is_the_required_one(
     project: dict[str, Any],
 ) -> None:
@@ -70,27 +75,30 @@ def test_the_pinned_sglang_is_the_required_one(
 def test_the_pinned_environment_holds_every_dependency(project: dict[str, Any]) -> None:
     serving = pins("cpu.txt") | pins("cpu-nodeps.txt")
     extras = project["optional-dependencies"]
-    used = [line for name in ("index", "object", "zstd") for line in extras[name]]
+    used = [line for name in ("object", "peers", "zstd") for line in extras[name]]
     assert {required(line) for line in project["dependencies"] + used} <= serving.keys()
-    developing = extras["dev"] + extras["plot"]
+    developing = extras["dev"] + extras["plot"] + extras["tools"]
     assert {required(line) for line in developing} <= pins("dev.txt").keys()
 
 
-def third_party() -> set[str]:
-    """Distributions that our modules import, anywhere in them."""
-    providers = importlib.metadata.packages_distributions()
+@functools.cache
+def imported() -> set[str]:
+    """Dotted names of other people's modules that ours import, anywhere in them."""
     found = set()
     for path in [path for root in ("python", "kernels") for path in (ROOT / root).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = [node.module]
-            else:
-                continue
-            found |= {name.split(".")[0] for name in names}
-    theirs = found - sys.stdlib_module_names - {"sglang_tiered", "sglang_tiered_kernels"}
-    return {normal(providers[name][0]) for name in theirs}
+                found.add(node.module)
+    ours = sys.stdlib_module_names | {"sglang_tiered", "sglang_tiered_kernels"}
+    return {name for name in found if name.split(".")[0] not in ours}
+
+
+def third_party() -> set[str]:
+    """Distributions that our modules import."""
+    providers = importlib.metadata.packages_distributions()
+    return {normal(providers[name.split(".")[0]][0]) for name in imported()}
 
 
 def test_imports_and_declared_dependencies_agree(
@@ -105,6 +113,17 @@ def test_imports_and_declared_dependencies_agree(
     assert everything == [f"sglang-tiered[{','.join(sorted(extras))}]"]
     asked_for = {extra: package for package, extra in EXTRAS.items()}
     assert asked_for == {name: required(*lines) for name, lines in extras.items()}
+
+
+def test_private_modules_come_with_an_upper_bound(project: dict[str, Any]) -> None:
+    """What is private may change with any version."""
+    private = {name.split(".")[0] for name in imported() if "._" in name}
+    assert "redis" in private
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    for package in private:
+        bounds = [line for line in lines if required(line) == package]
+        assert bounds
+        assert all("<" in line or "==" in line for line in bounds), bounds
 
 
 def test_no_package_is_pinned_twice_with_different_versions() -> None:
