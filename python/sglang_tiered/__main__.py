@@ -38,6 +38,11 @@ COMMANDS = {
         "sglang_tiered.launch_server",
         "sglang_tiered.launch_server:make_parser",
     ),
+    "demo": Command(
+        "what the tiers do, in about a minute, with a small random model",
+        "sglang_tiered.demo",
+        "sglang_tiered.demo.command:make_parser",
+    ),
     "store": Command(
         "look into a tier's store: stat, verify, dump, gc",
         "sglang_tiered.tools.store",

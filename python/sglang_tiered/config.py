@@ -448,8 +448,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.encrypt_data and self.keys_directory is None:
             raise ConfigError(
-                "--transfer-encrypt all needs --transfer-keys; make keys with python -m "
-                "sglang_tiered keygen."
+                "--transfer-encrypt all needs --transfer-keys; make keys with sglang-tiered keygen."
             )
 
     @property
