@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from markdown_it import MarkdownIt
 
 if TYPE_CHECKING:
@@ -28,7 +29,15 @@ FRONT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _ROOMS = ("python", "kernels", "benchmark", "scripts", "test", "requirements")
 OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / ".github" / "pull_request_template.md",
     *sorted(path for room in _ROOMS for path in (ROOT / room).rglob("*.md")),
+]
+
+ISSUE_FORMS = [
+    path
+    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    if path.name != "config.yml"
 ]
 
 SERVERS = (
@@ -163,6 +172,18 @@ def page_blocks(path: Path) -> list[Block]:
 
 def page_inline_commands(path: Path) -> list[Command]:
     return inline_commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+
+
+def form_commands(path: Path) -> list[Command]:
+    """What the texts of an issue form have between backquotes."""
+    texts = [
+        text
+        for element in yaml.safe_load(path.read_text(encoding="utf-8"))["body"]
+        for text in element["attributes"].values()
+        if isinstance(text, str)
+    ]
+    page = str(path.relative_to(ROOT))
+    return [command for text in texts for command in inline_commands_of(text, page)]
 
 
 def _refuse_a_mark_of_nothing(mark: tuple[str, int] | None, page: str) -> None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import pytest
 from documented_commands import (
     FRONT_PAGES,
+    ISSUE_FORMS,
     OTHER_PAGES,
     ROOT,
     RUN_ELSEWHERE,
     Command,
     blocks_of,
+    form_commands,
     inline_commands_of,
     page_blocks,
     page_inline_commands,
@@ -152,6 +154,7 @@ def test_every_documented_command_line_names_what_exists() -> None:
             *page_inline_commands(path),
         ]
     ]
+    commands += [command for path in ISSUE_FORMS for command in form_commands(path)]
     assert len(commands) > 30
     wrong = [f"{command}: {why}" for command in commands if (why := unknown_in(command))]
     assert not wrong, "\n".join(wrong)
