@@ -7,6 +7,7 @@ rooms run is not in the figure.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     plugin = _measuring(config)
     if plugin is not None and plugin.cov_controller is not None:
-        percent = plugin.cov_controller.cov.report(file=io.StringIO())
+        from coverage.exceptions import NoDataError
+
+        percent = 0.0
+        with contextlib.suppress(NoDataError):
+            percent = plugin.cov_controller.cov.report(file=io.StringIO())
         rooms = ", ".join(MEASURED_ROOMS)
         terminalreporter.write_line(
             f"coverage: {percent:.0f} % of the package's lines, by the tests of {rooms} alone and "

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
             target, plan = _ask_our_own(demo, options.max_tokens)
         else:
             target, plan = _ask_another(demo, options.url.rstrip("/"), options.max_tokens)
-    except AskingError as error:
+    except (AskingError, NotServingError) as error:
         note(str(error))
         return 1
     interruption.check()
