@@ -100,7 +100,7 @@ def _answer(name: str) -> int:
         print_lines(version_lines())
         return 0
     if name not in ("-h", "--help"):
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
         raise ConfigError(
             f"{name} is no command; "
             + (f"the nearest is {near[0]}, and " if near else "")

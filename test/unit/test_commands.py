@@ -75,7 +75,7 @@ def test_list_imports_only_this_package_and_python() -> None:
 
 @pytest.mark.parametrize(
     ("name", "clause"),
-    [("stroe", "the nearest is store, and "), ("launch_server", ""), ("--versions", "")],
+    [("stroe", "the nearest is store, and "), ("transfer", ""), ("--versions", "")],
 )
 def test_an_unknown_command_names_the_nearest(name: str, clause: str) -> None:
     ended = run("-m", "sglang_tiered", name)
