@@ -27,6 +27,6 @@ def test_the_figure_precedes_the_closing_line(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line, closing = ended.stdout.splitlines()[-2:]
     assert re.fullmatch(r"\d+ passed.* in .*s", closing)
-    found = re.match(r"coverage: (\d+) % of the package's lines, by the tests of ", line)
+    found = re.match(r"coverage: (\d+) % of the package's lines but those of ", line)
     assert found, line
     assert int(found[1]) > 60  # of the one module that is measured here
