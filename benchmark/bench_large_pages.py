@@ -24,8 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
 from server_process import Server
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 ROOT = Path(__file__).parents[1]
 PAGE = 64

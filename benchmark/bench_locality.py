@@ -24,11 +24,11 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.sharing.locality.formats import ServerRecord
 from sglang_tiered.sharing.locality.index import LocalityIndex
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

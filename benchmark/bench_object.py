@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from machine import describe_machine, describe_versions
 from object_bench import resume
 from object_bench.places import directory_place, has_server, s3_place
 from object_bench.sides import (
@@ -34,6 +33,7 @@ from object_bench.sides import (
     object_spans,
     open_engine,
 )
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from storage_bench.figures import DifferentBytesError, Report, quotients, size_name
 
 if TYPE_CHECKING:

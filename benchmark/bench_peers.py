@@ -20,10 +20,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from machine import describe_machine, describe_versions
 from object_bench import resume
 from peer_bench.redis_process import find_redis, run_redis
 from peer_bench.sides import LOCAL, PEER_KEYS, PEER_MEMORY, PEER_PLAIN, RAW, measure
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.wire.keys import PEER, make_keys
 from storage_bench.figures import DifferentBytesError, Report, quotients, size_name
 from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from machine import describe_machine, describe_versions
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have

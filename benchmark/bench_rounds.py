@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from machine import describe_machine, describe_versions
 from server_process import Answer, Server
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 ROOT = Path(__file__).parents[1]
 PAGE_SIZE = 64

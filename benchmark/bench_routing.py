@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.cluster.planner import Fleet, Planner
 from sglang_tiered.cluster.published_settings import distserve, splitwise
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.trace.cluster.books import Knowledge
 from sglang_tiered.trace.cluster.comparison import speed_where_busy
 from sglang_tiered.trace.cluster.plan import Member, Plan

@@ -28,9 +28,9 @@ from rich.console import Console
 
 from live_bench.asking import EXTRA, Measured, ask_server
 from live_bench.modelled import TIERS, compare, kind_of
-from machine import describe_machine, describe_versions
 from serving_bench.replays import trace_requests
 from serving_bench.setting import PAGE_SIZE, Geometry
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.reuse import measure as measure_reuse
 from sglang_tiered.trace.scaling import Scaling, scale

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
 from serving_bench import (
     balanced,
     disk_added,
@@ -49,6 +48,7 @@ from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY, Setting
 from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
 from serving_bench.throttle import NoThrottleError, find_throttle
 from sglang_tiered.errors import TraceError
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.source import DATA_VARIABLE
 from storage_bench.figures import Report

@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
@@ -39,6 +38,7 @@ from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 PAGE = 64
 PAGES_PER_NODE = 16

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from step_bench.world import PAGE, PAGES_EACH, Waiting, make_world
 from storage_bench.figures import summarize
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.errors import TraceError
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from storage_bench import (
     device_section,
     idle_section,

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 from transfer_bench import codecs, goodput, handoff, mooncake
 from transfer_bench.pools import Shape
 

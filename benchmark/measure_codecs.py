@@ -31,9 +31,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.codecs import CODEC_NAMES, NO_CODEC, PageLayout, make_codec
 from sglang_tiered.integration.cpu import torchvision_operators
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 torchvision_operators.declare()  # before transformers imports torchvision
 

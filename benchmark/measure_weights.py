@@ -19,9 +19,9 @@ import threading
 import time
 from pathlib import Path
 
-from machine import describe_machine, describe_versions
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.integration.identity.file_digests import FileDigests, see
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 NUM_RUNS = 7
 PIECE_BYTES = 64 * MiB

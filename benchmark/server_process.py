@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.demo.server import NotServingError, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,12 +73,9 @@ class Answer:
 
 
 @dataclass
-class Server:
+class Server(ServerProcess):
     """One launched server. ``log`` holds everything its processes printed."""
 
-    port: int
-    process: subprocess.Popen[bytes]
-    log_path: Path
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -112,41 +110,11 @@ class Server:
         process = cls.open_process(command, {**os.environ, **(environment or {})}, log_path)
         return cls(port, process, log_path, list(arguments), environment or {})
 
-    @staticmethod
-    def open_process(
-        command: list[str], environment: dict[str, str], log_path: Path
-    ) -> subprocess.Popen[bytes]:
-        """A session of its own for a command, whose output is added to the log."""
-        with log_path.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment,
-            )
-
     def wait_until_it_generates(self, deadline_s: float = START_DEADLINE_S) -> None:
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"server ended at start:\n{self.log[-4000:]}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/health_generate", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        self.kill()
-        raise AssertionError(f"server did not start in time:\n{self.log[-4000:]}")
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        try:
+            self.wait_until_it_serves(deadline_s)
+        except NotServingError as error:
+            raise AssertionError(str(error)) from error
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -206,31 +174,10 @@ class Server:
                     raise
                 time.sleep(0.05)
 
-    def kill(self) -> None:
-        """``kill -9`` of the whole process group: nothing gets to clean up."""
-        self._signal_group(signal.SIGKILL)
-
     def stop(self) -> None:
         """An ordinary stop; ``kill -9`` if it does not end in time."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_DEADLINE_S)
-        self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-        self.process.wait(STOP_DEADLINE_S)
-        # The group's children are gone once the group cannot be signalled any more.
-        deadline = time.monotonic() + STOP_DEADLINE_S
-        while time.monotonic() < deadline:
-            try:
-                os.killpg(self.process.pid, 0)
-            except ProcessLookupError:
-                return
-            # Where this process is a container's first one, the orphans are its children.
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-self.process.pid, os.WNOHANG)
-            time.sleep(0.05)
-        raise AssertionError("the server's processes did not end")
+        self.kill()

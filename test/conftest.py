@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit import coverage_figure
 from kit.runs import blank, make_run, page_data
 
 if TYPE_CHECKING:
     from kit.runs import Blank, MakeRun, PageData
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A job that a script starts in the background inherits SIGINT as ignored, and every process
     that a test means to interrupt would too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.pluginmanager.register(coverage_figure)
 
 
 @pytest.fixture(autouse=True)

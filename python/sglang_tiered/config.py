@@ -333,7 +333,7 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--tier-peer-keys",
             DIRECTORY,
             "Directory, writable by its owner only, with `peer.key`, `peer.key_secret` and the "
-            "`*.key` of those to serve (`python -m sglang_tiered keygen`). With it pages travel "
+            "`*.key` of those to serve (`sglang-tiered keygen`). With it pages travel "
             "encrypted.",
             default="none",
         ),
@@ -361,7 +361,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--transfer-keys",
             DIRECTORY,
             "Directory, writable by its owner only, with the keys of this role and its peers "
-            "(`python -m sglang_tiered keygen`). With it peers know each other and the control "
+            "(`sglang-tiered keygen`). With it peers know each other and the control "
             "channel is encrypted.",
             default="none",
         ),
@@ -448,8 +448,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.encrypt_data and self.keys_directory is None:
             raise ConfigError(
-                "--transfer-encrypt all needs --transfer-keys; make keys with python -m "
-                "sglang_tiered keygen."
+                "--transfer-encrypt all needs --transfer-keys; make keys with sglang-tiered keygen."
             )
 
     @property

@@ -8,7 +8,13 @@ from sglang_tiered.errors import ConfigError
 
 __all__ = ["EXTRAS", "require"]
 
-EXTRAS = {"matplotlib": "plot", "obstore": "object", "redis": "index", "zstandard": "zstd"}
+EXTRAS = {
+    "matplotlib": "plot",
+    "obstore": "object",
+    "redis": "peers",
+    "shtab": "tools",
+    "zstandard": "zstd",
+}
 """Names of extras in ``pyproject.toml``, by the package that each is for."""
 
 

@@ -1,4 +1,5 @@
-"""``python -m sglang_tiered.launch_server``: SGLang's server with the tiers below its radix cache.
+"""``sglang-tiered serve``, which is ``python -m sglang_tiered.launch_server``: SGLang's server with
+the tiers below its radix cache.
 
 Takes every flag of ``sglang.launch_server`` and the flags of ``config``.
 Whatever cannot work is refused here, with one sentence and exit code 2, before a model is loaded
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,16 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _resolve(arguments: list[str]) -> Resolved:
-    """Parse with SGLang's parser and ours at once, so that ``--help`` and errors know both."""
-    start.prepare()
-    from sglang.srt.server_args import ServerArgs
-
+    parser = make_parser()
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
 
-    parser = _Parser(prog="python -m sglang_tiered.launch_server")
-    ServerArgs.add_cli_args(parser)
-    flags.add_tier_arguments(parser)
     flags.refuse_settings(arguments)
     arguments = _with_configuration_file(parser, arguments)
     flags.refuse_gone_flags(arguments)
@@ -70,6 +65,19 @@ def _resolve(arguments: list[str]) -> Resolved:
     if not explicit.get("node_rank"):  # only the first node of several listens
         _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
     return start.resolve(explicit, arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """SGLang's parser and ours at once, so that ``--help`` and errors know both."""
+    start.prepare()
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_tiered.integration.launch import flags
+
+    parser = _Parser(prog="sglang-tiered serve")
+    ServerArgs.add_cli_args(parser)
+    flags.add_tier_arguments(parser)
+    return parser
 
 
 def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from markdown_it import MarkdownIt
 
 if TYPE_CHECKING:
@@ -28,7 +29,15 @@ FRONT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _ROOMS = ("python", "kernels", "benchmark", "scripts", "test", "requirements")
 OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / ".github" / "pull_request_template.md",
     *sorted(path for room in _ROOMS for path in (ROOT / room).rglob("*.md")),
+]
+
+ISSUE_FORMS = [
+    path
+    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    if path.name != "config.yml"
 ]
 
 SERVERS = (
@@ -37,6 +46,7 @@ SERVERS = (
     "sglang serve",
     "python -m sglang.launch_server",
     "python -m sglang_tiered.launch_server",
+    "sglang-tiered serve",
     "python -m sglang_router.launch_router",
 )
 """Command lines that run until they are stopped."""
@@ -49,7 +59,9 @@ RUN_ELSEWHERE = {
 """Command lines that something else runs, and what: one with a test of what it prints, and two that
 would run themselves."""
 
-_COMMAND = re.compile(r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang |git ))")
+_COMMAND = re.compile(
+    r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang(-tiered)? |git ))"
+)
 _MARK = re.compile(r"<!--\s*not run\b:?(?P<reason>.*?)-->", re.DOTALL)
 
 
@@ -160,6 +172,18 @@ def page_blocks(path: Path) -> list[Block]:
 
 def page_inline_commands(path: Path) -> list[Command]:
     return inline_commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+
+
+def form_commands(path: Path) -> list[Command]:
+    """What the texts of an issue form have between backquotes."""
+    texts = [
+        text
+        for element in yaml.safe_load(path.read_text(encoding="utf-8"))["body"]
+        for text in element["attributes"].values()
+        if isinstance(text, str)
+    ]
+    page = str(path.relative_to(ROOT))
+    return [command for text in texts for command in inline_commands_of(text, page)]
 
 
 def _refuse_a_mark_of_nothing(mark: tuple[str, int] | None, page: str) -> None:

@@ -104,7 +104,7 @@ def test_ctrl_c_during_a_model_load_leaves_nothing(
 
 # What the pages say in a sentence.
 OWN_COMMANDS = {
-    "launcher": "python -m sglang_tiered.launch_server --model-path M",
+    "launcher": "sglang-tiered serve --model-path M",
     "config": "scripts/serve --config tiers.yaml",
 }
 CONFIG = """\

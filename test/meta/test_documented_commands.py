@@ -15,20 +15,24 @@ from typing import TYPE_CHECKING
 import pytest
 from documented_commands import (
     FRONT_PAGES,
+    ISSUE_FORMS,
     OTHER_PAGES,
     ROOT,
     RUN_ELSEWHERE,
     Command,
     blocks_of,
+    form_commands,
     inline_commands_of,
     page_blocks,
     page_inline_commands,
 )
 
+from sglang_tiered.__main__ import COMMANDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LAUNCHER = "python -m sglang_tiered.launch_server"
+LAUNCHER = "python -m sglang_tiered serve"
 # They take its flags; loading SGLang to ask each of them takes seconds.
 PASS_FLAGS_ON = {
     "scripts/serve": LAUNCHER,
@@ -150,6 +154,7 @@ def test_every_documented_command_line_names_what_exists() -> None:
             *page_inline_commands(path),
         ]
     ]
+    commands += [command for path in ISSUE_FORMS for command in form_commands(path)]
     assert len(commands) > 30
     wrong = [f"{command}: {why}" for command in commands if (why := unknown_in(command))]
     assert not wrong, "\n".join(wrong)
@@ -160,11 +165,12 @@ def test_every_documented_command_line_names_what_exists() -> None:
     [
         ("scripts/nothing", "no such script"),
         ("python -m sglang_tiered.nothing", "no such module"),
-        ("python -m sglang_tiered store nothing --json", "invalid choice"),
+        ("sglang-tiered nothing", "no such command"),
+        ("sglang-tiered store nothing --json", "invalid choice"),
         ("python benchmark/nothing.py --quick", "no such script"),
-        ("python -m sglang_tiered keygen --nothing x", "no flag --nothing"),
-        ("python -m sglang_tiered keygen --ou x", "no flag --ou"),
-        ("python -m sglang_tiered keygen --out x", ""),
+        ("sglang-tiered keygen --nothing x", "no flag --nothing"),
+        ("sglang-tiered keygen --ou x", "no flag --ou"),
+        ("sglang-tiered keygen --out x", ""),
     ],
 )
 def test_a_name_that_is_gone_is_noticed(text: str, why: str) -> None:
@@ -178,6 +184,10 @@ def unknown_in(command: Command) -> str:
     words = command.words
     if command.begins_with(*OTHERS):
         return ""
+    if words[0] == "sglang-tiered":
+        if not words[1].startswith("-") and words[1] not in COMMANDS:
+            return "no such command"
+        words = ["python", "-m", "sglang_tiered", *words[1:]]
     if words[:2] == ["python", "-m"]:
         program, rest = words[:3], words[3:]
         if not _is_module(program[2]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from sglang_tiered.__main__ import COMMANDS
 
 if TYPE_CHECKING:
     from email.message import Message
@@ -37,16 +41,15 @@ def modules_and_pages(source_root: Path) -> set[str]:
     }
 
 
-def build(kind: str, tree: Path, out: Path) -> Path:
-    """As pip and build do it, but for their environment of its own, which needs a network."""
-    backend = f"import sys\nfrom setuptools.build_meta import build_{kind} as build\n"
-    command = [sys.executable, "-c", backend + "build(sys.argv[1])", str(out)]
+PIP = (sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check")
+"""Without what the machine's own settings of pip say."""
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> None:
     ended = subprocess.run(
-        command, cwd=tree, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (made,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +68,41 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         (tree / stray).parent.mkdir(parents=True, exist_ok=True)
         (tree / stray).write_text("")
-    return build("sdist", tree, tmp_path_factory.mktemp("sdist"))
+    out = tmp_path_factory.mktemp("sdist")
+    backend = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", backend, out, cwd=tree)
+    (made,) = out.glob("*.tar.gz")
+    return made
 
 
 @pytest.fixture(scope="module")
 def wheel_file(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as by ``python -m build``."""
+    """Built from the sdist, without a network."""
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (tree,) = unpacked.iterdir()
-    return build("wheel", tree, tmp_path_factory.mktemp("wheel"))
+    out = tmp_path_factory.mktemp("wheel")
+    offline = ("--no-deps", "--no-index", "--no-build-isolation")
+    run(*PIP, "wheel", *offline, "--wheel-dir", out, tree)
+    (made,) = out.glob("*.whl")
+    return made
 
 
 @pytest.fixture(scope="module")
 def wheel(wheel_file: Path) -> set[str]:
     with zipfile.ZipFile(wheel_file) as archive:
         return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def empty_environment(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of an environment that holds the wheel and nothing else."""
+    place = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", place)
+    into = (*PIP, "--python", place / "bin" / "python")
+    run(*into, "install", "--no-deps", "--no-index", "--no-compile", wheel_file)
+    return place / "bin" / "sglang-tiered"
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +140,56 @@ def test_the_metadata_admits_what_sglang_has_wheels_for(metadata: Message) -> No
 def test_the_readme_is_the_description(metadata: Message) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def typed(command: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [command, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_wheel_alone_lists_its_commands(empty_environment: Path) -> None:
+    ended = typed(empty_environment, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [line.split()[1] for line in ended.stdout.splitlines()][: len(COMMANDS)] == [*COMMANDS]
+
+
+def test_the_wheel_alone_tells_what_is_missing(empty_environment: Path, metadata: Message) -> None:
+    ended = typed(empty_environment, "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, sglang, *_ = lines = ended.stdout.splitlines()
+    assert first == f"sglang-tiered {metadata['Version']}"
+    assert sglang.startswith("sglang is missing (required: ==")
+    required = metadata.get_all("Requires-Dist", [])
+    (missing,) = [line for line in lines if line.startswith("missing: ")]
+    assert missing.endswith("; pip install sglang-tiered")
+    named = missing.removeprefix("missing: ").partition(";")[0].split(", ")
+    assert len(named) == len([line for line in required if "extra ==" not in line])
+    assert "missing for the extra object: obstore; pip install 'sglang-tiered[object]'" in lines
+
+
+COMPLETE = {"cluster": ("published",), "completion": ("bash",), "keygen": ("--out", "keys")}
+"""Command lines of those that look at it before they need a package."""
+NEEDS_ITS_EXTRA = {"completion": "completion needs the package shtab; pip install '{}[tools]'."}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_without_packages_says_so(empty_environment: Path, name: str) -> None:
+    ended = typed(empty_environment, name, *COMPLETE.get(name, ()))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1
+    if name in NEEDS_ITS_EXTRA:
+        wanted = NEEDS_ITS_EXTRA[name].format("sglang-tiered")
+        assert ended.stderr == f"sglang-tiered: {wanted}\n"
+        return
+    assert re.fullmatch(
+        rf"sglang-tiered: sglang-tiered {name} needs the package [\w-]+, which is not installed; "
+        r"pip install sglang-tiered installs all that is missing\.\n",
+        ended.stderr,
+    )

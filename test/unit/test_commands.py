@@ -1,10 +1,12 @@
-"""``python -m sglang_tiered`` lists the commands that there are, at once, and starts each."""
+"""``sglang-tiered`` lists the commands that there are, at once, and starts each."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import sglang_tiered
-from sglang_tiered.__main__ import _MODULES, COMMANDS
+from sglang_tiered.__main__ import COMMANDS
 
 PACKAGE = Path(sglang_tiered.__file__).parent
 
@@ -29,18 +31,33 @@ def test_list_names_exactly_the_runnable_modules() -> None:
         for path in PACKAGE.rglob("*.py")
         if re.search(r"^if __name__ == ", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert runnable - {"__main__"} == {_MODULES.get(name, name) for name in COMMANDS}
+    listed = {command.module.removeprefix("sglang_tiered.") for command in COMMANDS.values()}
+    # Itself, and what ``scripts/serve`` runs.
+    assert runnable - {"__main__", "demo.server"} == listed
     ended = run("-m", "sglang_tiered")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == run("-m", "sglang_tiered", "--help").stdout
-    assert [line.split()[3] for line in ended.stdout.splitlines()] == list(COMMANDS)
+    shown = [line.split()[:2] for line in ended.stdout.splitlines()]
+    assert shown[: len(COMMANDS)] == [["sglang-tiered", name] for name in COMMANDS]
+    assert shown[len(COMMANDS) :] == [["sglang-tiered", "--help"], ["sglang-tiered", "--version"]]
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"launch_server", "keygen"}))
+WITH_COMMANDS = [name for name in COMMANDS if ": " in COMMANDS[name].purpose]
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_the_list_names_the_commands_of_a_command(name: str) -> None:
-    parser = importlib.import_module(f"sglang_tiered.{_MODULES.get(name, name)}.cli")._parser()
+    module, _, function = COMMANDS[name].parser.partition(":")
+    parser = getattr(importlib.import_module(module), function)()
     (below,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    assert COMMANDS[name].partition(": ")[2].split(", ") == list(below.choices)
+    assert COMMANDS[name].purpose.partition(": ")[2].split(", ") == list(below.choices)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"serve"}))  # that one takes seconds
+def test_usage_names_the_command_as_typed(name: str) -> None:
+    ended = run("-m", "sglang_tiered", name, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"usage: sglang-tiered {name} ")
 
 
 def test_list_imports_only_this_package_and_python() -> None:
@@ -56,12 +73,27 @@ def test_list_imports_only_this_package_and_python() -> None:
     assert theirs == {"sglang_tiered"}
 
 
-def test_an_unknown_command_is_one_sentence() -> None:
-    ended = run("-m", "sglang_tiered", "serve")
+@pytest.mark.parametrize(
+    ("name", "clause"),
+    [("stroe", "the nearest is store, and "), ("transfer", ""), ("--versions", "")],
+)
+def test_an_unknown_command_names_the_nearest(name: str, clause: str) -> None:
+    ended = run("-m", "sglang_tiered", name)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "sglang-tiered: serve is no command; python -m sglang_tiered lists what there is.\n"
+        f"sglang-tiered: {name} is no command; {clause}sglang-tiered --help lists what there is.\n"
     )
+
+
+def test_version_says_what_a_bug_report_needs() -> None:
+    ended = run("-m", "sglang_tiered", "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ours, sglang, torch, python, *missing = ended.stdout.splitlines()
+    assert ours == f"sglang-tiered {sglang_tiered.__version__}"
+    assert sglang.startswith(f"sglang {importlib.metadata.version('sglang')} (required: ")
+    assert torch == f"torch {importlib.metadata.version('torch')}"
+    assert python.startswith(f"Python {platform.python_version()}, ")
+    assert all(line.startswith("missing") for line in missing)
 
 
 def test_command_runs_alike_by_name_and_module(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import contextlib, importlib, importlib.machinery, io, json, pkgutil, sys
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        if fullname.split(".")[0] in {"matplotlib", "obstore", "redis", "zstandard"}:
+        if fullname.split(".")[0] in {"matplotlib", "obstore", "redis", "shtab", "zstandard"}:
             return None
         return super().find_spec(fullname, path, target)
 
@@ -47,13 +47,14 @@ BUCKET = ("--tier-object-url", "s3://bucket/kv")
 CASES = (
     ("--tier-object-url", "obstore", "object", (*SERVER, *BUCKET)),
     ("the object tier", "obstore", "object", ("sglang_tiered.tools.store.cli", "stat", BUCKET[1])),
-    ("--tier-index", "redis", "index", (*SERVER, "--tier-index", "redis://localhost")),
+    ("--tier-index", "redis", "peers", (*SERVER, "--tier-index", "redis://localhost")),
     (
         "--transfer-codec zstd",
         "zstandard",
         "zstd",
         (*SERVER, "--disaggregation-mode", "decode", "--transfer-codec", "zstd"),
     ),
+    ("completion", "shtab", "tools", ("sglang_tiered.completion", "bash")),
     ("--plot", "matplotlib", "plot", ("sglang_tiered.trace.cli", "stat", "no", "--plot", "a.png")),
 )
 

@@ -1,4 +1,4 @@
-"""The entry point of ``python -m sglang_tiered.cluster``."""
+"""The entry point of ``sglang-tiered cluster``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m sglang_tiered.cluster``. A command is a module with
+"""The command line of ``sglang-tiered cluster``. A command is a module with
 ``add_arguments(parser)`` and ``run(options) -> int``, as of ``sglang_tiered.trace``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _EPILOG = """\
 examples:
@@ -38,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     return int(options.run(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m sglang_tiered.cluster",
+        prog="sglang-tiered cluster",
         description="Plans a cluster of servers, by simulation.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -4,7 +4,7 @@
         answer = engine.generate("Once upon a time", {"max_new_tokens": 16})
         engine.pin(rid=answer["meta_info"]["id"], name="story", within_s=60)
 
-It takes what ``python -m sglang_tiered.launch_server`` takes, less what concerns HTTP, as keyword
+It takes what ``sglang-tiered serve`` takes, less what concerns HTTP, as keyword
 arguments: SGLang's by their names, ours with underscores (``tier_nvme_bytes="64GiB"``). Both come
 to the same settings. Its calls of the tiers are those of ``sglang_tiered.client``.
 """

@@ -1,4 +1,4 @@
-"""The command line of ``python -m sglang_tiered keygen``."""
+"""The command line of ``sglang-tiered keygen``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_tiered.tools.terminal import Parser, print_lines, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
-_PROGRAM = "python -m sglang_tiered keygen"
+_PROGRAM = "sglang-tiered keygen"
 _DESCRIPTION = """\
 Makes the keys with which prefill and decode instances know each other when they
 hand over KV with --disaggregation-transfer-backend zmq, and servers that share
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     # Imported late: --help and a mistyped flag do not need ZeroMQ.
     from sglang_tiered.wire.keys import ROLES, make_keys
 
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=_PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout)
     parser.add_argument(

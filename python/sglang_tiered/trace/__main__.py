@@ -1,4 +1,4 @@
-"""The entry point of ``python -m sglang_tiered.trace``."""
+"""The entry point of ``sglang-tiered trace``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m sglang_tiered.trace``. A command is a module with
+"""The command line of ``sglang-tiered trace``. A command is a module with
 ``add_arguments(parser)`` and ``run(options) -> int``; one line in ``_COMMANDS`` adds it."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _DESCRIPTION = """\
 Reads recorded workloads (ShareGPT and Mooncake traces), says what a cache can make of
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     return int(options.run(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m sglang_tiered.trace",
+        prog="sglang-tiered trace",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

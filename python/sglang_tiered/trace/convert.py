@@ -35,9 +35,9 @@ A ShareGPT file gets times: conversations begin as a Poisson process, turns foll
 lognormal gaps (median 126 s, sigma 1.05). Its slices are taken afterwards.
 """
 _EXAMPLES = """\
-  python -m sglang_tiered.trace convert ShareGPT_V3.json -o sharegpt.jsonl --rate 2
-  python -m sglang_tiered.trace convert conversation.jsonl --block-tokens 64 -o small-blocks.jsonl
-  python -m sglang_tiered.trace convert trace.jsonl --from-s 600 --to-s 1200 -o ten-minutes.jsonl
+  sglang-tiered trace convert ShareGPT_V3.json -o sharegpt.jsonl --rate 2
+  sglang-tiered trace convert conversation.jsonl --block-tokens 64 -o small-blocks.jsonl
+  sglang-tiered trace convert trace.jsonl --from-s 600 --to-s 1200 -o ten-minutes.jsonl
 """
 
 

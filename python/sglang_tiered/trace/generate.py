@@ -27,8 +27,8 @@ The docstring of sglang_tiered.trace.sharegpt_model says where every number
 is from.
 """
 _EXAMPLES = """\
-  python -m sglang_tiered.trace generate --num-conversations 2000 --sharegpt made-up.json
-  python -m sglang_tiered.trace generate --seed 7 --mooncake made-up.jsonl
+  sglang-tiered trace generate --num-conversations 2000 --sharegpt made-up.json
+  sglang-tiered trace generate --seed 7 --mooncake made-up.jsonl
 """
 _NUM_CONVERSATIONS = 1000
 _RATE = 1.0

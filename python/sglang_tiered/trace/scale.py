@@ -36,7 +36,7 @@ gives the factor, and requests which would still be longer are left out: the lon
 of a trace are often many times the median, which would shrink to nothing with them.
 """
 _EXAMPLES = """\
-  python -m sglang_tiered.trace scale conversation.jsonl --tokens-max 4096 --block-tokens 64 \\
+  sglang-tiered trace scale conversation.jsonl --tokens-max 4096 --block-tokens 64 \\
       --sessions 200 --time-factor 0.1 -o small.jsonl
 """
 

@@ -25,8 +25,8 @@ A ShareGPT file has no times: its conversations follow one another, so its LRU c
 is that of conversations that never overlap. Give it times with convert first.
 """
 _EXAMPLES = """\
-  python -m sglang_tiered.trace stat mooncake/conversation.jsonl
-  python -m sglang_tiered.trace stat trace.jsonl --capacity 1.5M --json stat.json --plot lru.png
+  sglang-tiered trace stat mooncake/conversation.jsonl
+  sglang-tiered trace stat trace.jsonl --capacity 1.5M --json stat.json --plot lru.png
 """
 
 

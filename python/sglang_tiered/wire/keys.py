@@ -163,9 +163,8 @@ def load_keys(directory: Path, role: str) -> Keys:
     for path in (own, peer):
         if not path.is_file():
             raise ConfigError(
-                f"{flag} {directory} has no {path.name}; make keys with python -m "
-                f"sglang_tiered keygen{' --role peer' if role == PEER else ''}, and copy "
-                "it here."
+                f"{flag} {directory} has no {path.name}; make keys with sglang-tiered "
+                f"keygen{' --role peer' if role == PEER else ''}, and copy it here."
             )
     if stat.S_IMODE(own.stat().st_mode) & 0o077:
         raise ConfigError(f"{own} can be read by others; chmod 600 it.")

@@ -283,7 +283,7 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
     for command in COMMANDS:
         outcome = cli(command, "--help")
         assert outcome.code == 0
-        assert f"examples:\n  python -m sglang_tiered.trace {command} " in outcome.out
+        assert f"examples:\n  sglang-tiered trace {command} " in outcome.out
         assert max(len(line) for line in outcome.out.splitlines()) <= 100
 
 

@@ -206,8 +206,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         if keys is None and not is_loopback(host):
             logger.warning(
                 "KV transfer listens on %s without --transfer-keys; every host that reaches this "
-                "port can read the KV of requests it opens. Make keys with python -m "
-                "sglang_tiered keygen, or close the network.",
+                "port can read the KV of requests it opens. Make keys with "
+                "sglang-tiered keygen, or close the network.",
                 host,
             )
         self.endpoint = PrefillEndpoint(

@@ -82,7 +82,7 @@ class TieredStorage(TierQueries):
         if config is None or config.nvme is None:
             raise ConfigError(
                 "the tiered storage backend has no tier configuration; start the server with "
-                "python -m sglang_tiered.launch_server."
+                "sglang-tiered serve."
             )
         self._config = config
         self._storage_config = storage_config

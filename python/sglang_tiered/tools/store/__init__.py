@@ -1,3 +1,3 @@
-"""``python -m sglang_tiered store``: look into a tier directory, check it, and give space back."""
+"""``sglang-tiered store``: look into a tier directory, check it, and give space back."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry point of ``python -m sglang_tiered store``."""
+"""The entry point of ``sglang-tiered store``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m sglang_tiered store``."""
+"""The command line of ``sglang-tiered store``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
 _GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
-_PROGRAM = "python -m sglang_tiered store"
+_PROGRAM = "sglang-tiered store"
 _DESCRIPTION = """\
 Looks into the directory of the NVMe tier, or into the object tier, checks it, and
 gives space back.
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     refuse_gone(sys.argv[1:] if arguments is None else arguments, _GONE)
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if _URL.match(options.place):
         return _bucket_command(options.command)(options)
     if options.command == "gc" and (options.ttl or options.max_bytes):
@@ -145,7 +145,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=_PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout)
     commands = parser.add_subparsers(

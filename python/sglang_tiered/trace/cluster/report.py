@@ -9,10 +9,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
+from sglang_tiered.tools.machine import describe_machine
 from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered.trace.cluster.comparison import ratios
 from sglang_tiered.trace.cluster.outcome import TIERS
-from sglang_tiered.trace.replay.report import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +104,7 @@ def write_json(
     plan = found[0][1].plan
     kinds = {member.kind.name: dataclasses.asdict(member.kind) for member in plan.members}
     report = {
-        "machine": machine(),
+        "machine": describe_machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("sglang-tiered", "numpy")},
         "settings": {**settings, "fleet": describe_fleet(plan), "kinds": kinds},
         "ratios": ratios(found),

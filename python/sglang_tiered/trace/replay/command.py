@@ -1,4 +1,4 @@
-"""``python -m sglang_tiered.trace replay``: the flags, and what they make happen."""
+"""``sglang-tiered trace replay``: the flags, and what they make happen."""
 
 from __future__ import annotations
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import importlib.metadata
 import json
-import os
-import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from sglang_tiered.config import format_bytes
+from sglang_tiered.tools.machine import describe_machine
 from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered.trace.replay.totals import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from sglang_tiered.trace.replay.runner import Replay, Run
 
-__all__ = ["machine", "print_runs", "ratios", "write_json"]
+__all__ = ["print_runs", "ratios", "write_json"]
 
 _REFERENCES = ("lru", "hicache", "belady", "infinite")
 
@@ -185,7 +181,7 @@ def write_json(
     peak_bytes: int,
 ) -> None:
     report = {
-        "machine": machine(),
+        "machine": describe_machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("sglang-tiered", "numpy")},
         "settings": {
             **settings,
@@ -219,21 +215,4 @@ def _run(run: Run) -> dict[str, Any]:
         "ttft": totals.ttft.summary(),
         "ttft_returning": totals.ttft_returning.summary(),
         **counts,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Return what results say of where they were made."""
-    cpu = platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "date": datetime.date.today().isoformat(),
     }

@@ -146,8 +146,8 @@ class TraceStream:
                 self._unit_tokens = cutter.unit_tokens
             if row.arrival_s is None:
                 raise TraceError(
-                    f"{self._path} has no arrival times; give it some with `python -m "
-                    "sglang_tiered.trace convert`."
+                    f"{self._path} has no arrival times; give it some with "
+                    "`sglang-tiered trace convert`."
                 )
             if row.arrival_s < last_s:
                 raise TraceError(

@@ -55,7 +55,7 @@ def test_help_of_all_and_of_each(cli: Cli) -> None:
     for command in COMMANDS:
         outcome = cli(command, "--help")
         assert outcome.code == 0
-        assert f"examples:\n  python -m sglang_tiered store {command} " in outcome.out
+        assert f"examples:\n  sglang-tiered store {command} " in outcome.out
         assert max(len(line) for line in outcome.out.splitlines()) <= 100
 
 

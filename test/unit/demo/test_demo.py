@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from sglang_tiered.demo.command import run
+from sglang_tiered.demo.interruption import Interruption
+from sglang_tiered.demo.phases import Phases
+from sglang_tiered.demo.plan import (
+    DEVICE,
+    FIRST,
+    HOST,
+    KILLED,
+    NUM_NEW,
+    NVME,
+    Plan,
+    Pools,
+    make_plan,
+)
+from sglang_tiered.demo.questions import Answer, make_prompt
+from sglang_tiered.demo.report import Row, document, make_table, verdict
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
-from tier_demo.command import run
-from tier_demo.interruption import Interruption
-from tier_demo.phases import Phases
-from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, Pools, make_plan
-from tier_demo.questions import Answer, make_prompt
-from tier_demo.report import Row, document, make_table, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

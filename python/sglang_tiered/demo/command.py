@@ -1,35 +1,35 @@
-"""``scripts/demo [--url URL] [--json FILE] [--max-tokens N]``: the command line and its phases."""
+"""The command line of ``sglang-tiered demo``, and its phases."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import sys
 import tempfile
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from server_process import Server, free_port
+from sglang_tiered.demo.phases import Phases
+from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
+from sglang_tiered.demo.questions import AskingError, Client, Target, make_prompt, read_target
+from sglang_tiered.demo.report import Row, document, make_table, verdict
+from sglang_tiered.demo.server import NotServingError, ServerProcess, demo_command, free_port
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import Parser, note
-from tier_demo.phases import Phases
-from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
-from tier_demo.questions import AskingError, Client, Target, make_prompt, read_target
-from tier_demo.report import Row, document, make_table, verdict
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-    from tier_demo.interruption import Interruption
+    from sglang_tiered.demo.interruption import Interruption
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
-ROOT = Path(__file__).parents[2]
 _START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
 _MOST_S = 60
 _WARM_UP = 1 << 20  # numbers of prompts that no plan reaches
@@ -41,7 +41,7 @@ _WHERE = {
 
 
 def run(arguments: Sequence[str], interruption: Interruption) -> int:
-    options = _parse(arguments)
+    options = make_parser().parse_args(arguments)
     if options.json is not None:
         _check_writable(options.json)
     demo = _Demo(interruption, Phases(Console()))
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
             target, plan = _ask_our_own(demo, options.max_tokens)
         else:
             target, plan = _ask_another(demo, options.url.rstrip("/"), options.max_tokens)
-    except AskingError as error:
+    except (AskingError, NotServingError) as error:
         note(str(error))
         return 1
     interruption.check()
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
         note(problem)
     if options.json is not None:
         settings = {
-            "server": "scripts/serve" if options.url is None else "one that was up (--url)",
+            "server": "the demo's own" if options.url is None else "one that was up (--url)",
             "model": target.model,
             "device_tokens": target.pools.device_tokens,
             "host_tokens": target.pools.host_tokens,
@@ -82,9 +82,9 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
     return 0 if problem is None else 1
 
 
-def _parse(arguments: Sequence[str]) -> Any:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="scripts/demo",
+        prog="sglang-tiered demo",
         description="Asks a small server more than its device and host memory hold, asks again, "
         "kills it with kill -9, starts it and asks again; shows where prompts came from, and how "
         "soon.",
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         help="tokens of new prompts at most; default with --url: what the server computes in about "
         "a minute",
     )
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _check_writable(path: Path) -> None:
@@ -173,7 +173,7 @@ def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
         server = _spawn(folder, port)
         try:
             with demo.phases.shown():
-                with allowed(), phase("Starting the demo server (scripts/serve)"):
+                with allowed(), phase("Starting the demo server"):
                     _wait(server)
                     target = read_target(client.url)
                     if not target.pools.has_nvme:
@@ -211,31 +211,21 @@ def _last_words(log: Path) -> str:
     return ours[-1].partition("sglang-tiered: ")[2] if ours else "its log does not say why"
 
 
-def _spawn(folder: Path, port: int) -> Server:
-    """As users start it, but with a place of its own and without the index of their servers."""
-    command = [
-        str(ROOT / "scripts" / "serve"),
-        *("--tier-dir", str(folder / "kv"), "--port", str(port)),
-    ]
+def _spawn(folder: Path, port: int) -> ServerProcess:
+    """With a place of its own, and without the index of other servers."""
     environment = {**os.environ, "TMPDIR": str(folder)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     environment.pop("SGLANG_TIERED_INDEX_URL", None)
+    command = demo_command(["--tier-dir", str(folder / "kv"), "--port", str(port)])
     log_path = folder / "server.log"
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=environment,
-        )
-    return Server(port, process, log_path)
+    process = ServerProcess.open_process(command, environment, log_path)
+    return ServerProcess(port, process, log_path)
 
 
-def _wait(server: Server) -> None:
+def _wait(server: ServerProcess) -> None:
     try:
-        server.wait_until_it_generates(_START_DEADLINE_S)
-    except AssertionError as error:
+        server.wait_until_it_serves(_START_DEADLINE_S)
+    except NotServingError as error:
         why = str(error).partition("\n")[0]
         last = (server.log.strip().splitlines() or ["nothing in its log"])[-1]
         raise AskingError(f"the demo {why} {last}") from error

@@ -12,8 +12,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_tiered.demo.plan import NUM_NEW, Pools
 from sglang_tiered.errors import ConfigError
-from tier_demo.plan import NUM_NEW, Pools
 
 __all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "make_prompt", "read_target"]
 

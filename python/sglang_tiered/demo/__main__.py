@@ -1,4 +1,4 @@
-"""What the tiers do, seen in about a minute: ``scripts/demo`` runs this.
+"""What the tiers do, seen in about a minute.
 
 Starts the demo server, asks more prompts than device and host memory hold, asks them again, kills
 the server with ``kill -9``, starts it on the same directory and asks again. Then one table: how
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 
-from tier_demo.interruption import Interruption
+from sglang_tiered.demo.interruption import Interruption
 
 
 def main() -> int:
     interruption = Interruption()
     interruption.install()  # before the imports that take time
+    from sglang_tiered.demo.command import run
     from sglang_tiered.tools.terminal import run_program
-    from tier_demo.command import run
 
     return run_program(lambda: run(sys.argv[1:], interruption))
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from machine import describe_machine, describe_versions
-from tier_demo.plan import DEVICE, FIRST, HOST, KILLED, NVME
-from tier_demo.questions import TIERS, Answer
+from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NVME
+from sglang_tiered.demo.questions import TIERS, Answer
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
-    from tier_demo.plan import Plan
+    from sglang_tiered.demo.plan import Plan
 
 __all__ = ["Row", "document", "make_table", "verdict"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-MAKER = Path(__file__).resolve().parents[2] / "scripts" / "make_demo_model.py"
+from sglang_tiered.demo import model
+
+MAKER = Path(__file__).resolve().parents[3] / "scripts" / "make_demo_model.py"
 
 # In a process of its own: importing transformers beside a CPU torch needs two of torchvision's
 # operators declared first, and must leave no trace in the test process.
@@ -110,9 +111,8 @@ def test_demo_model_never_changes_its_bytes(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(("shape", "millions"), [("24m", 24), ("44m", 44), ("85m", 85)])
 def test_shape_has_the_parameters_of_its_name(shape: str, millions: int) -> None:
-    maker = runpy.run_path(str(MAKER))
-    size = maker["SHAPES"][shape]
-    config = maker["model_config"](0, size)
+    size = model.SHAPES[shape]
+    config = model.model_config(0, size)
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
     kv = size.num_kv_heads * 64
     per_layer = size.hidden_size * (2 * size.hidden_size + 2 * kv + 3 * size.intermediate_size)
@@ -121,8 +121,7 @@ def test_shape_has_the_parameters_of_its_name(shape: str, millions: int) -> None
 
 @pytest.mark.parametrize(("shape", "kib"), [("kv256", 256), ("kv512", 512)])
 def test_shape_has_the_kv_of_its_name(shape: str, kib: int) -> None:
-    maker = runpy.run_path(str(MAKER))
-    config = maker["model_config"](0, maker["SHAPES"][shape])
+    config = model.model_config(0, model.SHAPES[shape])
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
     assert config["num_hidden_layers"] * per_layer == kib << 10
 

@@ -1,0 +1,247 @@
+"""The demo model, a small random Llama, and larger ones of its kind.
+
+The model says nothing sensible, but it behaves like one where a KV cache is concerned. Its output
+depends on the whole prompt: one byte changed hundreds of tokens back changes the continuation, so a
+wrong page shows in the text. The gap between its two best tokens is usually far above what float32
+rounding moves, so greedy decoding gives the same tokens whether a prefix was computed or loaded.
+Tokens are bytes, and greedy decoding picks printable ASCII.
+
+The same seed gives the same bytes. No network, and no import of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import string
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+HEAD_DIM = 64
+MAX_POSITIONS = 32768
+ROPE_THETA = 500000.0
+
+SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>")
+BEGIN, END, PAD = 256, 257, 261
+VOCAB_SIZE = 320  # 256 bytes and the special tokens, up to a multiple of 64
+
+# Standard deviations, each chosen by looking at greedy continuations. With queries and keys at 1,
+# attention averages over the whole context and the output falls into a loop after a few tokens.
+QUERY_KEY_GAIN = 2.5
+LOGIT_STD = 4.0
+WORD_BYTES = (string.ascii_lowercase + " ").encode()
+OTHER_PRINTABLE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What makes one of these models larger than another."""
+
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    intermediate_size: int
+    head_dim: int = HEAD_DIM
+    num_query_heads: int | None = None  # as many as the hidden size has room for
+    residual_gain: float = 1.0  # of what each layer adds
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_query_heads or self.hidden_size // self.head_dim
+
+
+# Named by their parameters in millions. The smallest is the demo; with the larger ones a prefill
+# costs enough for a benchmark to show what a cache saves. The last two have as much KV per token as
+# models of a hundred times their size, 256 and 512 KiB; so many layers would make noise of the last
+# digit a different answer, so each adds little.
+SHAPES = {
+    "8m": Shape(hidden_size=512, num_layers=3, num_kv_heads=2, intermediate_size=1536),
+    "24m": Shape(hidden_size=512, num_layers=8, num_kv_heads=2, intermediate_size=1536),
+    "44m": Shape(hidden_size=640, num_layers=9, num_kv_heads=2, intermediate_size=2048),
+    "85m": Shape(hidden_size=768, num_layers=12, num_kv_heads=4, intermediate_size=2400),
+    "kv256": Shape(128, 32, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
+    "kv512": Shape(128, 64, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
+}
+
+CHAT_TEMPLATE = (
+    "<|begin|>"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def model_config(seed: int, shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": BEGIN,
+        "demo_seed": seed,
+        "dtype": "float32",
+        "eos_token_id": END,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": MAX_POSITIONS,
+        "mlp_bias": False,
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_kv_heads,
+        "pad_token_id": PAD,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": VOCAB_SIZE,
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+    }
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE without merges: the id of a byte is the byte."""
+    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character; this maps the character back."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {
+        **{chr(byte): byte for byte in visible},
+        **{chr(256 + place): byte for place, byte in enumerate(hidden)},
+    }
+
+
+def model_weights(seed: int, shape: Shape) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size
+    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    gain = shape.residual_gain
+
+    def random(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+        values = rng.standard_normal((rows, columns), dtype=np.float32)
+        return values * np.float32(gain / columns**0.5)
+
+    ones = np.ones(hidden_size, dtype=np.float32)
+    weights = {
+        "model.embed_tokens.weight": random(VOCAB_SIZE, hidden_size, hidden_size**0.5),
+        "model.norm.weight": ones,
+        "lm_head.weight": random(VOCAB_SIZE, hidden_size, LOGIT_STD) * token_shares()[:, None],
+    }
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}"
+        weights |= {
+            f"{layer}.input_layernorm.weight": ones,
+            f"{layer}.self_attn.q_proj.weight": random(query_size, hidden_size, QUERY_KEY_GAIN),
+            f"{layer}.self_attn.k_proj.weight": random(kv_size, hidden_size, QUERY_KEY_GAIN),
+            f"{layer}.self_attn.v_proj.weight": random(kv_size, hidden_size),
+            f"{layer}.self_attn.o_proj.weight": random(hidden_size, query_size, gain),
+            f"{layer}.post_attention_layernorm.weight": ones,
+            f"{layer}.mlp.gate_proj.weight": random(intermediate_size, hidden_size),
+            f"{layer}.mlp.up_proj.weight": random(intermediate_size, hidden_size),
+            f"{layer}.mlp.down_proj.weight": random(hidden_size, intermediate_size, gain),
+        }
+    return weights
+
+
+def token_shares() -> np.ndarray:
+    """Without a bias term, a token is made rare by a small row: its logit stays near zero."""
+    shares = np.zeros(VOCAB_SIZE, dtype=np.float32)
+    shares[0x20:0x7F] = OTHER_PRINTABLE_SHARE
+    shares[list(WORD_BYTES)] = 1.0
+    return shares
+
+
+def write_model(out_dir: Path, seed: int, shape: Shape) -> bool:
+    """Return whether this call made the model; of two processes that race, one does."""
+    if is_made(out_dir, seed, shape):
+        return False
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    try:
+        staging.chmod(0o755)
+        write_json(staging / "config.json", model_config(seed, shape))
+        write_json(staging / "tokenizer_config.json", tokenizer_config())
+        ends = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
+        write_json(staging / "generation_config.json", ends)
+        byte_tokenizer().save(str(staging / "tokenizer.json"))
+        save_file(
+            model_weights(seed, shape), staging / "model.safetensors", metadata={"format": "pt"}
+        )
+        for file in staging.iterdir():
+            file.chmod(0o644)
+        try:
+            os.rename(staging, out_dir)
+        except OSError:
+            if not is_made(out_dir, seed, shape):
+                raise
+            return False
+        return True
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def is_made(out_dir: Path, seed: int, shape: Shape) -> bool:
+    config = out_dir / "config.json"
+    if not config.exists():
+        return False
+    found = json.loads(config.read_text(encoding="utf-8"))
+    if found.get("demo_seed") != seed:
+        raise FileExistsError(
+            f"{out_dir} holds another model (seed {found.get('demo_seed')}, wanted {seed})"
+        )
+    if found != model_config(seed, shape):
+        raise FileExistsError(f"{out_dir} holds another model (another shape)")
+    return True
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """The command line of ``scripts/make_demo_model.py``. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="8m", help="parameters, in millions; KiB of KV"
+    )
+    args = parser.parse_args()
+    try:
+        made = write_model(args.out_dir, args.seed, SHAPES[args.shape])
+    except OSError as error:
+        print(f"make_demo_model: {error}", file=sys.stderr)
+        return 1
+    print(f"{'made' if made else 'already there:'} {args.out_dir}", file=sys.stderr)
+    return 0

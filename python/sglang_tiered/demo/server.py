@@ -1,0 +1,158 @@
+"""A server as a process group with one log, and what the demo's own is started with.
+
+Run as a module it replaces itself with such a server, which is how ``scripts/serve`` starts one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_tiered.config import cache_directory
+from sglang_tiered.demo import model
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.tools.terminal import run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "DEMO_FLAGS",
+    "NotServingError",
+    "ServerProcess",
+    "demo_command",
+    "demo_model",
+    "free_port",
+]
+
+DEMO_FLAGS = {
+    "--dtype": "float32",
+    "--served-model-name": "sglang-tiered-demo",
+    "--max-total-tokens": "8192",  # ten prompts of a page of text reach NVMe
+}
+_STOP_DEADLINE_S = 30.0
+_PORTS = range(20_000, 22_000)
+
+
+class NotServingError(Exception):
+    """A server ended at its start, or took too long; with the end of its log."""
+
+
+@dataclass
+class ServerProcess:
+    """A server that leads a session of its own. ``log_path`` holds everything its processes
+    printed."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @staticmethod
+    def open_process(
+        command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> subprocess.Popen[bytes]:
+        """A session of its own for a command, whose output is added to the log."""
+        with log_path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_until_it_serves(self, deadline_s: float) -> None:
+        """Until it generates. Raises ``NotServingError``; a server that is late is killed."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise NotServingError(f"server ended at start:\n{self.log[-4000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health_generate", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        self.kill()
+        raise NotServingError(f"server did not start in time:\n{self.log[-4000:]}")
+
+    def kill(self) -> None:
+        """``kill -9`` of the whole process group: nothing gets to clean up. Returns once it is
+        gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(_STOP_DEADLINE_S)
+        # The group's children are gone once the group cannot be signalled any more.
+        deadline = time.monotonic() + _STOP_DEADLINE_S
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return
+            # Where this process is a container's first one, the orphans are its children.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-self.process.pid, os.WNOHANG)
+            time.sleep(0.05)
+        raise NotServingError("the server's processes did not end")
+
+
+def free_port() -> int:
+    """A free port that nobody else picks before the server binds it, seconds later: below those
+    that SGLang picks for its children, and below those of outgoing connections."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError(f"none of the ports {_PORTS[0]} to {_PORTS[-1]} is free; the demo needs one.")
+
+
+def demo_command(arguments: Sequence[str]) -> list[str]:
+    """A server of the demo model, made once under the user's cache; arguments win over
+    ``DEMO_FLAGS``. Raises ``ConfigError`` where the model cannot be kept."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    flags = [part for flag in DEMO_FLAGS.items() if flag[0] not in given for part in flag]
+    launcher = [sys.executable, "-m", "sglang_tiered.launch_server"]
+    return [*launcher, "--model-path", str(demo_model()), *flags, *arguments]
+
+
+def demo_model() -> Path:
+    """The demo model's directory; another one for another version of what makes it."""
+    version = hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()[:12]
+    path = cache_directory() / "sglang-tiered" / f"demo-model-{version}"
+    try:
+        model.write_model(path, seed=0, shape=model.SHAPES["8m"])
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parent} cannot be written ({error.strerror or error}), and the demo model is "
+            "made there; set XDG_CACHE_HOME to a folder that can, or pass --model-path."
+        ) from error
+    return path
+
+
+def _serve() -> int:
+    command = demo_command(sys.argv[1:])
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(_serve))
