@@ -1,5 +1,6 @@
-"""The compose file's own commands, as processes of this machine: keys and a model are made; prefill,
-decode, router, Redis and Prometheus start; a chat request goes through; every instance is scraped.
+"""The compose file's own commands, as processes of this machine: keys and a model are made;
+prefill, decode, router, Redis and Prometheus start; a chat request goes through; every instance is
+scraped.
 
 No container runs. Of what the file says only this is changed: names of hosts become this machine,
 ports become free ones, and paths of containers become folders of this test. The object store's
