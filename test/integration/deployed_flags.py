@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +76,19 @@ def problem_of_command(words: list[str]) -> str:
             return str(error)
         return ""
     if words[:3] == ROUTER:
-        from sglang_router.launch_router import parse_router_args
-
-        try:
-            parse_router_args(words[3:])
-        except SystemExit as end:
-            return "" if not end.code else f"the router refuses {' '.join(words[3:])}"
-        return ""
+        return _problem_of_router(tuple(words[3:]))
     return f"nobody judges the command {words[:3]}"
+
+
+@functools.cache
+def _problem_of_router(arguments: tuple[str, ...]) -> str:
+    """In a process of its own: its library and torch's do not end well together."""
+    program = "import sys; from sglang_router.launch_router import parse_router_args as p; "
+    ended = subprocess.run(
+        [sys.executable, "-c", program + "p(sys.argv[1:])", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return ended.stderr.splitlines()[-1] if ended.returncode else ""
