@@ -82,13 +82,22 @@ def problem_of_command(words: list[str]) -> str:
 
 @functools.cache
 def _problem_of_router(arguments: tuple[str, ...]) -> str:
-    """In a process of its own: its library and torch's do not end well together."""
-    program = "import sys; from sglang_router.launch_router import parse_router_args as p; "
+    """As ``launch_router`` parses them, which would import SGLang first; in a process of its own,
+    since its parser ends the process that it refuses."""
     ended = subprocess.run(
-        [sys.executable, "-c", program + "p(sys.argv[1:])", *arguments],
+        [sys.executable, "-c", _ROUTER_PARSER, *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     return ended.stderr.splitlines()[-1] if ended.returncode else ""
+
+
+_ROUTER_PARSER = """\
+import argparse
+from sglang_router.router_args import RouterArgs
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser, use_router_prefix=False)
+RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)
+"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import ipaddress
-import os
 import re
 import stat
 import subprocess
@@ -490,7 +489,7 @@ def test_keys_of_a_secret_are_taken(name: str, tmp_path: Path) -> None:
     subprocess.run([*container["command"][:-1], script], check=True, timeout=30)
     for directory, role in ((tmp_path / "keys/transfer", name), (tmp_path / "keys/peer", PEER)):
         load_keys(directory, role)
-        assert stat.S_IMODE(os.stat(directory / f"{role}.key_secret").st_mode) == 0o600
+        assert stat.S_IMODE((directory / f"{role}.key_secret").stat().st_mode) == 0o600
     given = [w.partition("=")[2] for w in args_of(name) if "-keys=" in w]
     assert given == ["/keys/transfer", "/keys/peer"]
 
