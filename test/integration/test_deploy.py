@@ -194,6 +194,15 @@ class Stack:
             process.wait(timeout=30)
 
 
+def prometheus_program() -> str | None:
+    """As ``scripts/prometheus`` finds it, where there is that script; else the PATH's."""
+    script = ROOT / "scripts" / "prometheus"
+    if not script.exists():
+        return shutil.which("prometheus")
+    found = subprocess.run([script], capture_output=True, text=True, check=False, timeout=290)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Iterator[Stack]:
     """All of it, up and healthy."""
@@ -217,7 +226,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Iterato
         for name in SERVERS:
             stack.fork(name, zygotes)
         stack.start("router")  # it waits for them
-        if program := shutil.which("prometheus"):
+        if program := prometheus_program():
             stack.start("prometheus", program)
         for name in (*SERVERS, "router"):
             stack.until(name, lambda n=name: stack.is_healthy(n), START_DEADLINE_S)  # type: ignore[misc]
@@ -265,7 +274,7 @@ def test_servers_share_the_index_and_the_bucket(stack: Stack) -> None:
 
 def test_prometheus_scrapes_every_instance(stack: Stack) -> None:
     if "prometheus" not in stack.processes:
-        pytest.skip("no prometheus on PATH (Debian: apt-get install prometheus)")
+        pytest.skip("no prometheus here (Debian: apt-get install prometheus)")
 
     def query(text: str) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
@@ -286,6 +295,8 @@ def test_prometheus_scrapes_every_instance(stack: Stack) -> None:
     stack.until("prometheus", scraped, ANSWER_DEADLINE_S)
     found = query('count+by+(role)+({__name__=~"sglang_tiered.%2B"})')
     assert {one["metric"]["role"] for one in found} == set(SERVERS)
+    rules = ask(f"{stack.url('prometheus', 9090)}/api/v1/rules")["data"]["groups"]
+    assert bool(rules) == bool(list((ROOT / "scripts" / "grafana").glob("alerts*.yaml")))
 
 
 def test_sigterm_ends_a_server_within_its_grace(stack: Stack) -> None:
