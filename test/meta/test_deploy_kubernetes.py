@@ -4,6 +4,7 @@ selectors, secrets, volumes, sizes."""
 from __future__ import annotations
 
 import copy
+import importlib.util
 import ipaddress
 import re
 import stat
@@ -19,6 +20,7 @@ from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
 from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
 
 from sglang_tiered.flags import parse_bytes
+from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -330,6 +332,25 @@ def test_readiness_waits_for_the_tiers(name: str) -> None:
 
 
 # ---- What refers to what ----
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_variables_are_read_by_what_runs(name: str) -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    (root,) = found.submodule_search_locations
+    network = (Path(root) / "srt/utils/network.py").read_text(encoding="utf-8")
+    script = str(main_of(name)["args"][-1])
+    defined: list[str] = []
+    for variable in main_of(name).get("env", []):
+        known = variable["name"] in (URL_VARIABLE, "HF_HOME", "REDISCLI_AUTH")
+        known = known or f'"{variable["name"]}"' in network or f"${variable['name']}" in script
+        later = [one.get("value", "") for one in main_of(name)["env"]]
+        known = known or any(f"$({variable['name']})" in value for value in later)
+        assert known, f"{name}: {variable['name']}"
+        # Kubernetes fills in only what stands before it.
+        assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= set(defined)
+        defined.append(variable["name"])
 
 
 def references() -> Iterator[tuple[str, str]]:
