@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRONT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 """What they say to type is run."""
 
-_ROOMS = ("python", "kernels", "benchmark", "scripts", "test", "requirements")
+_ROOMS = ("python", "kernels", "benchmark", "scripts", "test", "requirements", "deploy")
 OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",

@@ -40,7 +40,10 @@ PASS_FLAGS_ON = {
     "sglang serve": "python -m sglang.launch_server",
 }
 # What they take is not ours to check.
-OTHERS = ("curl", "pip", "git", "python -m pip", "python -m pytest", "scripts/test")
+OTHERS = (
+    *("curl", "pip", "git", "docker", "kubectl"),
+    *("python -m pip", "python -m pytest", "scripts/test"),
+)
 
 PAGE = """\
 Two commands, `scripts/serve --port 1` and `ls`:

@@ -1,0 +1,103 @@
+"""Judges the commands of ``deploy/`` by the parsers of the programs that they start."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from deployed import is_shell
+
+from sglang_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+__all__ = ["LAUNCHER", "ROUTER", "launcher_flags", "problem_of_command"]
+
+LAUNCHER = ["python3", "-m", "sglang_tiered.launch_server"]
+ROUTER = ["python3", "-m", "sglang_router.launch_router"]
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """As ``launch_server`` makes it. Loading SGLang takes ten seconds, once a process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
+        from sglang_tiered import launch_server
+        from sglang_tiered.integration.launch import flags, start
+
+        start.prepare()
+        from sglang.srt.server_args import ServerArgs
+
+        parser = launch_server._Parser(prog="launch_server")
+        ServerArgs.add_cli_args(parser)
+        flags.add_tier_arguments(parser)
+    return parser
+
+
+def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """What a server's arguments set, with those of their ``--config``, by the names in Python; a
+    model may still be missing. Raises ``ConfigError`` for a flag, a choice or a size that the
+    server would refuse."""
+    parser = _parser()
+    from sglang_tiered import launch_server
+    from sglang_tiered.config import (
+        IndexConfig,
+        NvmeConfig,
+        ObjectConfig,
+        TieredConfig,
+        TransferConfig,
+    )
+    from sglang_tiered.flags import values_of
+    from sglang_tiered.integration.launch import flags
+    from sglang_tiered.integration.launch.resolve import explicit_arguments
+
+    flags.refuse_settings(arguments)
+    with_model = ["--model-path", "any", *arguments]  # what follows replaces it
+    merged = launch_server._with_configuration_file(parser, with_model)
+    explicit = explicit_arguments(parser, flags.join_tier_values(merged))
+    for config in (TieredConfig, NvmeConfig, ObjectConfig, IndexConfig, TransferConfig):
+        values_of(config, explicit)
+    return explicit
+
+
+def problem_of_command(words: list[str]) -> str:
+    """Why the program that a command names would refuse it; empty if it would not."""
+    if is_shell(words):
+        return ""  # run, in test_deploy.py
+    if words[:3] == LAUNCHER:
+        try:
+            launcher_flags(words[3:])
+        except ConfigError as error:
+            return str(error)
+        return ""
+    if words[:3] == ROUTER:
+        return _problem_of_router(tuple(words[3:]))
+    return f"nobody judges the command {words[:3]}"
+
+
+@functools.cache
+def _problem_of_router(arguments: tuple[str, ...]) -> str:
+    """As ``launch_router`` parses them, which would import SGLang first; in a process of its own,
+    since its parser ends the process that it refuses."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ROUTER_PARSER, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return ended.stderr.splitlines()[-1] if ended.returncode else ""
+
+
+_ROUTER_PARSER = """\
+import argparse
+from sglang_router.router_args import RouterArgs
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser, use_router_prefix=False)
+RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)
+"""

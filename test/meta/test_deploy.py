@@ -1,0 +1,428 @@
+"""Images and compose file name only what exists: flags, paths, ports, variables, targets; and what
+is misspelt is refused with one sentence."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import json
+import re
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import yaml
+from deployed import (
+    COMPOSE,
+    DEPLOY,
+    ROOT,
+    SECRETS,
+    MissingVariable,
+    Service,
+    Stage,
+    interpolate,
+    is_shell,
+    names_of_variables,
+    read_dockerfile,
+    read_services,
+    words_of,
+)
+from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
+from jsonschema.validators import validator_for
+
+from sglang_tiered import launch_server
+from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GPU = DEPLOY / "compose.gpu.yaml"
+CONFIGS = [DEPLOY / "server.yaml", DEPLOY / "server.gpu.yaml", DEPLOY / "kubernetes/server.yaml"]
+SERVICES = read_services(SECRETS)
+ARGUMENTS, STAGES = read_dockerfile()
+IMAGES = ("cpu", "cuda", "router")
+ADDRESS = re.compile(
+    r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1|0\.0\.0\.0):(?P<port>\d{4,5})\b"
+)
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+# ---- Schemas ----
+
+
+def compose_problems(document: Any, name: str) -> list[str]:
+    """Where a compose file departs from the Compose Specification: file, key, value."""
+    place = "builtin_schemas/vendor/compose-spec.json"
+    schema = json.loads(files("check_jsonschema").joinpath(place).read_text(encoding="utf-8"))
+    return [
+        f"{name}: {'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in validator_for(schema)(schema).iter_errors(document)
+    ]
+
+
+@pytest.mark.parametrize("path", [COMPOSE, GPU], ids=lambda path: path.name)
+def test_compose_files_keep_to_their_schema(path: Path) -> None:
+    assert compose_problems(load(path), path.name) == []
+
+
+def test_a_misspelt_compose_key_is_one_sentence() -> None:
+    document = copy.deepcopy(load(COMPOSE))
+    document["services"]["redis"]["helthcheck"] = {}
+    (problem,) = compose_problems(document, COMPOSE.name)
+    assert problem.startswith("compose.yaml: services.redis: ") and "'helthcheck'" in problem
+
+
+class _Static(msgspec.Struct, forbid_unknown_fields=True):
+    targets: list[str]
+    labels: dict[str, str] = {}
+
+
+class _Job(msgspec.Struct, forbid_unknown_fields=True):
+    job_name: str
+    static_configs: list[_Static]
+
+
+class _Prometheus(msgspec.Struct, forbid_unknown_fields=True, rename={"all": "global"}):
+    all: dict[str, str]
+    rule_files: list[str]
+    scrape_configs: list[_Job]
+
+
+class _Source(msgspec.Struct, forbid_unknown_fields=True, rename={"is_default": "isDefault"}):
+    name: str
+    uid: str
+    type: str
+    access: str
+    url: str
+    is_default: bool
+    jsonData: dict[str, str]  # noqa: N815 - Grafana's name
+
+
+class _Sources(msgspec.Struct, forbid_unknown_fields=True):
+    apiVersion: int  # noqa: N815 - likewise
+    datasources: list[_Source]
+
+
+PROMETHEUS = msgspec.yaml.decode(
+    (DEPLOY / "prometheus/prometheus.yml").read_bytes(), type=_Prometheus
+)
+SOURCES = msgspec.yaml.decode((DEPLOY / "grafana/datasource.yaml").read_bytes(), type=_Sources)
+
+
+def test_prometheus_finds_the_alert_rules() -> None:
+    """A glob that matches nothing is no error to Prometheus, and then nothing ever alerts."""
+    (config, rules) = (mount for mount in SERVICES["prometheus"].mounts if mount.path is not None)
+    assert SERVICES["prometheus"].command[0] == f"--config.file={config.target}"
+    for pattern in PROMETHEUS.rule_files:
+        inside = str(Path(config.target).parent / pattern)
+        assert inside.startswith(rules.target + "/")
+        assert rules.path is not None
+        assert list(rules.path.glob(inside.removeprefix(rules.target + "/"))), pattern
+
+
+def test_grafana_finds_dashboards_and_their_source() -> None:
+    mounts = {mount.target: mount.path for mount in SERVICES["grafana"].mounts}
+    (provider,) = load(DEPLOY / "grafana/dashboards.yaml")["providers"]
+    folder = mounts[provider["options"]["path"]]
+    assert folder is not None
+    dashboards = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    assert dashboards
+    for dashboard in dashboards:
+        asked = [one.get("query") for one in dashboard["templating"]["list"]]
+        assert all(source.type in asked for source in SOURCES.datasources), asked
+
+
+# ---- Commands ----
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of images and services with where it stands."""
+    for name, service in SERVICES.items():
+        yield f"compose.yaml: {name}", service.command
+    for name in IMAGES:
+        (command,) = STAGES[name].values("CMD")
+        yield f"Dockerfile: {name}", words_of(command)
+
+
+def in_repository(service: Service | None, words: list[str]) -> list[str]:
+    """A command whose mounted files are those of the repository."""
+    for mount in service.mounts if service is not None else ():
+        if mount.path is not None and mount.path.is_file():
+            words = [word.replace(mount.target, str(mount.path)) for word in words]
+    return words
+
+
+def test_every_flag_exists_with_its_value() -> None:
+    judged = 0
+    for place, words in commands():
+        if words[:3] in (LAUNCHER, ROUTER):
+            service = SERVICES.get(place.removeprefix("compose.yaml: "))
+            problem = problem_of_command(in_repository(service, words))
+            assert not problem, f"{place}: {problem}"
+            judged += 1
+    assert judged == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([*LAUNCHER, "--tier-dri=/kv"], "unrecognized arguments: --tier-dri=/kv; --help lists"),
+        ([*LAUNCHER, "--tier-nvme-bytes=1GB1"], "--tier-nvme-bytes '1GB1' is not a size"),
+        ([*LAUNCHER, "--disaggregation-mode=refill"], "invalid choice: 'refill'"),
+        (
+            [*ROUTER, "--decoder", "http://decode:30000"],
+            "error: unrecognized arguments: --decoder http",
+        ),
+        (["nobody", "knows", "this"], "nobody judges"),
+    ],
+)
+def test_a_misspelt_flag_is_one_sentence(words: list[str], sentence: str) -> None:
+    problem = problem_of_command(words)
+    assert sentence in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_configurations_of_servers_name_what_exists(path: Path) -> None:
+    found = launcher_flags([f"--config={path}"])
+    assert {name.replace("_", "-") for name in found} >= set(load(path)) - {"model-path"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_a_misspelt_key_is_refused_by_the_server(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "server.yaml").write_text(text.replace("tier-nvme-bytes", "tier-nmve-bytes"))
+    arguments = ["--model-path", "any", "--config", str(tmp_path / "server.yaml"), "--port", "0"]
+    assert launch_server.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"sglang-tiered: unrecognized arguments: --tier-nmve-bytes \d+\wiB; ", line)
+
+
+def test_every_shell_script_parses() -> None:
+    scripts = [words[-1] for _, words in commands() if is_shell(words)]
+    scripts += [value for stage in STAGES.values() for value in stage.values("RUN")]
+    assert len(scripts) > 10
+    for script in scripts:
+        checked = subprocess.run(
+            ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0 and not checked.stderr, f"{script}\n{checked.stderr}"
+
+
+# ---- What refers to what ----
+
+
+def addresses() -> Iterator[tuple[str, str, int]]:
+    """Every address in the compose file and beside it: who names it, host, port."""
+    for name, service in SERVICES.items():
+        for text in [*service.command, *service.health, *service.environment.values()]:
+            for match in ADDRESS.finditer(text):
+                yield name, match["host"], int(match["port"])
+    for job in PROMETHEUS.scrape_configs:
+        for static in job.static_configs:
+            for target in static.targets:
+                host, _, port = target.partition(":")
+                yield "prometheus", host, int(port)
+    for source in SOURCES.datasources:
+        found = ADDRESS.search(source.url)
+        assert found
+        yield "grafana", found["host"], int(found["port"])
+
+
+def test_every_address_is_one_that_listens() -> None:
+    seen = set()
+    for user, host, port in addresses():
+        name = user if host[0].isdigit() else host
+        assert name in SERVICES, f"{user}: {host}:{port}: no service is named {host}"
+        assert port in SERVICES[name].ports, f"{user}: {host}:{port}: {name} does not listen there"
+        seen.add(name)
+    assert seen >= set(SERVICES) - {"keys", "model"}
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "router"])
+def test_ports_of_commands_are_the_exposed_ones(name: str) -> None:
+    service = SERVICES[name]
+    given = [re.match(r"--\S*port=(\d+)$", word) for word in service.command]
+    assert sorted(int(match[1]) for match in given if match) == sorted(service.ports)
+
+
+def test_published_ports_are_exposed_and_local() -> None:
+    for name, service in SERVICES.items():
+        for words in service.record.get("ports", []):
+            host, outside, inside = words.split(":")
+            assert host == "127.0.0.1" and outside == inside, f"{name}: {words}"
+            assert int(inside) in service.ports, f"{name}: {words}"
+
+
+def test_services_wait_for_what_can_be_ready() -> None:
+    for name, service in SERVICES.items():
+        for other, how in service.record.get("depends_on", {}).items():
+            assert other in SERVICES, f"{name}: depends_on: {other}"
+            if how["condition"] == "service_healthy":
+                assert SERVICES[other].health, f"{name}: {other} has no health check"
+    assert set(load(GPU)["services"]) <= set(SERVICES)
+
+
+def test_every_mount_and_volume_exists() -> None:
+    volumes = set(load(COMPOSE)["volumes"])
+    used = set()
+    for name, service in SERVICES.items():
+        for mount in service.mounts:
+            if mount.path is None:
+                used.add(mount.source)
+            else:
+                assert mount.path.exists(), f"{name}: {mount.source}"
+                assert mount.path.is_relative_to(ROOT), f"{name}: {mount.source}"
+    assert used == volumes
+    for service in load(GPU)["services"].values():
+        for words in service.get("volumes", []):
+            source = words.split(":")[0]
+            assert source in volumes or (DEPLOY / source).is_file(), words
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_paths_of_a_server_are_mounted(name: str) -> None:
+    service = SERVICES[name]
+    given = [
+        re.match(r"--(?:config|model-path|\S+-keys|tier-dir)=(/\S+)", w) for w in service.command
+    ]
+    paths = [Path(match[1]) for match in given if match]
+    assert len(paths) == 5
+    for path in paths:
+        assert any(path.is_relative_to(mount.target) for mount in service.mounts), path
+
+
+def test_every_secret_is_asked_for_in_a_sentence() -> None:
+    asked = {name for name, how in names_of_variables(COMPOSE).items() if how.startswith(":?")}
+    assert asked == set(SECRETS)
+    for name in asked:
+        with pytest.raises(MissingVariable, match=rf"^{name}: set it to a (new password|name) "):
+            read_services({key: value for key, value in SECRETS.items() if key != name})
+    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for path in (COMPOSE, GPU):
+        for name in names_of_variables(path):
+            assert f"`{name}`" in page, f"{path.name}: README.md does not explain {name}"
+
+
+def test_interpolation_is_compose_s() -> None:
+    known = {"SET": "x", "EMPTY": ""}
+    text = "$SET ${SET} ${EMPTY-a}|${EMPTY:-b} ${GONE-c} ${GONE} $$ ${SET:?no}"
+    assert interpolate(text, known) == "x x |b c  $ x"
+    with pytest.raises(MissingVariable, match="^EMPTY: why$"):
+        interpolate("${EMPTY:?why}", known)
+
+
+def test_variables_of_servers_are_read_by_something() -> None:
+    source = (ROOT / "python/sglang_tiered/storage/object/connect.py").read_text()
+    stores = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"  # by obstore, from S3's own
+    for name in ("prefill", "decode"):
+        for variable in SERVICES[name].environment:
+            known = variable == URL_VARIABLE or variable in source or variable in stores
+            known = known or variable == "AWS_ALLOW_HTTP" and '{owner}_ALLOW_HTTP"' in source
+            assert known, variable
+
+
+# ---- Images ----
+
+
+def ignored(path: str) -> bool:
+    """Whether the context leaves a path out, as BuildKit reads the file: the last match counts, and
+    what is in a folder that matches does too."""
+    found = False
+    for line in (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!").removeprefix("**/")
+        parts = Path(path).parts
+        whole = ["/".join(parts[: end + 1]) for end in range(len(parts))]
+        names = list(parts) if line.startswith("**/") else whole
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            found = not line.startswith("!")
+    return found
+
+
+def test_everything_copied_exists_and_is_sent() -> None:
+    for stage in STAGES.values():
+        for source in stage.copied:
+            assert (ROOT / source).exists(), f"{stage.name}: COPY {source}"
+            assert not ignored(source), f"{stage.name}: COPY {source} is in Dockerfile.dockerignore"
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", ".venv/bin/python", "keys/peer.key_secret", "python/x/__pycache__/y"]
+)
+def test_what_no_image_may_hold_is_ignored(path: str) -> None:
+    assert ignored(path)
+
+
+def test_stages_are_made_from_what_exists() -> None:
+    assert set(IMAGES) < set(STAGES)
+    for stage in STAGES.values():
+        assert re.fullmatch(r"[a-z]+(/[a-z]+)?:[\w.-]+", stage.base), stage.base
+        for value in stage.values("COPY"):
+            if found := re.match(r"--from=(\S+)", value):
+                assert found[1] in STAGES, value
+    assert SGLANG in STAGES["cuda"].base
+    assert f"'{SGLANG}'" in " ".join(STAGES["cuda"].values("RUN"))
+
+
+SGLANG = re.search(r"^sglang==(\S+)$", (ROOT / "requirements/cpu-nodeps.txt").read_text(), re.M)[1]  # type: ignore[index]
+
+
+def test_targets_and_build_arguments_exist() -> None:
+    builds = [service.record["build"] for service in SERVICES.values() if "build" in service.record]
+    builds += [one["build"] for one in load(GPU)["services"].values() if "build" in one]
+    assert {build["target"] for build in builds} == set(IMAGES)
+    for build in builds:
+        assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+        for name in build.get("args", []):
+            stages = {"cpu": "cpu-packages"}.get(build["target"], build["target"])
+            assert name in STAGES[stages].values("ARG"), f"{build['target']}: ARG {name}"
+
+
+def test_the_cpu_image_installs_what_scripts_env_does() -> None:
+    """In its order: torch alone, then what is resolved, then what must not be."""
+    script = (ROOT / "scripts" / "env").read_text(encoding="utf-8")
+    wanted = re.findall(r"^  install (?!\"\$torch)(.*)$", script.partition("work (CPU")[2], re.M)
+    assert wanted[:2] == [
+        '-r "$root/requirements/cpu.txt" "${extra[@]}"',
+        '--no-deps -r "$root/requirements/cpu-nodeps.txt"',
+    ]
+    assert wanted[2] == '--no-deps --no-build-isolation -e "$root"'
+    done = [
+        words
+        for value in STAGES["cpu-packages"].values("RUN")
+        for words in re.findall(r"pip install (.*?)(?: && |$)", value)
+    ]
+    assert [" ".join(words.split()) for words in done] == [
+        "\"$(grep -E '^torch==' /src/requirements/cpu.txt)\"",
+        "-r /src/requirements/cpu.txt -r /src/requirements/router.txt",
+        "--no-deps -r /src/requirements/cpu-nodeps.txt",
+        "--no-deps --no-build-isolation /src",
+    ]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_runs_as_nobody_and_is_watched(name: str) -> None:
+    stage: Stage = STAGES[name]
+    assert stage.values("USER")[-1] == "10001:10001"
+    (entry,) = stage.values("ENTRYPOINT")
+    assert words_of(entry) == ["/usr/bin/tini", "--"]
+    (health,) = stage.values("HEALTHCHECK")
+    words = words_of(health.partition("CMD ")[2])
+    assert words[0] == "python3"
+    if name != "router":
+        assert words[1] in stage.copied.values()
+        assert stage.values("VOLUME") == ["/kv"]
+        assert words == SERVICES["prefill"].health
+    else:
+        assert words == SERVICES["router"].health
+    exposed = {int(port) for port in stage.values("EXPOSE")[0].split()}
+    assert exposed == set(SERVICES["router" if name == "router" else "prefill"].ports)

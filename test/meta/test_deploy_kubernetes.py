@@ -1,0 +1,523 @@
+"""The manifests keep to their schemas, and what one of them names another one has: ports, probes,
+selectors, secrets, volumes, sizes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import ipaddress
+import re
+import stat
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
+from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
+
+from sglang_tiered.flags import parse_bytes
+from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
+from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = DEPLOY / "kubernetes"
+VERSIONS = ("1.30", "1.37")
+OWN_KINDS = ("Kustomization", "ServiceMonitor")
+SET_BY_HAND = {"prefill-keys", "decode-keys", "peer-keys", "redis", "bucket", "hub"}
+
+
+def documents(folder: Path = FOLDER, pattern: str = "**/*.yaml") -> list[tuple[str, Any]]:
+    """Every manifest with the file that it stands in; ``server.yaml`` is none."""
+    return [
+        (str(path.relative_to(FOLDER)), document)
+        for path in sorted(folder.glob(pattern))
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        if "kind" in document
+    ]
+
+
+def named(kind: str) -> dict[str, Any]:
+    found = [one for _, one in documents() if one["kind"] == kind]
+    return {one["metadata"]["name"]: one for one in found}
+
+
+WORKLOADS = named("StatefulSet") | named("Deployment")
+
+
+def pod_of(name: str) -> Any:
+    return WORKLOADS[name]["spec"]["template"]["spec"]
+
+
+def main_of(name: str) -> Any:
+    (container,) = pod_of(name)["containers"]
+    return container
+
+
+def labels_of(name: str) -> dict[str, str]:
+    return dict(WORKLOADS[name]["spec"]["template"]["metadata"]["labels"])
+
+
+# ---- Schemas ----
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    files: list[str]
+
+
+class _Image(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    newName: str  # noqa: N815 - kustomize's names
+    newTag: str  # noqa: N815
+
+
+class _Target(msgspec.Struct, forbid_unknown_fields=True):
+    kind: str
+    name: str
+
+
+class _Patch(msgspec.Struct, forbid_unknown_fields=True):
+    target: _Target
+    patch: str
+
+
+class _Kustomization(msgspec.Struct, forbid_unknown_fields=True):
+    apiVersion: str  # noqa: N815
+    kind: str
+    resources: list[str]
+    namespace: str = ""
+    configMapGenerator: list[_Named] = []  # noqa: N815
+    images: list[_Image] = []
+    patches: list[_Patch] = []
+
+
+class _Expression(msgspec.Struct, forbid_unknown_fields=True):
+    key: str
+    operator: str
+    values: list[str]
+
+
+class _Selector(msgspec.Struct, forbid_unknown_fields=True):
+    matchLabels: dict[str, str]  # noqa: N815
+    matchExpressions: list[_Expression] = []  # noqa: N815
+
+
+class _Endpoint(msgspec.Struct, forbid_unknown_fields=True):
+    port: str
+    interval: str
+    path: str = "/metrics"
+
+
+class _MonitorSpec(msgspec.Struct, forbid_unknown_fields=True):
+    selector: _Selector
+    endpoints: list[_Endpoint]
+    targetLabels: list[str] = []  # noqa: N815
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    labels: dict[str, str]
+
+
+class _Monitor(msgspec.Struct, forbid_unknown_fields=True):
+    apiVersion: str  # noqa: N815
+    kind: str
+    metadata: _Metadata
+    spec: _MonitorSpec
+
+
+OWN = {"Kustomization": _Kustomization, "ServiceMonitor": _Monitor}
+
+
+def problem_of(name: str, document: Any, version: str) -> str:
+    """Where a manifest departs from its schema: file, key, value; empty if nowhere."""
+    try:
+        if document["kind"] in OWN:
+            msgspec.convert(document, OWN[document["kind"]])
+        else:
+            kubernetes_validate.validate(document, version, strict=True)
+    except msgspec.ValidationError as error:
+        return f"{name}: {error}"
+    except kubernetes_validate.ValidationError as error:
+        return f"{name}: {'.'.join(map(str, error.path))}: {error.message}"
+    return ""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_keep_to_their_schemas(version: str) -> None:
+    problems = [problem_of(name, document, version) for name, document in documents()]
+    assert len(problems) > 15
+    assert not list(filter(None, problems))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "sentence"),
+    [
+        ("StatefulSet", {"replica": 2}, "Additional properties are not allowed ('replica' was"),
+        ("StatefulSet", {"replicas": "two"}, "spec.replicas: 'two' is not of type 'integer'"),
+        ("ServiceMonitor", {"endpoint": []}, "contains unknown field `endpoint` - at `$.spec`"),
+    ],
+)
+def test_a_misspelt_key_or_value_is_named(kind: str, change: Any, sentence: str) -> None:
+    name, document = next(one for one in documents() if one[1]["kind"] == kind)
+    wrong = copy.deepcopy(document)
+    wrong["spec"].update(change)
+    problem = problem_of(name, wrong, VERSIONS[-1])
+    assert problem.startswith(f"{name}: ") and sentence in problem and "\n" not in problem
+
+
+# ---- Kustomize ----
+
+
+def kustomizations() -> dict[str, _Kustomization]:
+    return {
+        str(path.parent.relative_to(FOLDER)): msgspec.yaml.decode(
+            path.read_bytes(), type=_Kustomization
+        )
+        for path in FOLDER.glob("**/kustomization.yaml")
+    }
+
+
+def test_every_file_is_in_one_kustomization() -> None:
+    """One that is in none is never applied, and nobody is told."""
+    listed = []
+    for folder, one in kustomizations().items():
+        for name in [
+            *one.resources,
+            *(file for made in one.configMapGenerator for file in made.files),
+        ]:
+            path = FOLDER / folder / name
+            assert path.exists(), f"{folder}: {name}"
+            if path.is_file():
+                listed.append(path.resolve())
+    there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
+    assert sorted(listed) == sorted(there)
+
+
+def test_images_are_targets_of_the_dockerfile() -> None:
+    base = kustomizations()["."]
+    _, stages = read_dockerfile()
+    images = {image.name: image for image in base.images}
+    assert all(image.newTag in stages for image in base.images)
+    used = {c["image"] for name in WORKLOADS for c in pod_of(name)["containers"]}
+    used |= {c["image"] for name in WORKLOADS for c in pod_of(name).get("initContainers", [])}
+    assert used == set(images) | {read_services(SECRETS)["redis"].record["image"]}
+
+
+def patched(document: Any, patch: str) -> Any:
+    """A manifest with a patch of removals and additions (RFC 6902)."""
+    found = copy.deepcopy(document)
+    for step in yaml.safe_load(patch):
+        *parents, last = step["path"].strip("/").split("/")
+        place = found
+        for part in parents:
+            place = place[int(part) if part.isdigit() else part]
+        if step["op"] == "remove":
+            del place[int(last) if last.isdigit() else last]
+        elif last == "-":
+            place.append(step["value"])
+        else:
+            assert step["op"] == "add"
+            place[last] = step["value"]
+    return found
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_emptydir_takes_the_place_of_the_claim(name: str) -> None:
+    (patch,) = kustomizations()["emptydir"].patches
+    assert re.fullmatch(patch.target.name, name) and patch.target.kind == "StatefulSet"
+    changed = patched(WORKLOADS[name], patch.patch)
+    assert problem_of("emptydir", changed, VERSIONS[-1]) == ""
+    spec = changed["spec"]
+    assert [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]] == ["models"]
+    pod = spec["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "kv"]
+    resources = pod["containers"][0]["resources"]
+    limit = quantity(volume["emptyDir"]["sizeLimit"])
+    assert limit >= quantity(kv_claim(name)) > settings()["tier_nvme_bytes"]
+    assert quantity(resources["limits"]["ephemeral-storage"]) > limit
+
+
+# ---- Commands ----
+
+
+def args_of(name: str) -> list[str]:
+    """The command of a workload, with the file of the map in the place of its mount."""
+    words = [str(word) for word in main_of(name)["args"]]
+    return [
+        word.replace("/etc/sglang-tiered/server.yaml", str(FOLDER / "server.yaml"))
+        for word in words
+    ]
+
+
+def settings() -> dict[str, Any]:
+    found = launcher_flags([f"--config={FOLDER / 'server.yaml'}"])
+    return {
+        name: parse_bytes(name, value, otherwise="") if name.endswith("_bytes") else value
+        for name, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*ROLES, "router"])
+def test_every_flag_exists_with_its_value(name: str) -> None:
+    assert args_of(name)[:3] in (LAUNCHER, ROUTER)
+    assert problem_of_command(args_of(name)) == ""
+
+
+def flag_names(words: list[str]) -> set[str]:
+    return {match[1] for word in words if (match := re.match(r"--([\w-]+)", word))}
+
+
+@pytest.mark.parametrize("name", [*ROLES, "router"])
+def test_flags_are_those_that_start_here(name: str) -> None:
+    """``test_deploy.py`` starts the compose file's commands."""
+    started = flag_names(read_services(SECRETS)[name].command)
+    config = yaml.safe_load((FOLDER / "server.yaml").read_text())
+    mine = flag_names(args_of(name)) | (set(config) if name in ROLES else set())
+    sizes = {"tier-host-bytes", "tier-nvme-bytes", "tier-object-ttl", "tier-object-bytes"}
+    assert mine - sizes == started
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
+    container = main_of(name)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    words = " ".join(str(word) for word in container["args"])
+    given = {int(port) for port in re.findall(r"--[\w-]*port[= ](\d+)", words)}
+    assert given == set(ports.values()), name
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        how = container.get(probe, {})
+        port = (how.get("httpGet") or how.get("tcpSocket") or {}).get("port")
+        assert port is None or port in ports, f"{name}: {probe}: {port}"
+        for word in how.get("exec", {}).get("command", []):
+            for number in re.findall(r"(?<=:)\d{4,5}|^\d{4,5}$", word):
+                assert int(number) in ports.values(), f"{name}: {probe}: {number}"
+    service = named("Service")[name]
+    assert service["spec"]["selector"].items() <= labels_of(name).items()
+    for port in service["spec"]["ports"]:
+        assert ports[port["targetPort"]] == port["port"], f"{name}: {port}"
+
+
+def test_the_router_names_pods_of_headless_services() -> None:
+    words = args_of("router")
+    urls = [re.fullmatch(r"http://(([a-z]+)-(\d+))\.([a-z]+):(\d+)", word) for word in words]
+    found = [url for url in urls if url]
+    counts: dict[str, int] = {}
+    for url in found:
+        workload = WORKLOADS[url[2]]
+        assert workload["spec"]["serviceName"] == url[4]
+        assert named("Service")[url[4]]["spec"]["clusterIP"] == "None"
+        assert int(url[5]) in {port["containerPort"] for port in main_of(url[2])["ports"]}
+        counts[url[2]] = counts.get(url[2], 0) + 1
+    assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
+    bootstrap = words[words.index("--prefill") + 2]
+    assert f"--disaggregation-bootstrap-port={bootstrap}" in args_of("prefill")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_readiness_waits_for_the_tiers(name: str) -> None:
+    container = main_of(name)
+    words = container["readinessProbe"]["exec"]["command"]
+    _, stages = read_dockerfile()
+    assert words[1] in stages["cuda"].copied.values()
+    assert stages["cuda"].copied[f"deploy/{Path(words[1]).name}"] == words[1]
+    assert container["livenessProbe"]["timeoutSeconds"] > 20  # SGLang's own patience
+    assert container["startupProbe"]["httpGet"]["path"] == "/ready"
+
+
+# ---- What refers to what ----
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_variables_are_read_by_what_runs(name: str) -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    (root,) = found.submodule_search_locations
+    network = (Path(root) / "srt/utils/network.py").read_text(encoding="utf-8")
+    script = str(main_of(name)["args"][-1])
+    defined: list[str] = []
+    for variable in main_of(name).get("env", []):
+        known = variable["name"] in (URL_VARIABLE, "HF_HOME", "REDISCLI_AUTH")
+        known = known or f'"{variable["name"]}"' in network or f"${variable['name']}" in script
+        later = [one.get("value", "") for one in main_of(name)["env"]]
+        known = known or any(f"$({variable['name']})" in value for value in later)
+        assert known, f"{name}: {variable['name']}"
+        # Kubernetes fills in only what stands before it.
+        assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= set(defined)
+        defined.append(variable["name"])
+
+
+def references() -> Iterator[tuple[str, str]]:
+    """Secrets that pods name, each with the pod."""
+    for name in WORKLOADS:
+        pod = pod_of(name)
+        for container in pod["containers"]:
+            for variable in container.get("env", []):
+                if found := variable.get("valueFrom", {}).get("secretKeyRef"):
+                    yield name, found["name"]
+            for source in container.get("envFrom", []):
+                yield name, source["secretRef"]["name"]
+        for volume in pod.get("volumes", []):
+            if "secret" in volume:
+                yield name, volume["secret"]["secretName"]
+
+
+def test_every_secret_is_one_that_the_page_makes() -> None:
+    assert {secret for _, secret in references()} == SET_BY_HAND
+    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    made = set(re.findall(r"create secret generic ([\w-]+)", page))
+    assert made == SET_BY_HAND - {"hub"} and "`hub`" in page
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_every_mount_has_its_volume(name: str) -> None:
+    pod = pod_of(name)
+    volumes = {volume["name"] for volume in pod.get("volumes", [])}
+    claims = WORKLOADS[name]["spec"].get("volumeClaimTemplates", [])
+    volumes |= {claim["metadata"]["name"] for claim in claims}
+    mounted = [m for c in containers(pod) for m in c.get("volumeMounts", [])]
+    assert {mount["name"] for mount in mounted} == volumes
+    paths = [mount["mountPath"] for mount in main_of(name).get("volumeMounts", [])]
+    for word in main_of(name)["args"]:
+        if found := re.match(r"--\S+?=(/\S+)", word):
+            assert any(Path(found[1]).is_relative_to(path) for path in paths), f"{name}: {word}"
+    maps = {made.name for made in kustomizations()["."].configMapGenerator}
+    for volume in pod.get("volumes", []):
+        assert volume.get("configMap", {"name": "server"})["name"] in maps
+
+
+def containers(pod: Any) -> list[Any]:
+    return [*pod["containers"], *pod.get("initContainers", [])]
+
+
+def test_selectors_choose_what_they_mean() -> None:
+    for name, workload in WORKLOADS.items():
+        assert workload["spec"]["selector"]["matchLabels"] == labels_of(name)
+    for name, budget in named("PodDisruptionBudget").items():
+        assert budget["spec"]["selector"]["matchLabels"] == labels_of(name)
+    for name, policy in named("NetworkPolicy").items():
+        chosen = policy["spec"]["podSelector"]
+        assert not chosen or chosen_by(chosen), name
+        for rule in policy["spec"].get("ingress", []):
+            for port in rule["ports"]:
+                if isinstance(port["port"], str):
+                    for workload in chosen_by(chosen):
+                        own = {one["name"] for one in main_of(workload)["ports"]}
+                        assert port["port"] in own, f"{name}: {workload}: {port}"
+            for peer in rule["from"]:
+                assert "podSelector" not in peer or chosen_by(peer["podSelector"]), name
+
+
+def chosen_by(selector: Any) -> set[str]:
+    """The workloads that a selector of pods, or a monitor's of services, means."""
+    return {
+        name
+        for name in WORKLOADS
+        if selector.get("matchLabels", {}).items() <= labels_of(name).items()
+        and all(
+            labels_of(name)[one["key"]] in one["values"]
+            for one in selector.get("matchExpressions", [])
+        )
+    }
+
+
+def test_every_pod_is_guarded_and_every_server_scraped() -> None:
+    guarded = set()
+    for policy in named("NetworkPolicy").values():
+        if policy["spec"]["podSelector"]:
+            guarded |= chosen_by(policy["spec"]["podSelector"])
+    assert guarded == set(WORKLOADS)
+    scraped = set()
+    for monitor in named("ServiceMonitor").values():
+        meant = chosen_by(monitor["spec"]["selector"])
+        for name in meant:
+            service = named("Service")[name]
+            assert service["metadata"]["labels"].items() <= labels_of(name).items()
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
+        scraped |= meant
+    assert scraped == {*ROLES, "router"}
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_pods_keep_to_the_restricted_standard(name: str) -> None:
+    """What ``pod-security.kubernetes.io/enforce: restricted`` of the namespace asks for."""
+    pod = pod_of(name)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in containers(pod):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    _, stages = read_dockerfile()
+    if name != "redis":
+        user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+        assert stages["cuda"].values("USER")[-1] == stages["router"].values("USER")[-1] == user
+
+
+# ---- Sizes and keys ----
+
+
+def quantity(text: str) -> int:
+    return parse_bytes("quantity", text + "B", otherwise="")
+
+
+def kv_claim(name: str) -> str:
+    claims = WORKLOADS[name]["spec"]["volumeClaimTemplates"]
+    (claim,) = [one["spec"] for one in claims if one["metadata"]["name"] == "kv"]
+    assert claim["storageClassName"] in named("StorageClass")
+    return str(claim["resources"]["requests"]["storage"])
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_tiers_fit_what_the_pod_may_take(name: str) -> None:
+    sizes, pod = settings(), pod_of(name)
+    memory = quantity(main_of(name)["resources"]["limits"]["memory"])
+    (shm,) = [one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "shm"]
+    assert sizes["tier_host_bytes"] + quantity(shm) + (16 << 30) <= memory
+    assert quantity(kv_claim(name)) > sizes["tier_nvme_bytes"] + (256 << 20)
+    (volume,) = named("PersistentVolume").values()
+    assert quantity(volume["spec"]["capacity"]["storage"]) >= quantity(kv_claim(name))
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_keys_of_a_secret_are_taken(name: str, tmp_path: Path) -> None:
+    """Laid out as kubelet does it for a group: links to files that the group can read, which a
+    server refuses. The init container's own script runs."""
+    other = ROLES[1 - ROLES.index(name)]
+    made = tmp_path / "made"
+    make_keys(made)
+    make_keys(made, (PEER,))
+    secrets = {
+        "transfer": (f"{name}.key_secret", f"{other}.key"),
+        "peer": ("peer.key_secret", "peer.key"),
+    }
+    for secret, names in secrets.items():
+        data = tmp_path / "secrets" / secret / "..data"
+        data.mkdir(parents=True)
+        for file in names:
+            (data / file).write_bytes((made / file).read_bytes())
+            (data / file).chmod(0o440)
+            (data.parent / file).symlink_to(Path("..data") / file)
+    (tmp_path / "keys").mkdir()
+    (container,) = pod_of(name)["initContainers"]
+    script = re.sub(r"(?<= )/(secrets|keys)/", rf"{tmp_path}/\1/", container["command"][-1])
+    subprocess.run([*container["command"][:-1], script], check=True, timeout=30)
+    for directory, role in ((tmp_path / "keys/transfer", name), (tmp_path / "keys/peer", PEER)):
+        load_keys(directory, role)
+        assert stat.S_IMODE((directory / f"{role}.key_secret").stat().st_mode) == 0o600
+    given = [w.partition("=")[2] for w in args_of(name) if "-keys=" in w]
+    assert given == ["/keys/transfer", "/keys/peer"]
+
+
+def test_no_address_is_written_down() -> None:
+    """Names lead to what moves."""
+    for path in FOLDER.glob("**/*.yaml"):
+        for found in re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", path.read_text(encoding="utf-8")):
+            address = ipaddress.ip_address(found)
+            assert address.is_loopback or address.is_unspecified, f"{path.name}: {found}"

@@ -1,0 +1,142 @@
+"""The readiness probe of ``deploy/`` waits for the tiers, and for nothing that may fail later."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kit.cost_records import record_of
+from server_process import free_port
+from sglang_tiered.policy.cost_model import CostModel
+from sglang_tiered.policy.server_costs import ServerCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATH = Path(__file__).parents[2] / "deploy" / "tiers_ready.py"
+_spec = importlib.util.spec_from_file_location("tiers_ready", PATH)
+assert _spec is not None and _spec.loader is not None
+tiers_ready: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiers_ready)
+
+KEY = "not-a-secret"
+RECORD = record_of(CostModel(page_tokens=64, bytes_per_token=1024))
+
+
+class Answers(ThreadingHTTPServer):
+    """What a server says to the two questions."""
+
+    ready: int = 200
+    costs: ServerCosts | int = 404
+    key: str = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Answers
+
+    def do_GET(self) -> None:
+        costs = self.server.costs
+        status = costs if isinstance(costs, int) else 200
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            status = 401
+        if self.path == "/ready":
+            status = self.server.ready
+        self.send_response(status)
+        self.end_headers()
+        if status == 200 and self.path == "/tier/costs":
+            self.wfile.write(msgspec.json.encode(costs))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Answers]:
+    with Answers(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def costs(*namespaces: str, num_ranks: int = 1, draining: bool = False) -> ServerCosts:
+    ranks = tuple(
+        msgspec.structs.replace(RECORD, rank=rank, namespace=name)
+        for rank, name in enumerate(namespaces)
+    )
+    return ServerCosts(draining=draining, num_ranks=num_ranks, ranks=ranks)
+
+
+def look(server: Answers, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = tiers_ready.main([f"http://127.0.0.1:{server.server_address[1]}"])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ready", "told", "sentence"),
+    [
+        (200, costs("11" * 32), ""),
+        (200, 404, ""),  # --tier-mode host
+        (503, costs("11" * 32), "starting, paused or ending (/ready answers 503)"),
+        (200, costs(""), "the tiers of 1 replicas are opening: weights are read"),
+        (200, costs("11" * 32, num_ranks=2), "the tiers of 1 replicas are opening"),
+        (200, costs("11" * 32, "", num_ranks=2), "the tiers of 1 replicas are opening"),
+        (200, costs("11" * 32, draining=True), "about to end"),
+        (200, 503, "no scheduler has told of its tiers yet"),
+    ],
+)
+def test_not_ready_before_the_tiers_are_open(
+    server: Answers,
+    capsys: pytest.CaptureFixture[str],
+    ready: int,
+    told: ServerCosts | int,
+    sentence: str,
+) -> None:
+    server.ready, server.costs = ready, told
+    code, said = look(server, capsys)
+    assert (code, bool(said)) == (int(bool(sentence)), bool(sentence))
+    assert sentence in said and said.count("\n") == code
+
+
+def test_a_sick_tier_leaves_the_server_ready(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sick = {
+        name: msgspec.structs.replace(tier, healthy=False) for name, tier in RECORD.tiers.items()
+    }
+    (record,) = costs("11" * 32).ranks
+    server.costs = ServerCosts(
+        draining=False, num_ranks=1, ranks=(msgspec.structs.replace(record, tiers=sick),)
+    )
+    assert look(server, capsys) == (0, "")
+
+
+def test_a_guarded_server_wants_its_key(
+    server: Answers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.costs, server.key = costs("11" * 32), KEY
+    code, said = look(server, capsys)
+    assert code == 1 and tiers_ready.KEY_VARIABLE in said
+    monkeypatch.setenv(tiers_ready.KEY_VARIABLE, KEY)
+    assert look(server, capsys) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        ([f"http://127.0.0.1:{free_port()}"], 1, "nothing answers yet"),
+        (["localhost:30000"], 2, "localhost:30000 is no address; pass http://HOST:PORT."),
+    ],
+)
+def test_an_address_that_does_not_answer_is_told(
+    arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tiers_ready.main(arguments) == code
+    assert sentence in capsys.readouterr().out
