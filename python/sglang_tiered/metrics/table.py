@@ -1,0 +1,203 @@
+"""Every metric this package exports, in one table, beside SGLang's own on ``/metrics``."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["METRICS", "PREFIX", "TRANSFER_METRICS", "Kind", "Metric", "Source"]
+
+PREFIX = "sglang_tiered_"
+
+
+class Kind(enum.Enum):
+    """What Prometheus takes it for."""
+
+    COUNTER = "counter"  # whose exported name ends in ``_total``, as prometheus-client adds it
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"  # of seconds, from ``DurationCounts``
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a row reads some of its series. ``field`` is a dotted path to an attribute of
+    ``ProcessStats``, or of ``TransferStats`` in the second table; a part of it that is None gives
+    no sample. ``labels`` are the values of the row's first labels (the tier); those of the others
+    are keys of the dictionary found there. ``known`` are such keys that have a series from the
+    start, at zero: a series that appears with its first failure hides that failure from
+    ``increase()``."""
+
+    field: str
+    labels: tuple[str, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One exported metric. ``labels`` are its own; every series also has those of its rank."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    sources: tuple[Source, ...]
+    help: str
+
+    @property
+    def full_name(self) -> str:
+        """Return the name on ``/metrics``, without ``_total``."""
+        return PREFIX + self.name
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Return the tiers that may have series of it; none where that is not a label, or where
+        only the running server knows."""
+        if self.labels[:1] != ("tier",):
+            return ()
+        return tuple(source.labels[0] for source in self.sources if source.labels)
+
+
+_Keys = tuple[tuple[str, ...], ...]
+
+
+def _metrics(
+    *rows: tuple[str, Kind, str, str | dict[str, str], str]
+    | tuple[str, Kind, str, str | dict[str, str], str, _Keys | dict[str, _Keys]],
+) -> tuple[Metric, ...]:
+    """Build a table. A row's field is one path, or one for each value of the first label; likewise
+    the keys that are known from the start."""
+    metrics = []
+    for name, kind, labels, fields, text, *rest in rows:
+        known = rest[0] if rest else ()
+        if isinstance(fields, str):
+            assert isinstance(known, tuple), name
+            sources: tuple[Source, ...] = (Source(fields, (), known),)
+        else:
+            sources = tuple(
+                Source(field, (value,), known.get(value, ()) if isinstance(known, dict) else known)
+                for value, field in fields.items()
+            )
+        metrics.append(
+            Metric(name, kind, tuple(labels.split(", ")) if labels else (), sources, text)
+        )
+    return tuple(metrics)
+
+
+def _each(values: str) -> _Keys:
+    return tuple((value,) for value in values.split())
+
+
+COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+_STORING = {"nvme": "nvme.{}", "object": "object.engine.{}"}
+_REMOTE = {"object": "object.moved.{}", "peer": "peer.moved.{}"}
+_READ = {"nvme": "reads.{}", "object": "object.reads.{}", "peer": "peer.reads.{}"}
+_KEPT = {tier: f"holdings.{tier}.{{}}" for tier in ("device", "host", "nvme", "object")}
+
+
+def _of(paths: dict[str, str], field: str, **more: str) -> dict[str, str]:
+    return {**{tier: path.format(field) for tier, path in paths.items()}, **more}
+
+
+_STORED = _each("ok duplicate io_error no_space rejected over_share cancelled")
+_LOADED = _each("ok miss corrupt io_error cancelled")
+_ENGINE_OUTCOMES = (
+    *(("store", *key) for key in _STORED),
+    *(("load", *key) for key in _LOADED),
+)
+_PAGE_OUTCOMES = {
+    "nvme": _ENGINE_OUTCOMES,
+    "object": _ENGINE_OUTCOMES,
+    "peer": tuple(("load", *key) for key in _each("missed damaged late busy lost")),
+}
+_ADMISSION = _each("admitted dropped_first_touch dropped_budget dropped_backlog")
+_DECISIONS = _each("absent load declined gave_up")
+_LEFT = _each(
+    "clean lost_waiting lost_first_touch lost_budget lost_backlog lost_failed lost_weights"
+    " lost_unoffered lost_flushed lost_host_short"
+)
+
+# fmt: off
+METRICS = _metrics(
+    ("build_info", GAUGE, "version, sglang_version", "build", "Always 1; the labels say what runs."),
+    # ---- What a tier is and holds ----
+    ("tier_healthy", GAUGE, "tier", {"nvme": "nvme.health", "object": "object.engine.health", "peer": "peer.tier.health"}, "1 while the tier serves, 0 while it reports misses only."),
+    ("tier_pages", GAUGE, "tier", _of(_STORING, "num_pages", peer="peer.tier.num_pages_mirrored"), "Pages a lookup can hit: in the bucket those of any server, with peers those they hold as far as is known here."),
+    ("tier_held_bytes", GAUGE, "tier", _of(_KEPT, "held_bytes"), "Payload bytes of what this rank's tier holds; in the bucket as encoded, and of any server."),
+    ("tier_capacity_bytes", GAUGE, "tier", _of(_KEPT, "capacity_bytes"), "Bytes that this rank's tier may take; none of a bucket without a cap."),
+    ("tier_held_tokens", GAUGE, "tier", _of(_KEPT, "held_tokens"), "Tokens of which this tier holds the KV, or this rank's part of it."),
+    ("tier_capacity_tokens", GAUGE, "tier", _of(_KEPT, "capacity_tokens"), "Tokens of which the tier can hold the KV; none of a bucket without a cap."),
+    ("tier_physical_bytes", GAUGE, "tier", _of(_STORING, "physical_bytes"), "Bytes taken on the device, never above the capacity; in the bucket those of all objects."),
+    ("tier_inflight_jobs", GAUGE, "tier", _of(_STORING, "num_inflight_jobs", peer="peer.tier.num_inflight_jobs"), "Jobs submitted and not done."),
+    ("tier_queued_store_bytes", GAUGE, "tier", _of(_STORING, "queued_store_bytes"), "Payload bytes of stores submitted and not done."),
+    ("tier_tenants", GAUGE, "tier", _of(_STORING, "num_tenants"), "Tenants with pages; requests without a tenant count as one."),
+    ("nvme_stuck_regions", GAUGE, "", "nvme.num_regions_stuck", "Regions whose file cannot be removed: they serve, and keep their space."),
+    ("nvme_write_budget_bytes", GAUGE, "", "write_budget_bytes", "What the write budget leaves for now; only with --tier-nvme-writes-per-day."),
+    # ---- What went in and out ----
+    ("stored_pages", COUNTER, "tier", _of(_STORING, "num_pages_stored"), "Pages made durable."),
+    ("stored_bytes", COUNTER, "tier", _of(_STORING, "bytes_stored"), "Payload bytes of those."),
+    ("written_bytes", COUNTER, "tier", _of(_STORING, "bytes_written"), "Bytes written to the device (headers, padding and reinsertion included) or sent to the bucket."),
+    ("loaded_pages", COUNTER, "tier", _of(_STORING, "num_pages_loaded", peer="peer.tier.num_fetched"), "Pages read and verified."),
+    ("loaded_bytes", COUNTER, "tier", _of(_STORING, "bytes_loaded", peer="peer.tier.bytes_fetched"), "Payload bytes of those."),
+    ("evicted_pages", COUNTER, "tier", _of(_STORING, "num_pages_evicted"), "Pages evicted to make room; in the bucket those no longer found, too old or beyond the cap."),
+    ("purged_pages", COUNTER, "tier", _of(_STORING, "num_pages_purged"), "Pages removed by a purge."),
+    ("reinserted_pages", COUNTER, "tier", {"nvme": "nvme.num_pages_reinserted"}, "Pages in use that were rewritten when their region was evicted."),
+    ("reinserted_bytes", COUNTER, "tier", {"nvme": "nvme.bytes_reinserted"}, "Payload bytes of those."),
+    ("page_outcomes", COUNTER, "tier, operation, reason", {"nvme": "nvme.reasons", "object": "object.engine.reasons", "peer": "peer.failures"}, "Pages by outcome: why each load or store did or did not succeed, demotion included. Of peers only failures: no longer there, damaged, too late, of a server that is busy, or of one that did not answer.", _PAGE_OUTCOMES),
+    ("admission_pages", COUNTER, "outcome", "admission", "KV pages offered to NVMe, by what admission decided.", _ADMISSION),
+    # ---- What it took ----
+    ("load_duration_seconds", HISTOGRAM, "tier", _of(_READ, "durations"), "Time of each complete read for a request, and of each probe. Reads overlap: their sum says nothing of the tier's speed."),
+    ("load_busy_seconds", COUNTER, "tier", _of(_READ, "busy_s"), "Time in which at least one such read was under way. Loaded bytes over it is the measured speed."),
+    ("store_duration_seconds", HISTOGRAM, "tier", _of(_STORING, "store_durations"), "Time of each store job that made a page durable, from its submission."),
+    ("verification_duration_seconds", HISTOGRAM, "tier", _of(_STORING, "verification_durations", peer="peer.tier.verification_durations"), "Time of the checksums of one read."),
+    ("request_wait_seconds", HISTOGRAM, "", "planner.request_waits", "Time from the arrival of a request to its admission."),
+    ("load_wait_seconds", HISTOGRAM, "", "planner.load_waits", "How long the admission of a request waited for its load and for nothing else. None of requests without a load."),
+    # ---- What was decided, and why ----
+    ("load_decision_tokens", COUNTER, "decision", "planner.load_decisions", "Prompt tokens that host memory did not hold: absent in the tiers, loaded, declined because computing was expected to be cheaper, or abandoned while waiting for them.", _DECISIONS),
+    ("both_ends_requests", COUNTER, "", "planner.num_both_ends", "Requests that computed the front of their prefix while its back was loaded (`--tier-both-ends`)."),
+    ("hints_begun", COUNTER, "", "hints.num_begun", "Conversations that `/tier/prefetch` began to bring to host memory."),
+    ("hints_ended", COUNTER, "outcome", "hints.ended", "Those by their end: loaded (all that pays), withdrawn (memory was needed, a read failed, or its pages are no more), expired.", _each("loaded withdrawn expired")),
+    ("hinted_tokens", COUNTER, "", "hints.num_tokens_loaded", "Tokens that they brought."),
+    ("prefill_tokens_per_second", GAUGE, "", "planner.prefill_tokens_per_s", "Estimated speed of computing a cold prompt of 2,048 tokens."),
+    ("load_bytes_per_second", GAUGE, "tier", _of(_READ, "load_bytes_per_s"), "Estimated speed of a load of 16 MiB; of tiers that were read."),
+    ("prefill_price_seconds", GAUGE, "unit", "planner.prefill_prices", "Learnt time of computing, per batch, token, pair of a new token and one before it, and token copied to the device."),
+    ("load_price_seconds", GAUGE, "tier, unit", "planner.load_prices", "Learnt time of loads, per load and per byte, of tiers that were read."),
+    ("expected_queue_wait_seconds", GAUGE, "", "planner.queue_wait_s", "Expected time until a request that arrives now is admitted."),
+    ("waiting_tokens", GAUGE, "", "planner.waiting_tokens", "Prompt tokens that the waiting requests are expected to compute."),
+    # ---- Host memory, and the way to NVMe ----
+    ("host_left_pages", COUNTER, "outcome", "host.left", "Pages that left host memory: clean (NVMe had them), or lost, by what caused it.", _LEFT),
+    ("host_dirty_pages", GAUGE, "", "host.num_dirty", "Pages in host memory that NVMe does not hold."),
+    ("spill_waiting_tokens", GAUGE, "", "spill.waiting_tokens", "Tokens that wait to be stored."),
+    ("spill_inflight_tokens", GAUGE, "", "spill.flight_tokens", "Tokens handed to the storage thread and not yet stored."),
+    ("host_backups_skipped", COUNTER, "", "spill.num_backups_skipped", "Times that host memory was too short for the copy of a node."),
+    ("host_backups_recovered", COUNTER, "", "spill.num_backups_recovered", "Nodes among those whose copy was made later."),
+    # ---- The bucket, and other servers ----
+    ("object_requests", COUNTER, "kind", "object.bucket.requests", "Requests to the bucket, retries included.", _each("put get list delete head")),
+    ("object_retries", COUNTER, "", "object.bucket.num_retries", "Requests made again."),
+    ("promoted_pages", COUNTER, "tier", _of(_REMOTE, "num_promoted"), "Pages loaded from there and now kept on NVMe."),
+    ("promotion_dropped_pages", COUNTER, "tier", _of(_REMOTE, "num_promotions_dropped"), "Pages that NVMe did not take, or for which memory was short."),
+    ("recovered_pages", COUNTER, "tier", _of(_REMOTE, "num_recovered"), "Pages that another tier could not serve and this one did."),
+    ("demoted_pages", COUNTER, "", "object.moved.num_demoted", "Pages copied from NVMe to the bucket."),
+    ("demoted_bytes", COUNTER, "", "object.moved.bytes_demoted", "Payload bytes of those."),
+    ("demotion_dropped_pages", COUNTER, "", "object.moved.num_demotions_dropped", "Pages that were refused, or failed too often."),
+    ("demotion_gone_pages", COUNTER, "", "object.moved.num_demotions_gone", "Pages evicted from NVMe before they were copied."),
+    ("demotion_backlog_pages", GAUGE, "", "object.moved.demote_backlog", "Pages on NVMe that wait to be copied to the bucket, or are on their way."),
+    ("peer_index_connected", GAUGE, "", "peer.tier.is_connected", "1 while the index answers."),
+    ("peer_servers", GAUGE, "", "peer.tier.num_peers", "Other servers that are alive."),
+    ("peer_served_pages", COUNTER, "", "peer.tier.num_served", "Pages given to others."),
+    ("peer_served_bytes", COUNTER, "", "peer.tier.bytes_served", "Payload bytes of those."),
+    ("peer_refused_pages", COUNTER, "", "peer.tier.num_refused", "Pages that others requested while too much was on its way to them."),
+    ("peer_breaches", COUNTER, "", "peer.tier.num_breaches", "Messages that break the protocol."),
+    ("peer_index_errors", COUNTER, "", "peer.tier.num_index_errors", "Failures of the index."),
+    ("peer_purges", COUNTER, "direction", "peer.purges", "Purges announced to other servers, and applied here on their request.", _each("told applied")),
+)
+
+TRANSFER_METRICS = _metrics(
+    ("transfer_peers", GAUGE, "", "num_peers", "Sessions with ranks of the other role."),
+    ("transfer_rooms", GAUGE, "", "num_rooms", "Requests being handed over."),
+    ("transfer_rooms_ended", COUNTER, "outcome", {"done": "num_rooms_done", "failed": "num_rooms_failed"}, "Requests handed over, and those whose handoff failed, on either side."),
+    ("transfer_peers_lost", COUNTER, "", "num_sessions_lost", "Sessions that ended."),
+    ("transfer_bytes", COUNTER, "path", {"wire": "wire_bytes", "same_host": "same_host_bytes"}, "KV sent or received, or read by decode out of prefill's memory."),
+    ("transfer_damaged_slabs", COUNTER, "", "num_damaged", "Slabs that arrived damaged, or had to be sent again."),
+    ("transfer_refused_messages", COUNTER, "", "num_refused", "Messages of peers that are not admitted, or that are not authentic."),
+)
