@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import redis
 
 from kit.programs import program
