@@ -70,9 +70,10 @@ def measure(
     lost = {
         name.partition(":lost_")[2]: value
         for name, value in state.items()
-        if name.startswith("host_pages_left:lost_") and value
+        if name.startswith("host_left_pages:lost_") and value
     }
-    return {"host": host, "rounds": rounds, "nvme_pages": state["nvme_pages"], "lost_pages": lost}
+    num_pages = state["tier_pages:nvme"]
+    return {"host": host, "rounds": rounds, "nvme_pages": num_pages, "lost_pages": lost}
 
 
 def main() -> int:

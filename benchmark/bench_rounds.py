@@ -114,7 +114,7 @@ def measure(num_prompts: int, folder: Path) -> tuple[list[dict[str, Round]], lis
         titles = ["first", *(f"return {number + 1}" for number in range(NUM_RETURNS))]
         rounds = [run_round(systems, prompts, title) for title in titles]
         pages = (num_prompts + NUM_WARM_UP) * (PROMPT_LENGTH // PAGE_SIZE)
-        systems["tiered"].wait_for_state("nvme_pages", pages)
+        systems["tiered"].wait_for_state("tier_pages:nvme", pages)
         systems["tiered"].kill()
         systems["tiered"] = Server.start(model, folder / "tiered.log", *tiers)
         rounds.append(run_round(systems, prompts, "after kill -9"))

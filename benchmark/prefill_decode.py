@@ -136,7 +136,7 @@ def post(server: Server, body: dict[str, Any]) -> Reply:
     return Reply(status, json.loads(text), took)
 
 
-def transfer_state(server: Server) -> dict[str, int]:
+def transfer_state(server: Server) -> dict[str, float]:
     """The endpoint's counters, as ``/server_info`` shows them."""
     states: list[dict[str, Any]] = server.request("/server_info")["internal_states"]
     return dict(states[0]["sglang_tiered_transfer"])

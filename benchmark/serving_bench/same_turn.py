@@ -36,9 +36,9 @@ COMPUTED = "computed"
 PLACES = ("device", "host", "nvme", "peer", "bucket", COMPUTED)
 # Whose pages a server counts as loaded, where SGLang says `storage` of all of them.
 _LOADED = {
-    "nvme": "nvme_pages_loaded",
-    "peer": "peer_pages_loaded",
-    "bucket": "object_pages_loaded",
+    "nvme": "loaded_pages:nvme",
+    "peer": "loaded_pages:peer",
+    "bucket": "loaded_pages:object",
 }
 _HELD_IN = {"peer": "peer", "bucket": "object"}  # as /tier/residency names it
 _SERVER = {"device": "local", "host": "local", "nvme": "local"}  # others: of their own name

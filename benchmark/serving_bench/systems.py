@@ -136,7 +136,7 @@ class System:
     def stored_bytes(self) -> int:
         """KV bytes in its store: the tier's own count, or the sizes of the files."""
         if self.name in POLICIES:
-            return int(self.server.tier_state()["nvme_stored_bytes"])
+            return int(self.server.tier_state()["tier_held_bytes:nvme"])
         total = 0
         with contextlib.suppress(OSError), os.scandir(self.store) as entries:
             for entry in entries:

@@ -57,9 +57,9 @@ def hands_over_what_one_server_computes(pair: PrefillDecode, single: Server, see
     prompts = [make_prompts(seed + length, 1, length)[0] for length in LENGTHS]
     prompts += [prompts[-1][:700] + make_prompts(seed, 1, 50)[0]]  # shares a prefix
     expected = [answer.output_ids for answer in single.generate_all(prompts)]
-    num_done = transfer_state(pair.decode)["num_rooms_done"]
+    num_done = transfer_state(pair.decode)["transfer_rooms_ended:done"]
     got = [reply.output_ids for reply in pair.generate_all(prompts)]
     assert got == expected
     state = transfer_state(pair.decode)
-    assert state["num_rooms_done"] >= num_done + len(prompts)
-    assert state["num_rooms"] == 0
+    assert state["transfer_rooms_ended:done"] >= num_done + len(prompts)
+    assert state["transfer_rooms"] == 0

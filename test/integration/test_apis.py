@@ -140,16 +140,16 @@ def test_sglang_client_serves_sharegpt_file(server: Server, model: Path, tmp_pat
 
 def test_metrics_endpoint_carries_our_series(server: Server) -> None:
     server.generate([ord("a")] * 300)
-    server.wait_for_state("nvme_pages_stored", 1)
+    server.wait_for_state("stored_pages:nvme", 1)
     text = server.request("/metrics")
-    assert re.search(r"^sglang_tiered:nvme_capacity_bytes\S* [1-9]", text, re.MULTILINE)
-    assert re.search(r"^sglang_tiered:nvme_pages_stored_total", text, re.MULTILINE)
+    assert re.search(r"^sglang_tiered_tier_capacity_bytes\S* [1-9]", text, re.MULTILINE)
+    assert re.search(r"^sglang_tiered_stored_pages_total", text, re.MULTILINE)
 
 
 def test_flush_cache_empties_the_tree_not_the_store(server: Server) -> None:
     prompt = [ord("b")] * 40 + [ord("c")] * 400
     before = server.generate(prompt)
-    server.wait_for_state("nvme_pages_stored", 6)
+    server.wait_for_state("stored_pages:nvme", 6)
     server.flush()
     after = server.generate(prompt)
     assert after.output_ids == before.output_ids

@@ -43,7 +43,7 @@ def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory, slowness: P
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[list[int]]:
     answers = [server.generate(prompt) for prompt in PROMPTS]
-    server.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
+    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
     return [answer.output_ids for answer in answers]
 
 
@@ -58,9 +58,9 @@ def test_a_quick_disk_is_read(server: Server, expected: list[list[int]]) -> None
     assert [answer.output_ids for answer in answers] == expected
     assert from_storage(answers) == NUM_PROMPTS * aligned(LENGTH)
     state = server.tier_state()
-    assert state["nvme_load_decisions:load"] >= NUM_PROMPTS * aligned(LENGTH)
-    assert state["prefill_tokens_per_s"] > 0
-    assert state["nvme_load_bytes_per_s"] > 0
+    assert state["load_decision_tokens:load"] >= NUM_PROMPTS * aligned(LENGTH)
+    assert state["prefill_tokens_per_second"] > 0
+    assert state["load_bytes_per_second:nvme"] > 0
 
 
 @pytest.mark.slow
@@ -72,21 +72,21 @@ def test_slow_disk_is_abandoned_declined_then_used_again(
     begun = time.monotonic()
     assert server.generate(PROMPTS[0]).output_ids == expected[0]
     assert time.monotonic() - begun < 10, "the answer waited for a read that takes 10 s"
-    assert server.tier_state()["nvme_load_decisions:gave_up"] > 0
+    assert server.tier_state()["load_decision_tokens:gave_up"] > 0
     server.flush()  # refused while that read still goes on; it must not stop the server
 
     slowness.write_text("5")  # still several times what computing takes
     deadline = time.monotonic() + 4 * DEADLINE_S
-    while server.tier_state()["nvme_load_decisions:declined"] == 0:
+    while server.tier_state()["load_decision_tokens:declined"] == 0:
         assert time.monotonic() < deadline, "slow loads are never declined"
         server.flush()
         for prompt, ids in zip(PROMPTS, expected, strict=True):
             assert server.generate(prompt).output_ids == ids
 
     slowness.write_text("0")
-    loaded = server.tier_state()["nvme_load_decisions:load"]
+    loaded = server.tier_state()["load_decision_tokens:load"]
     deadline = time.monotonic() + DEADLINE_S
-    while server.tier_state()["nvme_load_decisions:load"] == loaded:
+    while server.tier_state()["load_decision_tokens:load"] == loaded:
         assert time.monotonic() < deadline, "a disk that recovered is never used again"
         server.flush()
         for prompt, ids in zip(PROMPTS, expected, strict=True):

@@ -83,7 +83,7 @@ def test_costs_have_the_key_of_other_tier_endpoints(server: Server) -> None:
 def test_routers_plan_is_what_the_server_does(server: Server) -> None:
     for prompt in PROMPTS:
         server.generate(prompt)
-    server.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
     learnt = rank(server)
     assert learnt.prefill.observed >= NUM_PROMPTS
     assert learnt.tiers["nvme"].healthy and learnt.tiers["nvme"].held_bytes
@@ -99,7 +99,7 @@ def test_routers_plan_is_what_the_server_does(server: Server) -> None:
         server.generate(prompt)
         after = server.tier_state()
         loaded, declined = (
-            after[f"nvme_load_decisions:{name}"] - before[f"nvme_load_decisions:{name}"]
+            after[f"load_decision_tokens:{name}"] - before[f"load_decision_tokens:{name}"]
             for name in ("load", "declined")
         )
         assert (loaded, declined) == (plan.num_tokens, held - plan.num_tokens)
@@ -110,8 +110,8 @@ def test_server_info_and_gauges_tell_the_same(server: Server) -> None:
     state, record = server.tier_state(), rank(server)
     told = state["costs"]
     assert tuple(told["prefill"]["prices"]) == record.prefill.prices  # type: ignore[index]
-    assert state["prefill_price_s:token"] == record.prefill.prices[1]
-    assert state["queue_wait_s"] == record.queue_wait_s == 0
+    assert state["prefill_price_seconds:token"] == record.prefill.prices[1]
+    assert state["expected_queue_wait_seconds"] == record.queue_wait_s == 0
 
 
 def test_idle_server_has_a_young_record_without_work(server: Server) -> None:

@@ -25,6 +25,7 @@ SMALL = (
     *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
     *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
 )
+MOVED = ("transfer_bytes:wire", "transfer_bytes:same_host")
 LENGTHS = (1, 2, 15, 64, 65, 511, 512, 513, 1200, 3000)
 
 Pair = PrefillDecode
@@ -61,7 +62,9 @@ def test_pages_that_decode_holds_are_not_sent(pair: Pair, stock: Server) -> None
     longer = [*prompt, *first.output_ids, *make_prompts(78, 1, 100)[0]]
     assert pair.generate(longer).output_ids == stock.generate(longer).output_ids
     after = transfer_state(pair.decode)
-    moved = sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
+    moved = sum(
+        after[name] - before[name] for name in ("transfer_bytes:wire", "transfer_bytes:same_host")
+    )
     assert 0 < moved <= 4 * _page_bytes(pair)  # of the 33 pages the prompt has
 
 
@@ -70,7 +73,9 @@ def _page_bytes(pair: Pair) -> int:
     before = transfer_state(pair.decode)
     pair.generate(make_prompts(79, 1, 64)[0])
     after = transfer_state(pair.decode)
-    return sum(after[name] - before[name] for name in ("wire_bytes", "same_host_bytes"))
+    return sum(
+        after[name] - before[name] for name in ("transfer_bytes:wire", "transfer_bytes:same_host")
+    )
 
 
 def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: Server) -> None:
@@ -88,7 +93,7 @@ def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: 
 def test_nothing_is_kept_of_requests_that_ended(pair: Pair) -> None:
     pair.generate_all(make_prompts(81, 4, 100))
     for server in (pair.prefill, pair.decode):
-        _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
+        _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
 
 
 def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
@@ -96,7 +101,7 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
     # Behind enough prompts that it still waits for its prefill when it is aborted.
     with ThreadPoolExecutor(12) as pool:
         others = [pool.submit(pair.generate, prompt) for prompt in make_prompts(82, 8, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 6)
+        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 6)
         doomed = pool.submit(pair.both, make_prompts(83, 1, 3000)[0], 8, rid="doomed")
 
         def aborted() -> bool:
@@ -114,18 +119,18 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
 def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
     with ThreadPoolExecutor(2) as pool:
         doomed = pool.submit(pair.both, make_prompts(84, 1, 2500)[0], 64, rid="gone")
-        _wait(lambda: transfer_state(pair.decode)["num_rooms"] >= 1)
+        _wait(lambda: transfer_state(pair.decode)["transfer_rooms"] >= 1)
         pair.decode.request("/abort_request", {"rid": "gone"})
         doomed.result(60)
     for server in (pair.prefill, pair.decode):
-        _wait(lambda server=server: transfer_state(server)["num_rooms"] == 0)
+        _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
 
 
 @pytest.mark.slow
 def test_killed_prefill_fails_requests_then_successor_serves(pair: Pair, stock: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.generate, prompt, 8) for prompt in make_prompts(85, 4, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)
+        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 4)
         pair.prefill.kill()
         replies = [future.result(60) for future in doomed]
     failed = [reply for reply in replies if reply.status != 200]
@@ -140,11 +145,11 @@ def test_killed_prefill_fails_requests_then_successor_serves(pair: Pair, stock: 
 def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, stock: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         doomed = [pool.submit(pair.both, prompt, 8) for prompt in make_prompts(87, 4, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["num_rooms"] >= 4)
+        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 4)
         pair.decode.kill()
         for future in doomed:
             future.result(60)
-    _wait(lambda: transfer_state(pair.prefill)["num_rooms"] == 0)
+    _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] == 0)
     pair.restart("decode")
     prompt = make_prompts(88, 1, 700)[0]
     assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids

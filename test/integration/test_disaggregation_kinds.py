@@ -78,8 +78,10 @@ def test_tokens_equal_those_of_one_server(
     hands_over_what_one_server_computes(pair, stock, 10_000 * (1 + list(KINDS).index(name)))
     if kind.decode in (SENT_ON_ONE_HOST, SECURE):
         after = transfer_state(pair.decode)
-        assert after["wire_bytes"] > before["wire_bytes"]
-        assert after["same_host_bytes"] == before["same_host_bytes"], "read from prefill's memory"
+        assert after["transfer_bytes:wire"] > before["transfer_bytes:wire"]
+        assert after["transfer_bytes:same_host"] == before["transfer_bytes:same_host"], (
+            "read from prefill's memory"
+        )
 
 
 def test_other_page_size_fails_only_the_request(
@@ -117,13 +119,13 @@ def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_pat
                 for other in make_prompts(10, 4, 1500)
             ]
             broken = [pool.submit(post, front, body) for body in bodies]
-            eventually(lambda: transfer_state(pair.prefill)["num_rooms"] > 0)
+            eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
             router.kill()
             for future in broken:
                 future.result(60)
         for server in (pair.prefill, pair.decode):
             eventually(
-                lambda server=server: transfer_state(server)["num_rooms"] == 0, timeout_s=60.0
+                lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
             )
         assert pair.generate(prompt).output_ids == expected
     finally:

@@ -50,11 +50,11 @@ class Tiered:
 
     def num_handed_over(self) -> int:
         state = transfer_state(self.decode)
-        return state["wire_bytes"] + state["same_host_bytes"]
+        return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
 
     def ask_again(self) -> int:
         """All answer as before, out of the store; returns the bytes that prefill sent."""
-        self.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        self.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
         self.decode.flush()
         before = self.num_handed_over()
         replies = self.ask()
@@ -63,7 +63,7 @@ class Tiered:
         return self.num_handed_over() - before
 
     def loaded(self) -> float:
-        return self.decode.tier_state()["nvme_pages_loaded"] * PAGE
+        return self.decode.tier_state()["loaded_pages:nvme"] * PAGE
 
 
 @contextmanager
@@ -121,12 +121,12 @@ class TestDecode:
         assert tiered.loaded() >= 0.9 * NUM_PROMPTS * aligned(LENGTH)
 
     def test_damaged_pages_cost_their_hits_and_no_request(self, tiered: Tiered) -> None:
-        tiered.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        tiered.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
         damage(tiered.tier)
         loaded = tiered.loaded()
         assert tiered.ask_again() < 0.95 * tiered.cold_bytes
         assert tiered.loaded() > loaded, "nothing was used of what is whole"
-        assert tiered.decode.tier_state()["nvme_page_outcomes:load:corrupt"] > 0
+        assert tiered.decode.tier_state()["page_outcomes:nvme:load:corrupt"] > 0
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -134,7 +134,7 @@ def test_disk_slower_than_prefill_delays_no_request(
     num_ranks: int, model: Path, tmp_path: Path
 ) -> None:
     with tiered_pair(model, tmp_path, num_ranks, "measured") as tiered:
-        tiered.decode.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // PAGE))
+        tiered.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
         tiered.decode.flush()
         tiered.slowness.write_text(str(HANG_S))
         replies = tiered.ask()
@@ -143,7 +143,7 @@ def test_disk_slower_than_prefill_delays_no_request(
         assert [reply.output_ids for reply in replies] == tiered.expected
         assert max(reply.seconds for reply in replies) < HANG_S, "a request waited for the disk"
         state = tiered.decode.tier_state()
-        decided = ("nvme_load_decisions:gave_up", "nvme_load_decisions:declined")
+        decided = ("load_decision_tokens:gave_up", "load_decision_tokens:declined")
         assert sum(state.get(name, 0) for name in decided) > 0
 
 

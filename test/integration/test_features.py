@@ -93,7 +93,7 @@ def load_of(server: Server) -> dict[str, Any]:
 
 def is_idle(server: Server) -> bool:
     load, state = load_of(server), server.tier_state()
-    busy = load["num_running_reqs"] + load["num_waiting_reqs"] + state["nvme_inflight_jobs"]
+    busy = load["num_running_reqs"] + load["num_waiting_reqs"] + state["tier_inflight_jobs:nvme"]
     return not busy
 
 
@@ -293,7 +293,7 @@ def test_retracted_requests_give_the_same_answers(
     with ThreadPoolExecutor(len(low + high)) as pool:
         for number in range(2):
             server.flush()
-            num_loaded = server.tier_state()["nvme_pages_loaded"]
+            num_loaded = server.tier_state()["loaded_pages:nvme"]
             asked = [pool.submit(ask, prompt, LOW) for prompt in low]
             until(lambda: load_of(server)["num_running_reqs"] >= num_running)
             asked += [pool.submit(ask, prompt, HIGH) for prompt in high]
@@ -301,7 +301,7 @@ def test_retracted_requests_give_the_same_answers(
             assert [answer["output_ids"] for answer in answers] == wanted[0] + wanted[1]
             num_retractions += sum(answer["meta_info"]["num_retractions"] for answer in answers)
             until(lambda: is_idle(server))
-            loaded = server.tier_state()["nvme_pages_loaded"] - num_loaded
+            loaded = server.tier_state()["loaded_pages:nvme"] - num_loaded
             assert number == 0 or loaded >= len(low + high) * aligned(length) // 64
     assert num_retractions > 0
     assert (server.log.count("Retract requests") > num_told) == memory_is_short
@@ -338,9 +338,9 @@ SHORT = make_prompts(46, MANY, 70)  # a page each
 @pytest.fixture(scope="module")
 def many(server: Server) -> list[list[int]]:
     """Answers to prompts whose pages are on NVMe."""
-    num_stored = server.tier_state()["nvme_pages"]
+    num_stored = server.tier_state()["tier_pages:nvme"]
     answers = answers_of(server, SHORT)
-    server.wait_for_state("nvme_pages", num_stored + MANY)
+    server.wait_for_state("tier_pages:nvme", num_stored + MANY)
     return answers
 
 
@@ -358,9 +358,9 @@ def test_hundred_requests_wait_for_loads_at_once(
 ) -> None:
     with ThreadPoolExecutor(MANY) as pool:
         with disk.slow(5.0):
-            num_loaded = server.tier_state()["nvme_pages_loaded"]
+            num_loaded = server.tier_state()["loaded_pages:nvme"]
             asked = ask_many(server, pool)
-            assert server.tier_state()["nvme_pages_loaded"] - num_loaded <= MANY - 100
+            assert server.tier_state()["loaded_pages:nvme"] - num_loaded <= MANY - 100
         answers = [each.result() for each in asked]
     assert [answer.output_ids for answer in answers] == many == answers_of(stock, SHORT)
     assert sum(answer.cached["storage"] for answer in answers) >= 0.97 * 64 * MANY
@@ -383,7 +383,7 @@ def test_requests_aborted_during_loads_leak_no_memory(
         with ThreadPoolExecutor(MANY) as pool:
             with disk.slow(3.0):
                 asked = ask_many(server, pool)
-                assert server.tier_state()["nvme_inflight_jobs"] > 0
+                assert server.tier_state()["tier_inflight_jobs:nvme"] > 0
                 server.request("/abort_request", {"rid": "", "abort_all": True})
                 until(lambda: load_of(server)["num_waiting_reqs"] == 0)
             assert sum(aborted(each) for each in asked) >= 100
@@ -405,7 +405,7 @@ def test_eight_bit_pages_from_nvme_keep_the_answer(launch: Launch, tmp_path: Pat
     try:
         prompts = PROMPTS[:4]
         cold = server.generate_all(prompts)
-        server.wait_for_state("nvme_pages", len(prompts) * aligned(LENGTH) // 64)
+        server.wait_for_state("tier_pages:nvme", len(prompts) * aligned(LENGTH) // 64)
         server.flush()
         warm = server.generate_all(prompts)
         assert [answer.output_ids for answer in warm] == [answer.output_ids for answer in cold]

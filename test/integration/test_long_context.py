@@ -37,7 +37,7 @@ def test_turn_of_a_hundred_thousand_tokens_returns(
         try:
             first = server.generate(context, NUM_NEW)
             if "off" not in arguments:
-                server.wait_for_state("nvme_pages", aligned(LENGTH) // PAGE)
+                server.wait_for_state("tier_pages:nvme", aligned(LENGTH) // PAGE)
                 server.flush()
             return first, server.generate(context + first.output_ids + turn, NUM_NEW)
         finally:

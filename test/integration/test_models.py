@@ -63,14 +63,14 @@ def test_new_weights_never_read_pages_of_old_ones(
     server = launch(*SMALL, "--tier-dir", tier_dir)
     old = [server.generate(prompt).output_ids for prompt in PROMPTS[:4]]
     assert old != expected
-    server.wait_for_state("nvme_pages", 4 * (LENGTH // 64))
+    server.wait_for_state("tier_pages:nvme", 4 * (LENGTH // 64))
     server.flush()  # with backups under way SGLang would replace the weights but keep the tree
     update = {"model_path": str(retrained), "flush_cache": True}
     assert server.request("/update_weights_from_disk", update)["success"]
     answers = [server.generate(prompt) for prompt in PROMPTS[:4]]
     assert [answer.output_ids for answer in answers] == expected
     assert all(answer.num_cached == 0 for answer in answers)
-    server.wait_for_state("nvme_pages", 4 * (LENGTH // 64))
+    server.wait_for_state("tier_pages:nvme", 4 * (LENGTH // 64))
     server.flush()
     again = [server.generate(prompt) for prompt in PROMPTS[:4]]
     assert [answer.output_ids for answer in again] == expected

@@ -122,8 +122,8 @@ class TestLife:
         report = ask(a, "/tier/residency", {"input_ids": MOVED[0]})[1]
         assert report["object"] == report["nvme"] == LENGTH // PAGE * PAGE
         state = a.tier_state()
-        assert state["object_healthy"] == 1
-        assert state["object_pages_demoted"] >= (len(MOVED) + 6) * (LENGTH // PAGE)
+        assert state["tier_healthy:object"] == 1
+        assert state["demoted_pages"] >= (len(MOVED) + 6) * (LENGTH // PAGE)
         assert "not-a-secret" not in json.dumps(a.request("/server_info")) + a.log
 
     def test_checkpoint_reports_an_uncomputed_prefix_as_missing(self, pair: list[Server]) -> None:
@@ -195,7 +195,7 @@ class TestLife:
         _, b = pair
         for prompt in MOVED:
             wait_for_residency(b, prompt, "nvme", aligned(LENGTH))
-        assert b.tier_state()["object_pages_promoted"] > 0
+        assert b.tier_state()["promoted_pages:object"] > 0
 
     def test_bucket_answering_503_costs_only_hits(
         self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
@@ -210,7 +210,7 @@ class TestLife:
         assert (code, report["num_tokens"]) == (503, 0)
         proxy.remove(rule)
         deadline = time.monotonic() + DEADLINE_S
-        while b.tier_state()["object_healthy"] != 1:
+        while b.tier_state()["tier_healthy:object"] != 1:
             assert time.monotonic() < deadline, "it never came back"
             time.sleep(0.1)
 
@@ -346,7 +346,7 @@ def test_lossy_pages_are_never_read_as_exact(
         agreement = sum(mine == theirs for mine, theirs in pairs) / len(pairs)
         record_property(f"greedy_agreement_{codec}", agreement)
         print(f"{codec}: {agreement:.1%} of {len(pairs)} greedy tokens agree")
-        stored = b.tier_state()["object_physical_bytes"]
+        stored = b.tier_state()["tier_physical_bytes:object"]
         assert 0 < stored < 0.6 * len(MOVED) * whole * 8192, "no smaller than float32"
         b.kill()
     computed = exact.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
@@ -373,7 +373,7 @@ def test_replicas_find_each_others_pages_in_the_bucket(
     deadline = time.monotonic() + DEADLINE_S
     while True:
         states = server.request("/server_info")["internal_states"]
-        known = [state["sglang_tiered"]["object_pages"] for state in states]
+        known = [state["sglang_tiered"]["tier_pages:object"] for state in states]
         if len(known) == 2 and min(known) >= len(prompts) * whole // PAGE:
             break
         assert time.monotonic() < deadline, known

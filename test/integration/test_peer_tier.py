@@ -122,9 +122,9 @@ class TestLife:
         assert [answer.output_ids for answer in again] == self.opened["moved"]
         wanted = len(MOVED) * aligned(LENGTH)
         assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
-        fetched = b.tier_state()["peer_pages_loaded"]
+        fetched = b.tier_state()["loaded_pages:peer"]
         assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
-        assert a.tier_state()["peer_pages_served"] >= fetched
+        assert a.tier_state()["peer_served_pages"] >= fetched
         for prompt, first, whole in zip(
             MOVED[:2], self.opened["moved"], uninterrupted, strict=False
         ):
@@ -136,7 +136,7 @@ class TestLife:
         for prompt in MOVED:
             until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
             until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
-        assert b.tier_state()["peer_pages_promoted"] > 0
+        assert b.tier_state()["promoted_pages:peer"] > 0
 
     def test_no_password_is_shown_anywhere(self, pair: list[Server]) -> None:
         for server in pair:
@@ -231,10 +231,10 @@ class TestLife:
 
     def test_killed_peer_costs_hits_and_nothing_else(self, pair: list[Server]) -> None:
         a, b = pair
-        before = b.tier_state()["peer_pages_loaded"]
+        before = b.tier_state()["loaded_pages:peer"]
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(b.generate_all, LOST, concurrency=2, num_new=NUM_NEW)
-            until(lambda: b.tier_state()["peer_pages_loaded"] > before, "nothing was fetched")
+            until(lambda: b.tier_state()["loaded_pages:peer"] > before, "nothing was fetched")
             a.kill()
             answers = asked.result(60)
         assert [answer.output_ids for answer in answers] == self.opened["lost"]
@@ -303,10 +303,10 @@ def test_measured_plans_use_peers_and_bucket_together(
         )
     first = b.generate_all(prompts[:3], concurrency=1, num_new=NUM_NEW)
     assert [answer.output_ids for answer in first] == expected[:3]
-    assert b.tier_state()["peer_pages_loaded"] > 0
+    assert b.tier_state()["loaded_pages:peer"] > 0
     a.kill()
     rest = b.generate_all(prompts[3:], concurrency=1, num_new=NUM_NEW)
     assert [answer.output_ids for answer in rest] == expected[3:]
     assert sum(answer.cached["storage"] for answer in rest) > 0
-    assert b.tier_state()["object_pages_loaded"] > 0
+    assert b.tier_state()["loaded_pages:object"] > 0
     b.kill()

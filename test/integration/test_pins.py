@@ -57,8 +57,8 @@ def test_pinned_conversation_outlives_churn_and_kill(
     assert answer["pinned_until"] == pytest.approx(until, abs=60)
     assert ask(server, "/tier/checkpoint", {"rid": "other", "tier": "nvme"})[0] == 200
 
-    written = server.tier_state()["nvme_bytes_written"]
-    while server.tier_state()["nvme_bytes_written"] - written < 10 * NVME_MIB << 20:
+    written = server.tier_state()["written_bytes:nvme"]
+    while server.tier_state()["written_bytes:nvme"] - written < 10 * NVME_MIB << 20:
         for prompt in CHURN:
             server.generate(prompt, num_new=1)
             prompt[0] += 1  # another prompt

@@ -51,7 +51,7 @@ def store_prompts(server: Server) -> list[list[int]]:
 
 def kept(server: Server) -> dict[str, float]:
     """What all tiers of the first rank hold."""
-    names = ("nvme_pages", "nvme_stored_bytes", "nvme_bytes_stored", "object_pages")
+    names = ("tier_pages:nvme", "tier_held_bytes:nvme", "stored_bytes:nvme", "tier_pages:object")
     state = server.tier_state()
     return {name: state[name] for name in names}
 

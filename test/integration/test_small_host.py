@@ -68,7 +68,7 @@ def small(
 
 
 def lost_for_lack_of_host_memory(server: Server) -> float:
-    return server.tier_state()["host_pages_left:lost_host_short"]
+    return server.tier_state()["host_left_pages:lost_host_short"]
 
 
 def test_small_host_tier_serves_prefixes_evicted_from_device(small: Small) -> None:
@@ -90,9 +90,9 @@ def test_pages_behind_a_prefix_on_device_come_back(small: Small) -> None:
     num_stem, num_tail = small.prompt_tokens // PAGE // 5, small.prompt_tokens // PAGE * 7 // 10
     (stem,) = make_prompts(8, 1, num_stem * PAGE)
     prompts = [stem + tail for tail in make_prompts(9, 5, num_tail * PAGE)]
-    num_pages = server.tier_state()["nvme_pages"] + num_stem + len(prompts) * num_tail
+    num_pages = server.tier_state()["tier_pages:nvme"] + num_stem + len(prompts) * num_tail
     expected = [server.generate(prompt).output_ids for prompt in prompts]
-    server.wait_for_state("nvme_pages", num_pages)
+    server.wait_for_state("tier_pages:nvme", num_pages)
     answers = [server.generate(prompt) for prompt in prompts]
     assert [answer.output_ids for answer in answers] == expected
     from_tiers = sum(answer.num_cached - answer.cached["device"] for answer in answers)

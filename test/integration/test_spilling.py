@@ -49,7 +49,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
 
 def lost_pages(server: Server) -> float:
     state = server.tier_state()
-    return sum(value for name, value in state.items() if name.startswith("host_pages_left:lost"))
+    return sum(value for name, value in state.items() if name.startswith("host_left_pages:lost"))
 
 
 def wait_until_clean(server: Server) -> None:

@@ -71,7 +71,7 @@ def server(launch: Launch, tier_dir: Path) -> Server:
     server = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
     for tenant in (TENANT, OTHER):
         assert cached(server, tenant) == 0, "a tenant hit another's pages"
-    server.wait_for_state("nvme_pages", 2 * PAGES)
+    server.wait_for_state("tier_pages:nvme", 2 * PAGES)
     return server
 
 
@@ -83,15 +83,15 @@ class TestLife:
         counted = stored(server)
         assert counted[DIGEST] >= PAGES
         assert counted[tenant_digest("other", "s3cret").hex()] >= PAGES
-        assert server.tier_state()["nvme_tenants"] >= 2
+        assert server.tier_state()["tier_tenants:nvme"] >= 2
         assert "s3cret" not in json.dumps(server.request("/tier/tenants"))
 
     def test_sglangs_clear_empties_memory_and_purges_nothing(self, server: Server) -> None:
-        server.wait_for_state("nvme_pages", 2 * PAGES)
+        server.wait_for_state("tier_pages:nvme", 2 * PAGES)
         assert status(server, "/hicache/storage-backend/clear", b"") == 200
         state = server.tier_state()
-        assert state["nvme_pages"] >= 2 * PAGES
-        assert state["nvme_pages_purged"] == 0
+        assert state["tier_pages:nvme"] >= 2 * PAGES
+        assert state["purged_pages:nvme"] == 0
         answer = server.generate(PROMPTS[0], **OTHER)
         assert answer.cached["device"] == answer.cached["host"] == 0
         assert answer.cached["storage"] == aligned(LENGTH)
@@ -109,10 +109,10 @@ class TestLife:
         assert stored(server).get(DIGEST, 0) == 0  # its dead pages may still take space
         assert cached(server, TENANT) == 0
         assert cached(server, OTHER) >= 0.97 * aligned(LENGTH) * NUM_PROMPTS
-        assert server.tier_state()["nvme_pages_purged"] >= PAGES
+        assert server.tier_state()["purged_pages:nvme"] >= PAGES
 
     def test_purge_holds_while_the_tenants_requests_run(self, server: Server) -> None:
-        server.wait_for_state("nvme_pages", 2 * PAGES)
+        server.wait_for_state("tier_pages:nvme", 2 * PAGES)
         body = PROMPTS[0]
         running = threading.Thread(
             target=lambda: server.generate(body, num_new=400, **TENANT), daemon=True
@@ -132,7 +132,7 @@ class TestLife:
         self, launch: Launch, server: Server, tier_dir: Path
     ) -> None:
         assert cached(server, TENANT) == 0
-        server.wait_for_state("nvme_pages", 2 * PAGES)
+        server.wait_for_state("tier_pages:nvme", 2 * PAGES)
         assert server.request("/tier/purge", TENANT)["durable"]
         server.kill()
         again = launch(
@@ -156,10 +156,10 @@ def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> No
     prompts = make_prompts(9, 40, LENGTH)
     server.generate_all(prompts, **TENANT)
     server.generate_all(PROMPTS, **OTHER)
-    server.wait_for_state("nvme_pages", PAGES)
+    server.wait_for_state("tier_pages:nvme", PAGES)
     taken = {e["tenant"]: e["physical_bytes"] for e in server.request("/tier/tenants")[0]}
     assert 0 < taken[DIGEST] <= 16 << 20
     assert server.request("/tier/purge", {"all": True})["durable"]
-    assert server.tier_state()["nvme_pages"] == 0
+    assert server.tier_state()["tier_pages:nvme"] == 0
     assert cached(server, OTHER) == 0
     server.kill()

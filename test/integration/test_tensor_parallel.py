@@ -93,7 +93,7 @@ def test_rank_with_older_shard_costs_only_hits(
     again = restarted.generate_all(PROMPTS, concurrency=4)
     assert outputs(again) == expected
     assert [answer.cached["storage"] for answer in again] == [aligned(LENGTH)] * len(PROMPTS)
-    assert restarted.tier_state()["nvme_healthy"] == 1
+    assert restarted.tier_state()["tier_healthy:nvme"] == 1
 
     # A hint begins and proceeds on both ranks in the same steps, or the checker ends the server.
     restarted.flush()

@@ -97,7 +97,7 @@ class TestAfterKill:
         rounds: list[list[Answer]],
         tier_dir: Path,
     ) -> Server:
-        first_server.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
+        first_server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
         first_server.kill()
         return launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir))
 
@@ -135,7 +135,7 @@ class TestAfterKill:
         answers = server.generate_all(PROMPTS)
         assert [answer.output_ids for answer in answers] == expected
         state = server.tier_state()
-        assert state["nvme_page_outcomes:load:corrupt"] > 0
+        assert state["page_outcomes:nvme:load:corrupt"] > 0
         warnings = [line for line in server.log.splitlines() if "damaged pages" in line]
         assert 1 <= len(warnings) <= len(regions), warnings
         # What was found damaged was computed again and stored again.

@@ -55,7 +55,7 @@ def test_restarted_server_serves_hot_prefixes_from_host(
     tenants = kinds * (NUM_PROMPTS // len(kinds))
     asked = list(zip(PROMPTS, tenants, strict=True))
     expected = [first.generate(prompt, **tenant).output_ids for prompt, tenant in asked]
-    first.wait_for_state("nvme_pages", NUM_PROMPTS * (LENGTH // 64))
+    first.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
     first.flush()
     for prompt, tenant in asked:
         assert first.generate(prompt, **tenant).num_cached == aligned(LENGTH)

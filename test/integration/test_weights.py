@@ -29,9 +29,9 @@ def test_stores_wait_until_large_weights_are_read(launch: Launch, tmp_path: Path
     server = launch(*SMALL, "--tier-dir", str(tier))
     answers = [answer.output_ids for answer in server.generate_all(PROMPTS)]
     assert READING in server.log and KNOWN not in server.log
-    assert server.tier_state()["nvme_pages"] == 0
+    assert server.tier_state()["tier_pages:nvme"] == 0
     os.close(held)
-    server.wait_for_state("nvme_pages", NUM_PAGES)
+    server.wait_for_state("tier_pages:nvme", NUM_PAGES)
     assert KNOWN in server.log
     server.kill()
     again = launch(*SMALL, "--tier-dir", str(tier))

@@ -23,9 +23,9 @@ SLACK_THREADS, SLACK_DESCRIPTORS = 8, 32
 GAUGES = (
     "spill_waiting_tokens",
     "spill_inflight_tokens",
-    "nvme_inflight_jobs",
-    "nvme_queued_store_bytes",
-    "object_demote_backlog",
+    "tier_inflight_jobs:nvme",
+    "tier_queued_store_bytes:nvme",
+    "demotion_backlog_pages",
 )
 TROUBLE = re.compile(
     r"Traceback|memory leak|[Ee]xception in|Scheduler hit|Segmentation|RuntimeError|AssertionError"
@@ -95,10 +95,10 @@ def left_over(life: Life) -> dict[str, Any]:
     for role, state in life.world.states().items():
         tiers = state["sglang_tiered"]
         left |= {f"{role} {name}": tiers[name] for name in GAUGES if tiers.get(name)}
-        for name in ("nvme_healthy", "object_healthy"):
+        for name in ("tier_healthy:nvme", "tier_healthy:object"):
             if tiers.get(name, 1) != 1:
                 left[f"{role} {name}"] = tiers.get(name.replace("healthy", "unhealthy_because"))
-        rooms = state.get("sglang_tiered_transfer", {}).get("num_rooms", 0)
+        rooms = state.get("sglang_tiered_transfer", {}).get("transfer_rooms", 0)
         if rooms:
             left[f"{role} rooms"] = rooms
         left |= {f"{role} {name}": number for name, number in requests(life, role).items()}

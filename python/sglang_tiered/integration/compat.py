@@ -27,6 +27,7 @@ _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _DECODE = "sglang.srt.disaggregation.decode:Decode"
+_METRICS = "sglang.srt.observability.metrics_collector"
 _SESSION = "sglang.srt.session.streaming_session"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
@@ -265,6 +266,13 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "self",
         "obj",
     ),
+    # The labels of SGLang's own metrics, which ours bear too (``observe.rank_labels``).
+    f"{_METRICS}:SchedulerMetricsCollector.init_new": ("server_args",),
+    "sglang.srt.disaggregation.utils:DisaggregationMode.to_engine_type": ("mode",),
+    "sglang.srt.runtime_context:get_parallel": (),
+    "sglang.srt.runtime_context:get_serving": (),
+    "sglang.srt.runtime_context:get_disagg": (),
+    "sglang.srt.runtime_context:get_observability": (),
     f"{_CORE}.prefetch_anchor_info": ("self", "node_id"),
     f"{_CORE}.build_hicache_transfers": (
         "self",

@@ -44,7 +44,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -64,7 +63,7 @@ from sglang_tiered.integration.identity.media_hashes import (
     refuse_placeholder_tokens,
 )
 from sglang_tiered.integration.names import TRANSFER_BACKEND
-from sglang_tiered.metrics import METRICS
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -391,13 +390,13 @@ def _after_is_fully_idle(
 
 def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     from sglang_tiered.integration.attention.pod import PodAttention
-    from sglang_tiered.integration.observe.exporter import samples
     from sglang_tiered.integration.observe.holdings import holdings
+    from sglang_tiered.integration.observe.samples import state_of
     from sglang_tiered.integration.observe.transfer_stats import stats_of_scheduler
 
     transfer = stats_of_scheduler(scheduler)
     if transfer is not None:
-        result.internal_state["sglang_tiered_transfer"] = dataclasses.asdict(transfer)
+        result.internal_state["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, transfer)
     if PodAttention.statistics.serving:
         result.internal_state["sglang_tiered_pod"] = PodAttention.statistics.state()
     cache = _cache_of(scheduler)
@@ -406,11 +405,9 @@ def _after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     state: dict[str, Any] = {"tiers": holdings(cache)}
     if cache.storage is not None:
         stats = cache.process_stats()
-        for metric in METRICS:
-            for labels, value in samples(metric, stats):
-                state[":".join((metric.name, *labels))] = value
+        state |= state_of(METRICS, stats)
         for name, reason in stats.health_reasons().items():
-            state[f"{name}_unhealthy_because"] = reason
+            state[f"tier_unhealthy_because:{name}"] = reason
     if cache.tiering is not None and cache.tiering.costs is not None:
         state["costs"] = msgspec.to_builtins(cache.tiering.costs.take())
     result.internal_state["sglang_tiered"] = state

@@ -34,6 +34,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.metrics import DurationCounts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
@@ -270,6 +272,8 @@ class EngineStats(TierStats):
     num_pages_purged: int  # forgotten by ``begin_purge``
     num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
+    store_durations: DurationCounts = DurationCounts()  # of jobs that made a page durable
+    verification_durations: DurationCounts = DurationCounts()  # of the pages of one read
 
 
 class TenantUsage(NamedTuple):

@@ -176,6 +176,7 @@ class MemoryEngine(WriteTier):
                 num_pages_purged=self._num_purged,
                 num_regions_stuck=0,
                 reasons=dict(self._jobs.outcomes),
+                store_durations=self._jobs.store_durations.take(),
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:

@@ -170,7 +170,7 @@ class LoadPlanner(Generic[Request]):
             waiting_tokens=self.num_waiting_tokens,
             num_both_ends=self.num_both_ends,
             reads={
-                tier: TierReads(timing.num_loads, timing.load_s, timing.bytes_per_s)
+                tier: TierReads(timing.durations.take(), timing.busy_s, timing.bytes_per_s)
                 for tier, timing in self.timings.items()
             },
         )

@@ -272,10 +272,8 @@ class TieredRadixCache(ForgettingCache):
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
-        waits = None if self.tiering is None else self.tiering.load_waits(request)
-        if waits is not None:
-            return not waits
-        return bool(super().check_prefetch_progress(request))
+        ask = super().check_prefetch_progress
+        return bool(ask(request)) if self.tiering is None else self.tiering.has_loaded(request, ask)
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived; SGLang reduces it over ranks."""
@@ -305,14 +303,12 @@ class TieredRadixCache(ForgettingCache):
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
         if self.tiering is not None:
-            self.tiering.loads.leaves(request)
-            self.tiering.loads.unlock_loaded(request)
+            self.tiering.admitted(request)
         super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         if self.tiering is not None:
-            self.tiering.returns.forget(request)
-            self.tiering.loads.forget(request)
+            self.tiering.aborted(request)
         super().release_aborted_request(request)
 
     def query_storage_hit_length(self, *args: Any, **kwargs: Any) -> int:
@@ -438,7 +434,7 @@ class TieredRadixCache(ForgettingCache):
     def process_stats(self) -> ProcessStats:
         """Take a snapshot. The cache must have a storage."""
         assert self.storage is not None
-        return stats_of(self.storage, self.tiering)
+        return stats_of(self, self.storage, self.tiering)
 
     # ---- Steps, and agreement between ranks ----
 

@@ -21,8 +21,11 @@ from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
+from sglang_tiered.integration.cache.waits import AdmissionWaits
 from sglang_tiered.integration.observe.exporter import MetricsExporter
+from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
 from sglang_tiered.integration.storage.remote_purges import MEMORY
@@ -123,6 +126,7 @@ class Tiering:
             if warms
             else ColdStart(storage.notes)
         )
+        self.waits = AdmissionWaits(clock)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         self.costs: PublishesCosts | None = None  # once there is a scheduler, if anybody is told
@@ -159,12 +163,15 @@ class Tiering:
 
     def begin_load(self, call: Prefetch) -> bool | None:
         """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
+        self.waits.arrives(call.request)
         self.warm.name_keys(call.extra_key, call.cache_salt)
         self.returns.forget(call.request)
         storage = self._cache.storage
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
         if planned is None:
             return None
+        if storage is not None:
+            self.waits.has_load(call.request)
         if self.returns.has_run(call.request):
             planned = planned._replace(is_new=False)
         if planned.num_back:
@@ -182,6 +189,16 @@ class Tiering:
             return True
         return self.stays_put_off(request) if self.loads.is_put_off(request) else None
 
+    def has_loaded(
+        self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
+    ) -> bool:
+        """Whether a request whose turn has come need not wait for its load."""
+        waits = self.load_waits(request)
+        has_loaded = bool(ask_sglang(request)) if waits is None else not waits
+        if not has_loaded:
+            self.waits.held_up(request)
+        return has_loaded
+
     def stays_put_off(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting."""
         storage = self._cache.storage
@@ -191,6 +208,18 @@ class Tiering:
         """Whether a request starts with what has arrived of its load."""
         storage = self._cache.storage
         return storage is not None and self.loads.starts_without(operation, storage)
+
+    def admitted(self, request: CacheRequestHandle) -> None:
+        """Note that a request waits no longer: the copy to the device locks what was loaded."""
+        self.waits.admitted(request)
+        self.loads.leaves(request)
+        self.loads.unlock_loaded(request)
+
+    def aborted(self, request: CacheRequestHandle) -> None:
+        """Forget a request that was aborted."""
+        self.waits.forget(request)
+        self.returns.forget(request)
+        self.loads.forget(request)
 
     # ---- Stores ----
 
@@ -337,6 +366,7 @@ class Tiering:
 
     def tree_was_reset(self) -> None:
         """Forget the nodes and locks of a tree that was emptied."""
+        self.waits.clear()
         self.loads.clear()
         self.returns.clear()
         self.copies.clear()
@@ -358,7 +388,10 @@ class TierObserver:
     ) -> None:
         self._cache = cache
         self.events = TierEvents.of_cache(cache.tree_core, storage, params)
-        self.exporter = MetricsExporter(cache.process_stats) if exports else None
+        self.exporter: MetricsExporter | None = None
+        if exports:
+            self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
+            self.exporter.export()  # every series is there before its first failure
 
     def attached(self, storage: TieredStorage) -> None:
         """Report tiers that an operator attached again; their counters begin at zero."""
@@ -390,12 +423,14 @@ class TierObserver:
             self.events.close()
 
 
-def stats_of(storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
+def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
     """Take a snapshot of a cache's tiers; there is no ``Tiering`` on a stage of a pipeline."""
+    held = holdings(cache)
     if tiering is None:
-        return process_stats(storage)
+        return process_stats(storage, held=held)
     queue, copies = tiering.stores.queue, tiering.copies
     spill = SpillStats(
         queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
     )
-    return process_stats(storage, tiering.planner.stats(), spill, tiering.hints.stats())
+    planner, waits = tiering.planner.stats(), tiering.waits.stats()
+    return process_stats(storage, planner, spill, tiering.hints.stats(), waits, held)

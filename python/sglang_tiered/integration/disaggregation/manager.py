@@ -41,6 +41,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
 from sglang_tiered.integration.observe.exporter import MetricsExporter
+from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.addresses import check_is_allowed
@@ -171,7 +172,7 @@ class KVManagerRole:
             return
         if self._exporter is None:
             read = partial(transfer_stats, endpoint)
-            self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS)
+            self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS, labels=rank_labels())
         self._exporter.export()
 
     def _of_rank(self) -> Any:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from sglang_tiered import __version__
+from sglang_tiered.metrics import DurationCounts
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_tiered.integration.observe.holdings import Holding
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
@@ -25,6 +33,7 @@ __all__ = [
     "PlannerStats",
     "SpillStats",
     "TierReads",
+    "WaitStats",
     "ProcessStats",
     "process_stats",
 ]
@@ -32,10 +41,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TierReads:
-    """Counts the loads of one tier that were waited for, and what was learnt from them."""
+    """Counts the reads of one tier for requests, and says what was learnt from them."""
 
-    num_loads: int = 0
-    load_s: float = 0.0
+    durations: DurationCounts = DurationCounts()  # of each that was complete
+    busy_s: float = 0.0  # in which at least one was under way
     load_bytes_per_s: float | None = None  # of a load of 16 MiB; None before one
 
 
@@ -104,6 +113,13 @@ class ProcessStats:
     object: ObjectTierStats | None  # None without an object tier
     peer: PeerTierStats | None  # None without an index of other servers
     hints: HintStats | None = None  # None on a stage of a pipeline
+    waits: WaitStats | None = None  # likewise
+    holdings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # see ``holdings``
+
+    @property
+    def build(self) -> dict[tuple[str, str], int]:
+        """Return the versions of this package and of SGLang, with a 1."""
+        return {(__version__, _sglang_version()): 1}
 
     def health_reasons(self) -> dict[str, str]:
         """Return why tiers are not running: one clause each, by the tier's name."""
@@ -134,6 +150,14 @@ class HintStats:
     num_tokens_loaded: int
 
 
+@dataclass(frozen=True, slots=True)
+class WaitStats:
+    """Says how long requests waited."""
+
+    requests: DurationCounts  # from arrival to admission
+    loads: DurationCounts  # of those with a load: how long nothing else kept them
+
+
 _NO_PLANNER = PlannerStats({}, None, {})
 
 
@@ -142,6 +166,8 @@ def process_stats(
     planner: PlannerStats | None = None,
     spill: SpillStats | None = None,
     hints: HintStats | None = None,
+    waits: WaitStats | None = None,
+    held: Mapping[str, Holding] | None = None,
 ) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
@@ -165,4 +191,17 @@ def process_stats(
         object=below,
         peer=beside,
         hints=hints,
+        waits=waits,
+        holdings={tier: _bounded(holding) for tier, holding in (held or {}).items()},
     )
+
+
+def _bounded(holding: Mapping[str, Any]) -> dict[str, int]:
+    """Leave out the capacity of a tier that has no cap."""
+    is_bounded = holding["capacity_bytes"] < sys.maxsize
+    return {name: n for name, n in holding.items() if is_bounded or not name.startswith("capacity")}
+
+
+@functools.cache
+def _sglang_version() -> str:
+    return importlib.metadata.version("sglang")

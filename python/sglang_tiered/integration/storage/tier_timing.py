@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.metrics import Durations
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,7 +76,8 @@ class TierTiming:
         self._reported_s = 0.0
         self._measured_at = clock()
         self.num_loads = 0
-        self.load_s = 0.0
+        self.busy_s = 0.0
+        self.durations = Durations()  # of complete reads, each from its own begin
 
     def begin(self, num_bytes: int) -> InFlightRead:
         """Note that a load (or a probe) begins to read."""
@@ -94,6 +97,8 @@ class TierTiming:
             del self._in_flight[read]
             self._left.discard(read)
             now, window = self._clock(), self._window
+            if is_complete:
+                self.durations.record(now - read.begun_at)
             seconds = now - self._since
             took_s = now - max(self._since, read.begun_at)
             if is_complete or took_s >= self.cost.seconds(read.num_bytes):
@@ -144,7 +149,7 @@ class TierTiming:
         while self._windows:
             window = self._windows.popleft()
             self.num_loads += window.num_read
-            self.load_s += window.seconds
+            self.busy_s += window.seconds
             num_bytes, num_loads = window.bytes_read, window.num_read
             if window.num_failed:
                 with_failed = num_bytes + window.bytes_failed, num_loads + window.num_failed

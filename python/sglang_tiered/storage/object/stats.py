@@ -76,6 +76,7 @@ def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats
             num_pages_purged=state.num_pages_purged,
             num_regions_stuck=0,
             reasons=dict(state.jobs.outcomes),
+            store_durations=state.jobs.store_durations.take(),
         )
 
 

@@ -152,7 +152,7 @@ class RegionEngine(WriteTier):
         self._first_sequence = report.next_sequence
         device = self._device
         self.notes = Notes(device)
-        reader = RegionReader(device, health)
+        self._reader = reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
             directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
         )
@@ -339,6 +339,8 @@ class RegionEngine(WriteTier):
                 num_pages_purged=state.num_pages_purged,
                 num_regions_stuck=self._reclaimer.num_stuck,
                 reasons=dict(state.jobs.outcomes),
+                store_durations=state.jobs.store_durations.take(),
+                verification_durations=self._reader.verifications.take(),
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
@@ -62,6 +64,7 @@ class RegionReader:
     def __init__(self, device: Device, health: HealthMonitor) -> None:
         self._device = device
         self._health = health
+        self.verifications = Durations()  # of the pages of one span, for statistics
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
 
@@ -75,9 +78,8 @@ class RegionReader:
             filled = 0
             failure = error
         reasons: list[Reason] = []
-        for item in span:
-            filled -= padded(item.length)
-            if filled >= 0 and _verifies(namespace, item):
+        for item, is_good in zip(span, self._verify(namespace, span, filled), strict=True):
+            if is_good:
                 reasons.append(Reason.OK)
                 continue
             try:
@@ -90,6 +92,18 @@ class RegionReader:
             reasons.append(Reason.OK if verified else Reason.CORRUPT)
         recovered = all(reason is Reason.OK for reason in reasons)
         return SpanResult(reasons, None if recovered else failure)
+
+    def _verify(self, namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
+        """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
+        if not filled:
+            return [False] * len(span)
+        verified = []
+        began = time.monotonic()
+        for item in span:
+            filled -= padded(item.length)
+            verified.append(filled >= 0 and _verifies(namespace, item))
+        self.verifications.record(time.monotonic() - began)
+        return verified
 
     def _read_pages(self, span: Sequence[Wanted]) -> int:
         segments: list[memoryview] = []

@@ -199,7 +199,7 @@ def test_slow_loads_are_declined_until_a_probe() -> None:
         load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
     assert planner.timings[Tier.NVME].num_loads == 14
-    assert planner.timings[Tier.NVME].load_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
+    assert planner.timings[Tier.NVME].busy_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
 
 
 def test_hanging_disk_is_declined_before_it_answers() -> None:

@@ -60,7 +60,7 @@ def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:
         return bool(meter.num_loads > before)
 
     eventually(learns)  # with the probe that reads beside it
-    assert cache.process_stats().reads.num_loads == meter.num_loads
+    assert cache.process_stats().reads.durations.count == meter.num_loads
 
 
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:

@@ -145,7 +145,7 @@ def test_quick_failure_hides_no_slow_read() -> None:
         clock.now += 0.1
     timing.end(slow, is_complete=True)
     timing.learn()
-    assert timing.load_s == pytest.approx(0.5 * WINDOW_READS)
+    assert timing.busy_s == pytest.approx(0.5 * WINDOW_READS)
     assert timing.cost.seconds(MB) > 0.3
 
 
@@ -168,7 +168,7 @@ def test_time_without_reads_is_not_theirs() -> None:
         timing.end(read, is_complete=True)
         clock.now += 50.0
         timing.learn()
-    assert timing.load_s == pytest.approx(20 * MB * BYTE_S)
+    assert timing.busy_s == pytest.approx(20 * MB * BYTE_S)
     assert timing.cost.seconds(16 * MB) == pytest.approx(16 * MB * BYTE_S, rel=0.2)
 
 
