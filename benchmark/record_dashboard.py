@@ -1,6 +1,6 @@
 """Record what every panel of the dashboard shows of a real server, as a real Prometheus answers.
 
-    python benchmark/record_dashboard.py --json FILE [--seconds 300]
+    python benchmark/record_dashboard.py --json FILE [--seconds 240]
 
 A server of ``scripts/serve`` with little memory and an NVMe tier answers users whose conversations
 return; for a while in the middle its disk is slow (``slow_disk``). Prometheus scrapes it as it
@@ -28,6 +28,7 @@ from dashboard_run.prometheus_process import NoPrometheusError, Prometheus, run_
 from dashboard_run.traffic import Traffic, converse
 from machine import describe_machine, describe_versions
 from server_process import Server, free_port
+from serving_bench.client import RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,20 +38,21 @@ DASHBOARD = ROOT / "scripts" / "grafana" / "sglang-tiered.json"
 SCRAPE_S = STEP_S = 5
 RATE_S = max(4 * SCRAPE_S, STEP_S + SCRAPE_S)  # Grafana's $__rate_interval
 SLOW_FROM, SLOW_TO = 0.4, 0.6  # shares of the time
-SLOW_BYTES_PER_S = 6_000_000
-DEVICE_TOKENS = 8192
-NVME_BYTES = "192MiB"
+SLOW_BYTES_PER_S = 1_500_000
+DEVICE_TOKENS = 5120
+WARM_UP_S = 5.0  # the first request of a server's life, and the client's imports, take seconds
+NVME_BYTES = "96MiB"
 HOOK = Path(__file__).parent / "slow_disk"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=300.0, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=240.0, help="default: %(default)s")
     options = parser.parse_args()
     try:
         document = record(options.seconds)
-    except NoPrometheusError as error:
+    except (NoPrometheusError, RequestFailedError) as error:
         print(f"record_dashboard: {error}", file=sys.stderr)
         return 1
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
@@ -69,6 +71,7 @@ def record(seconds: float) -> dict[str, Any]:
             run_prometheus(f"127.0.0.1:{server.port}", "server", SCRAPE_S, folder) as prometheus,
         ):
             wait_for_scrape(prometheus)
+            converse(Traffic(num_conversations=4, seed=0), server.url, WARM_UP_S)
             timers = [
                 threading.Timer(seconds * share, set_speed, (disk, speed))
                 for share, speed in ((SLOW_FROM, SLOW_BYTES_PER_S), (SLOW_TO, 0))
@@ -124,6 +127,8 @@ def serving(folder: Path, disk: Mapping[str, Path]) -> Iterator[Server]:
     try:
         server.wait_until_it_generates()
         yield server
+    except RequestFailedError as error:
+        raise RequestFailedError(f"{error}; the server's log ends: {server.log[-2000:]}") from error
     finally:
         server.stop()
 

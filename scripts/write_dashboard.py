@@ -75,7 +75,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             *_quantiles("request_wait_seconds", "request"), *_quantiles("load_wait_seconds", "load"),
         ), "s"),
         Panel("Load or compute", "Tokens that host memory did not hold. `absent`: no tier does (raise the cap, look at Admission). `declined`: the tier was expected to be slower than the processor. `gave_up`: a load became late; a steady rate asks for a look at the disk.", (
-            ("sum by (decision) (rate(tiered:load_decision_tokens_total[]))", "{{decision}}"),
+            (_once("rate(tiered:load_decision_tokens_total[])", " by (decision)"), "{{decision}}"),
         ), is_stacked=True),
         Panel("From both ends", "Requests that computed their front while their back was loaded: only with `--tier-both-ends`.", (
             (_once("rate(tiered:both_ends_requests_total[])"), "requests/s"),
@@ -87,7 +87,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         )),
     ),
     "Is anything wrong?": (
-        Panel("Health", "Of each tier the sickest rank, and whether the index of other servers answers. 0: misses only; `/server_info` says why under `nvme_unhealthy_because` and its like.", (
+        Panel("Health", "Of each tier the sickest rank, and whether the index of other servers answers. 0: misses only; `/server_info` says why under `tier_unhealthy_because:nvme` and its like.", (
             ("min by (instance, tier) (tiered:tier_healthy)", "{{instance}} {{tier}}"),
             ("min by (instance) (tiered:peer_index_connected)", "{{instance}} index"),
         ), width=6),
@@ -251,12 +251,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def expression(short: str) -> str:
-    """An expression as Grafana sends it to Prometheus, but for its variables."""
+    """An expression as Grafana sends it to Prometheus, but for its variables.
+
+    SGLang's own names begin with ``sglang:`` in the text format, and in OpenMetrics, which
+    Prometheus prefers, with ``sglang_``: prometheus-client escapes the colon unless the scraper
+    asks for any name, as Prometheus 3 does.
+    """
 
     def selected(found: re.Match[str]) -> str:
-        prefix, labels = (PREFIX, OF_RANK) if found[1] == "tiered" else ("sglang:", OF_SERVER)
+        labels = OF_RANK if found[1] == "tiered" else OF_SERVER
         selectors = [f'{label}=~"{value}"' for label, value in labels]
-        return f"{prefix}{found[2]}{{{','.join([*selectors, *([found[3]] if found[3] else [])])}}}"
+        selectors += [found[3]] if found[3] else []
+        if found[1] == "tiered":
+            return f"{PREFIX}{found[2]}{{{','.join(selectors)}}}"
+        return f'{{__name__=~"sglang[:_]{found[2]}",{",".join(selectors)}}}'
 
     return _METRIC.sub(selected, short).replace("[]", "[$__rate_interval]")
 

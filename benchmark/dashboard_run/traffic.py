@@ -20,13 +20,13 @@ class Traffic:
     answered, and think. Every conversation begins with ``first_tokens`` and, once it has
     ``max_tokens``, is left for a new one."""
 
-    num_users: int = 4
-    num_conversations: int = 36
-    first_tokens: int = 1024
+    num_users: int = 3
+    num_conversations: int = 16
+    first_tokens: int = 640
     new_tokens: int = 96
-    output_tokens: int = 16
-    max_tokens: int = 2560
-    think_s: float = 0.5
+    output_tokens: int = 8
+    max_tokens: int = 1408
+    think_s: float = 0.3
     seed: int = 27
 
 
@@ -71,9 +71,7 @@ def converse(traffic: Traffic, url: str, seconds: float) -> dict[str, int]:
     room = _Room(traffic, url, time.monotonic() + seconds)
 
     async def everybody() -> None:
-        async with asyncio.TaskGroup() as users:
-            for _ in range(traffic.num_users):
-                users.create_task(room.use())
+        await asyncio.gather(*(room.use() for _ in range(traffic.num_users)))
 
     asyncio.run(everybody())
     return dict(room.tokens)

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_labels_in_expressions_are_labels_of_the_metric() -> None:
 def test_a_label_or_value_nobody_has_is_caught(expression: str) -> None:
     named = re.sub(r"(\w+)(?=\{)", rf"{PREFIX}\1", expression)
     assert len(wrong_labels(named)) == 1
+
+
+def test_metrics_of_sglang_exist_and_are_found_by_both_names() -> None:
+    """Prometheus 2 sees ``sglang_`` where SGLang says ``sglang:``: OpenMetrics has no colon."""
+    folder = Path(next(iter(find_spec("sglang").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
+    source = (folder / "srt/observability/metrics_collector.py").read_text(encoding="utf-8")
+    named = {name for text in expressions() for name in re.findall(r"sglang\[:_\](\w+)", text)}
+    assert named
+    for name in named:
+        assert f'"sglang:{name.removesuffix("_bucket")}"' in source
+    assert not [text for text in expressions() if re.search(r"\bsglang[:_](?!tiered)", text)]
 
 
 def test_legends_name_labels_that_are_kept() -> None:
