@@ -21,6 +21,7 @@ import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from dashboard_run.figure import dashboard_figure
 from serving_bench.users_figure import users_figure
 from storage_bench.figures import percentile
 
@@ -196,8 +197,22 @@ def by_users(document: dict[str, Any]) -> Figure:
     return figure
 
 
+def recorded_dashboard(document: dict[str, Any]) -> Figure:
+    """``record_dashboard.py``: what the dashboard's panels showed."""
+    figure = dashboard_figure(document)
+    slow = document["settings"]["slow_disk"]
+    note = (
+        f"seconds; while the ground is coloured the disk gives {slow['bytes_per_s'] / 1e6:g} MB/s. "
+        f"Prometheus {document['versions']['prometheus']}. "
+    )
+    note += _machine(document)
+    figure.supxlabel(note, size=9, color="#57606a", x=0.02, ha="left")
+    return figure
+
+
 # Name of the picture, pattern of its results, what is shown of them.
 PICTURES: tuple[tuple[str, str, Callable[[dict[str, Any]], Picture | Figure]], ...] = (
+    ("dashboard.svg", "dashboard_*.json", recorded_dashboard),
     ("users.svg", "serving_users_*.json", by_users),
     ("same_turn.svg", "serving_same_turn_*.json", by_place),
     ("ttft_by_tier.svg", "serving_2core_xeon_202611.json", by_tier),

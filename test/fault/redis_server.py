@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import redis
 
+from kit.programs import program
 from server_process import free_port
 
 if TYPE_CHECKING:
@@ -30,17 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["RedisServer", "redis_program"]
 
 HOST = "127.0.0.1"
-SCRIPT = Path(__file__).parents[2] / "scripts" / "redis-server"
 TIMEOUT_S = 20.0
 
 
-@functools.cache
 def redis_program() -> str:
     """The path of a Redis server; skips the test where there is none."""
-    found = subprocess.run([SCRIPT], capture_output=True, text=True, timeout=290, check=False)
-    if found.returncode != 0:
-        pytest.skip(found.stderr.strip())
-    return found.stdout.strip()
+    return program("redis-server")
 
 
 class RedisServer:

@@ -176,3 +176,34 @@ def test_every_place_of_same_turn_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "serving_same_turn_x.json").write_text(json.dumps(document))
     with pytest.raises(NothingToDrawError):
         draw_all(tmp_path, tmp_path)
+
+
+def test_a_recorded_dashboard_shows_what_was_not_zero(tmp_path: Path) -> None:
+    """In the form of ``record_dashboard``; no figure of it was measured."""
+
+    def panel(row: str, title: str, *lines: tuple[str, list[float | None]]) -> dict[str, Any]:
+        drawn = [{"legend": legend, "values": values} for legend, values in lines]
+        drawn += [{**line, "legend": f"{line['legend']} right", "unit": "s"} for line in drawn]
+        return {"row": row, "title": title, "unit": "Bps", "is_stacked": False, "lines": drawn}
+
+    shown, zero, empty = [None, 1.5, 0.0], [None, 0.0, 0.0], [None, None, None]
+    panels = [
+        panel("Row one", "Drawn", ("alpha", shown), ("beta", zero), ("gamma", empty)),
+        panel("Row one", "Not drawn", ("delta", zero)),
+        panel("Row two", "Not drawn either", ("epsilon", empty)),
+        {**panel("Row three", "Stacked", ("zeta", shown)), "is_stacked": True},
+    ]
+    document = {
+        "machine": {"cpu": "A CPU", "cores": 3, "memory_gib": 5, "date": "2000-01-02"},
+        "versions": {"prometheus": "9.9"},
+        "settings": {"step_s": 5, "slow_disk": {"bytes_per_s": 2e6, "from_s": 4, "to_s": 6}},
+        "raw": {"panels": panels},
+    }
+    (tmp_path / "dashboard_x.json").write_text(json.dumps(document))
+    (path,) = draw_all(tmp_path, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    for part in ("Row one", "Drawn", "alpha", "alpha right", "Row three", "Stacked", "zeta"):
+        assert f">{part}<" in text, part
+    for part in ("Row two", "Not drawn", "beta", "gamma", "delta", "epsilon"):
+        assert f">{part}" not in text, part
+    assert "2 MB/s. Prometheus 9.9. 3 cores, A CPU, 5 GiB; 2000-01-02" in text

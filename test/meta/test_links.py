@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +76,14 @@ def test_no_document_links_to_what_is_not_there() -> None:
         for line in dead_links(document, document.read_text(encoding="utf-8"), kept)
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_alert_leads_to_a_section_that_is_there() -> None:
+    rules = yaml.safe_load((ROOT / "scripts/grafana/alerts.yaml").read_text(encoding="utf-8"))
+    named = [rule["annotations"]["runbook"] for group in rules["groups"] for rule in group["rules"]]
+    text = "\n".join(f"[a runbook]({one})" for one in named)
+    assert named
+    assert dead_links(ROOT / "README.md", text, kept_files()) == []
 
 
 @pytest.mark.parametrize(

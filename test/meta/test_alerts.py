@@ -1,0 +1,256 @@
+"""Every alert fires when it should, on a fleet that is well but for one thing, and only then.
+
+``promtool`` judges: it evaluates the rules over series of an hour, of two ranks, that have every
+metric of the table from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kit.programs import program
+from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric
+
+ALERTS = Path(__file__).parents[2] / "scripts" / "grafana" / "alerts.yaml"
+RULES: dict[str, dict[str, Any]] = {
+    rule["alert"].removeprefix("SglangTiered"): rule
+    for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+}
+RANK_LABELS = {"tp_rank", "pp_rank", "dp_rank"}
+OF_TARGET = {"job": "fleet", "instance": "a:30000"}
+OF_SERVER = OF_TARGET | {"model_name": "m", "engine_type": "unified"}
+OF_OTHER = {"instance": "b:30000"}  # which is up, and no more
+NAMED = set(re.findall(rf"{PREFIX}\w+", ALERTS.read_text(encoding="utf-8")))
+# What a server that is well keeps at 0, by a label's value and by name.
+AT_ZERO_KEYS = re.compile(r"corrupt|damaged|io_error|no_space|dropped_\w+|lost_\w+|gave_up|failed")
+AT_ZERO = {"nvme_stuck_regions", "object_retries", "demotion_dropped_pages", "demotion_gone_pages"}
+AT_ZERO |= {"peer_breaches", "transfer_refused_messages", "transfer_damaged_slabs"}
+RISES, RISES_FAST, STANDS = "0+60x60", "0+600x60", "1x60"
+
+Labels = dict[str, str]
+Series = dict[tuple[str, frozenset[tuple[str, str]]], str]
+# A metric's exported name without prefix, labels of the series that are changed, and their values.
+Change = tuple[str, Labels, str]
+
+CASES: dict[str, list[Change]] = {
+    "ServerDown": [("up", OF_TARGET, "1x20 0x40"), ("build_info", OF_TARGET, "1x20 stale")],
+    "NoServer": [("build_info", {}, "_x60"), ("up", {}, "_x60")],
+    "TierSick": [("tier_healthy", {"tier": "nvme", "tp_rank": "1"}, "1x30 0x30")],
+    "PagesDamaged": [
+        ("page_outcomes_total", {"tier": "nvme", "reason": "corrupt"}, "0x50 1x10"),
+    ],
+    "DiskErrors": [
+        (
+            "page_outcomes_total",
+            {"tier": "nvme", "reason": "io_error", "operation": "load"},
+            "0x50 1x10",
+        ),
+    ],
+    "DiskFull": [("page_outcomes_total", {"reason": "no_space", "tier": "nvme"}, RISES)],
+    "DiskTooSlow": [("admission_pages_total", {"outcome": "dropped_backlog"}, RISES)],
+    "HostPagesLost": [("host_left_pages_total", {"outcome": "lost_waiting"}, RISES)],
+    "WriteBudgetUsedUp": [("admission_pages_total", {"outcome": "dropped_budget"}, RISES)],
+    "RegionStuck": [("nvme_stuck_regions", {"tp_rank": "1"}, "0x30 1x30")],
+    "LoadsLate": [("load_decision_tokens_total", {"decision": "gave_up"}, RISES)],
+    "QueueLong": [
+        ("request_wait_seconds_bucket", {"le": str(bound)}, "0x60")
+        for bound in BOUNDS_S
+        if bound < 30
+    ],
+    "IndexDown": [("peer_index_connected", {"tp_rank": "0"}, "1x30 0x30")],
+    "BucketFailing": [("object_retries_total", {}, RISES)],
+    "BucketTooSlow": [("demotion_gone_pages_total", {}, RISES)],
+    "HandoffsFailing": [("transfer_rooms_ended_total", {"outcome": "failed"}, RISES)],
+    "SlabsDamaged": [("transfer_damaged_slabs_total", {}, "0x50 1x10")],
+    "Breaches": [("peer_breaches_total", {}, "0x50 1x10")],
+}
+NEARLY: dict[str, list[Change]] = {
+    "a tier was sick for three minutes": [
+        ("tier_healthy", {"tier": "nvme"}, "1x40 0x3 1x17"),
+    ],
+    "a page in fifty is dropped": [
+        ("admission_pages_total", {"outcome": "dropped_backlog"}, "0+1x60"),
+    ],
+    "another server was asked for pages that it had evicted": [
+        ("page_outcomes_total", {"reason": "missed"}, RISES_FAST),
+    ],
+    "every tier is full": [
+        ("tier_held_bytes", {}, "5x60"),
+        ("tier_capacity_bytes", {}, "5x60"),
+        ("evicted_pages_total", {}, RISES_FAST),
+    ],
+}
+
+
+def series_of(metric: Metric) -> Series:
+    """What one rank that is well exports of a metric."""
+    found: Series = {}
+    for source in metric.sources:
+        for keys in source.known or (("any",) * (len(metric.labels) - len(source.labels)),):
+            values = (*source.labels, *keys)
+            labels = dict(zip(metric.labels, values, strict=True))
+            is_zero = metric.name in AT_ZERO or any(AT_ZERO_KEYS.fullmatch(key) for key in values)
+            if metric.kind is Kind.HISTOGRAM:
+                for bound in (*map(str, BOUNDS_S), "+Inf"):
+                    key = frozenset({**labels, "le": bound}.items())
+                    found[metric.name + "_bucket", key] = RISES
+                continue
+            counts = metric.kind is Kind.COUNTER
+            name = metric.name + ("_total" if counts else "")
+            found[name, frozenset(labels.items())] = (
+                "0x60" if is_zero else RISES if counts else STANDS
+            )
+    return found
+
+
+def fleet(changes: list[Change]) -> Series:
+    """Two ranks of a server that are well, their target, and another server, but for some
+    changes: all series that the rules name, and those of ``changes``."""
+    well: Series = {
+        ("up", frozenset((OF_TARGET | other).items())): STANDS for other in ({}, OF_OTHER)
+    }
+    well["build_info", frozenset((OF_SERVER | OF_OTHER).items())] = STANDS
+    for metric in (*METRICS, *TRANSFER_METRICS):
+        for (name, labels), values in series_of(metric).items():
+            for rank in ("0", "1"):
+                of_rank = OF_SERVER | {"tp_rank": rank, "pp_rank": "0"}
+                well[name, labels | frozenset(of_rank.items())] = values
+    for name, some, values in changes:
+        changed = [
+            key for key in well if key[0] == name and frozenset(some.items()).issubset(key[1])
+        ]
+        assert changed, (name, some)
+        well.update(dict.fromkeys(changed, values))
+    named = {"up", *(name.removeprefix(PREFIX) for name in NAMED), *(one[0] for one in changes)}
+    return {key: values for key, values in well.items() if key[0] in named}
+
+
+def written(series: Series) -> list[dict[str, str]]:
+    return [
+        {
+            "series": ("" if name == "up" else PREFIX)
+            + name
+            + "{"
+            + ",".join(f'{label}="{value}"' for label, value in sorted(labels))
+            + "}",
+            "values": values,
+        }
+        for (name, labels), values in series.items()
+    ]
+
+
+def case(changes: list[Change], firing: list[str]) -> dict[str, Any]:
+    """All alerts that fire, each once: ranks are taken together."""
+    samples = [
+        {
+            "labels": f'{{alertname="SglangTiered{name}", severity="{severity(name)}"}}',
+            "value": 1,
+        }
+        for name in firing
+    ]
+    asked = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
+    return {
+        "interval": "1m",
+        "input_series": written(fleet(changes)),
+        "promql_expr_test": [{"expr": asked, "eval_time": "1h", "exp_samples": samples}],
+    }
+
+
+def severity(name: str) -> str:
+    return str(RULES[name]["labels"]["severity"])
+
+
+def judged(folder: Path, *cases: dict[str, Any]) -> tuple[bool, str]:
+    path = folder / "cases.yaml"
+    document = {"rule_files": [str(ALERTS)], "evaluation_interval": "2m", "tests": list(cases)}
+    path.write_text(json.dumps(document))  # which is YAML, and quicker
+    command = [program("promtool"), "test", "rules", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_promtool_accepts_the_rules() -> None:
+    command = [program("promtool"), "check", "rules", "--lint-fatal", ALERTS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"{len(RULES)} rules found" in ended.stdout
+
+
+def test_a_fleet_that_is_well_is_silent(tmp_path: Path) -> None:
+    is_silent, said = judged(tmp_path, case([], []), *(case(one, []) for one in NEARLY.values()))
+    assert is_silent, said
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_fires_alone_for_its_cause(name: str, tmp_path: Path) -> None:
+    is_right, said = judged(tmp_path, case(CASES[name], [name]))
+    assert is_right, said
+
+
+def test_a_case_that_expects_too_much_fails(tmp_path: Path) -> None:
+    is_right, said = judged(tmp_path, case([], ["TierSick"]))
+    assert not is_right
+    assert "SglangTieredTierSick" in said
+
+
+def test_the_first_failure_is_seen_only_from_zero(tmp_path: Path) -> None:
+    """Why every reason has a series from the start."""
+    first: Change = ("page_outcomes_total", {"tier": "nvme", "reason": "corrupt"}, "_x50 1x10")
+    is_silent, said = judged(tmp_path, case([first], []))
+    assert is_silent, said
+    is_seen, said = judged(tmp_path, case(CASES["PagesDamaged"], ["PagesDamaged"]))
+    assert is_seen, said
+
+
+def test_an_alert_names_its_server_and_tier(tmp_path: Path) -> None:
+    asked = case(CASES["TierSick"], ["TierSick"])
+    texts = RULES["TierSick"]["annotations"]
+    filled = {
+        key: text.replace("{{ $labels.tier }}", "nvme").replace(
+            "{{ $labels.instance }}", OF_TARGET["instance"]
+        )
+        for key, text in texts.items()
+    }
+    labels = OF_SERVER | {"tier": "nvme", "severity": "warning"}
+    expected = {"exp_labels": labels, "exp_annotations": filled}
+    asked["alert_rule_test"] = [
+        {"eval_time": "1h", "alertname": "SglangTieredTierSick", "exp_alerts": [expected]}
+    ]
+    is_right, said = judged(tmp_path, asked)
+    assert is_right, said
+
+
+def test_every_alert_has_a_case_and_no_other() -> None:
+    assert CASES.keys() == RULES.keys()
+
+
+def test_rules_know_only_metrics_of_the_table() -> None:
+    """Those of other cases are series that promtool would take for absent."""
+    exported = {f"{PREFIX}{name}" for name, _ in fleet([])}
+    assert exported >= NAMED
+    assert len(NAMED) > 10
+
+
+def test_texts_name_labels_that_the_alert_has() -> None:
+    labels = {name: dict(pairs).keys() for (name, pairs) in fleet([])}
+    for rule in RULES.values():
+        (first, *_) = re.findall(rf"{PREFIX}(\w+)", rule["expr"])
+        kept = labels["up"] if rule["expr"].startswith("up") else labels[first]
+        for names in re.findall(r"without \(([\w, ]+)\)", rule["expr"]):
+            kept = kept - set(names.split(", "))
+        texts = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", texts)) <= kept, rule["alert"]
+
+
+def test_every_alert_says_what_follows_and_where_to_read() -> None:
+    for rule in RULES.values():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
