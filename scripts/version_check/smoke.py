@@ -30,11 +30,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "live": (
         "test/integration/test_tiers.py",
         "test/integration/test_demo.py::test_every_tier_is_reached_and_survives_kill",
-        "test/integration/test_apis.py",
-        "test/integration/test_disaggregation.py",
+        "test/integration/test_disaggregation.py"
+        "::test_handoff_of_any_prompt_length_keeps_the_answer",
     ),
 }
-DEADLINE_S = {"units": 1200.0, "live": 1500.0}
+DEADLINE_S = {"units": 1800.0, "live": 1800.0}
+"""About ten times what they take on two idle cores."""
 MAX_FAILURES = {"live": 3}
 """Each may wait for a server; the first ones say what is wrong."""
 
