@@ -18,14 +18,14 @@ import warnings
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_tiered.integration import compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["Import", "Seam", "compare", "compare_all", "imports_of", "tables"]
+__all__ = ["Import", "Seam", "compare", "compare_all", "imports_of", "report", "tables"]
 
 _HERE = Path(__file__).parent
 _PACKAGE = "sglang_tiered.integration"
@@ -181,21 +181,25 @@ def _loaded(start: Callable[[], object]) -> str:
     return ""
 
 
-def main() -> int:
-    """Print what there is as JSON. Nothing else may write there: SGLang prints while it loads."""
-    warnings.simplefilter("ignore")
+def report() -> dict[str, Any]:
+    """Load the plugin as a server does and compare everything: what ``main`` prints."""
     from sglang_tiered.integration import plugin
 
-    with redirect_stdout(io.StringIO()):
-        failure = _loaded(plugin.activate_platform)
-        seams = compare_all()
-        failure = failure or _loaded(plugin.register)
-    report = {
+    failure = _loaded(plugin.activate_platform)
+    seams = compare_all()
+    return {
         "version": importlib.metadata.version("sglang"),
-        "plugin": failure,
+        "plugin": failure or _loaded(plugin.register),
         "seams": [asdict(seam) for seam in seams],
     }
-    json.dump(report, sys.stdout)
+
+
+def main() -> int:
+    """Print the report as JSON. Nothing else may write there: SGLang prints while it loads."""
+    warnings.simplefilter("ignore")
+    with redirect_stdout(io.StringIO()):
+        found = report()
+    json.dump(found, sys.stdout)
     return 0
 
 

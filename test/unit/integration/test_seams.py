@@ -2,110 +2,57 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
 import json
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from sglang_tiered.errors import UnsupportedSGLangError
-from sglang_tiered.integration import compat, plugin, seams
+from sglang_tiered.integration import compat
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.seams import Seam, compare, imports_of
 
-if TYPE_CHECKING:
-    from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[3]
-INTEGRATION = ROOT / "python" / "sglang_tiered" / "integration"
-
-
-def asserted() -> set[str]:
-    """Dotted names of all that some table asserts."""
-    return {
-        target.replace(":", ".")
-        for _, table in seams.tables()
-        if not isinstance(table, ImportError)
-        for target in table
-    }
-
-
-def our_modules() -> list[ModuleType]:
-    """Of ``integration``, those that this machine can import."""
-    found = []
-    for path in sorted(INTEGRATION.rglob("*.py")):
-        parts = path.relative_to(INTEGRATION.parents[1]).with_suffix("").parts
-        try:
-            found.append(importlib.import_module(".".join(parts).removesuffix(".__init__")))
-        except ImportError as error:
-            assert error.name == "sgl_kernel", error
-    return found
-
-
-def overrides() -> dict[str, set[str]]:
-    """Methods of ours that replace one of SGLang's: all names that it has there."""
-    found: dict[str, set[str]] = {}
-    for module in our_modules():
-        for ours in vars(module).values():
-            if not inspect.isclass(ours) or ours.__module__ != module.__name__:
-                continue
-            above = [base for base in ours.__mro__ if base.__module__.startswith("sglang.")]
-            for name in vars(ours):
-                bases = [base for base in above if name in vars(base)]
-                if bases and not name.startswith("__") and callable_or_property(vars(ours)[name]):
-                    found[f"{ours.__qualname__}.{name}"] = {
-                        f"{base.__module__}.{base.__qualname__}.{name}" for base in above
-                    }
-    return found
-
-
-def callable_or_property(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod)
-
-
-def test_every_hooked_name_is_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooked: list[str] = []
-
-    def note(target: str, hook: object, hook_type: HookType = HookType.AFTER) -> None:
-        hooked.append(target)
-
-    monkeypatch.setattr(HookRegistry, "register", note)
-    plugin.register()
-    assert len(hooked) > 40
-    assert set(hooked) <= asserted()
-
-
-def test_every_overridden_method_is_asserted() -> None:
-    """One that SGLang renames would be dropped without a word."""
-    found, known = overrides(), asserted()
-    assert len(found) > 60
-    assert not [ours for ours, names in found.items() if not names & known]
-
-
-def test_every_seam_is_in_the_installed_sglang() -> None:
-    """All names that ``integration`` imports, too; a process of its own, as it imports them all."""
+@pytest.fixture(scope="module")
+def relied_on() -> dict[str, Any]:
+    """From a process of its own, for it imports all of SGLang that a server may, and its end with
+    that is not ours to judge."""
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_tiered.integration.seams"],
+        [sys.executable, Path(__file__).with_name("relied_on.py")],
         stdout=subprocess.PIPE,
         check=False,
-        timeout=240,
+        timeout=280,
     )
-    report = json.loads(done.stdout)
-    assert report["version"] == importlib.metadata.version("sglang")
-    assert report["plugin"] == ""
-    assert len(report["seams"]) > 300
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_every_hooked_name_is_asserted(relied_on: dict[str, Any]) -> None:
+    assert len(relied_on["hooked"]) > 40
+    assert set(relied_on["hooked"]) <= set(relied_on["asserted"])
+
+
+def test_every_overridden_method_is_asserted(relied_on: dict[str, Any]) -> None:
+    """One that SGLang renames would be dropped without a word."""
+    overridden, asserted = relied_on["overridden"], set(relied_on["asserted"])
+    assert len(overridden) > 60
+    assert not [ours for ours, names in overridden.items() if not set(names) & asserted]
+
+
+def test_every_seam_is_in_the_installed_sglang(relied_on: dict[str, Any]) -> None:
+    """All names that ``integration`` imports, too."""
+    assert relied_on["version"] == importlib.metadata.version("sglang")
+    assert relied_on["plugin"] == ""
+    assert len(relied_on["seams"]) > 300
     assert not [
         seam
-        for seam in report["seams"]
+        for seam in relied_on["seams"]
         if seam["status"] != "ok" and "sgl_kernel" not in seam["found"]
     ]
 

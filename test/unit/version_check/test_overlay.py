@@ -37,7 +37,7 @@ def test_cuda_packages_stay_out_in_any_version() -> None:
     ]
 
 
-def test_a_new_requirement_is_named_and_installed_on_demand() -> None:
+def test_a_new_requirement_is_installed_on_demand() -> None:
     line = "cuda-tile==1.6"
     assert unmet(line) == [("cuda-tile", "absent")]
     assert unmet(line, extra=("cuda_tile",)) == [("cuda-tile", "installed")]
