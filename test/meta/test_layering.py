@@ -83,6 +83,7 @@ INTEGRATION = {
     "identity": set(),
     "names": set(),
     "compat": set(),
+    "seams": {"compat", "plugin"},
 }
 # Above the package, or beside it: nothing in it may know them.
 OUTSIDE = {"test", "benchmark", "scripts"}

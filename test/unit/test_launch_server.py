@@ -207,6 +207,7 @@ def test_unsupported_sglang_is_refused_before_its_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start.compat, "SUPPORTED_VERSIONS", ("0.0.1",))
+    monkeypatch.delenv(start.compat.CHECKED_VERSION, raising=False)  # scripts/compat runs this too
     assert launch_server.main([]) == 2
     assert "install sglang==0.0.1" in capsys.readouterr().err
 

@@ -2,24 +2,41 @@
 
 Upstream moves fast, so nothing here is assumed: the launcher calls ``check_version`` before it
 imports SGLang, and every process calls ``check_signatures`` before the ``tiered`` names are
-registered. Either fails with one sentence.
+registered. Either fails with one sentence. The table holds what this package calls, hooks and
+overrides, and the fields of SGLang's records that it reads where versions were seen to differ;
+``seams`` compares all of it with another version, for ``scripts/compat``.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
+import os
 import pkgutil
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import UnsupportedSGLangError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SUPPORTED_VERSIONS", "check_signatures", "check_version"]
+__all__ = [
+    "CHECKED_VERSION",
+    "SUPPORTED_VERSIONS",
+    "Difference",
+    "check_imports",
+    "check_signatures",
+    "check_version",
+    "difference",
+]
 
 SUPPORTED_VERSIONS = ("0.5.23",)
+
+CHECKED_VERSION = "SGLANG_TIERED_CHECKED_VERSION"
+"""Names a version that runs although it is not listed. ``scripts/compat`` sets it for the servers
+that it starts to find out whether the version could be, and nothing else may."""
 
 _CACHE = "sglang.srt.mem_cache"
 _CORE = f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
@@ -28,8 +45,16 @@ _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _DECODE = "sglang.srt.disaggregation.decode:Decode"
 _METRICS = "sglang.srt.observability.metrics_collector"
+_PLATFORMS = "sglang.srt.platforms"
+_ATTENTION = "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"
 _SESSION = "sglang.srt.session.streaming_session"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+
+_EVERY_SERVER = (
+    "sglang_tiered.integration.hooks",
+    "sglang_tiered.integration.cache.radix_cache",
+    "sglang_tiered.integration.storage.backend",
+)
 
 # Every parameter that is passed by name or relied on by position, per seam.
 _SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -287,6 +312,41 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "node_id",
         "prefetch_tokens",
     ),
+    # Overrides: a method that SGLang no longer calls would be dropped without a word.
+    f"{_TREE}.match_prefix": ("self", "params"),
+    f"{_TREE}._match_tree": ("self", "params"),
+    f"{_TREE}.release_host_resources": ("self",),
+    **{
+        f"{_CACHE}.hicache_storage:HiCacheStorage.{method}": parameters
+        for method, parameters in {
+            "get": ("self", "key", "target_location", "target_sizes"),
+            "batch_get": ("self", "keys", "target_locations", "target_sizes"),
+            "set": ("self", "key", "value", "target_location", "target_sizes"),
+            "batch_set": ("self", "keys", "values", "target_locations", "target_sizes"),
+            "exists": ("self", "key"),
+            "batch_exists": ("self", "keys", "extra_info"),
+            "clear": ("self",),
+            "get_stats": ("self",),
+        }.items()
+    },
+    f"{_ATTENTION}.init_forward_metadata": ("self", "forward_batch"),
+    f"{_ATTENTION}.forward_extend": ("self", "q", "k", "v", "layer", "forward_batch"),
+    f"{_ATTENTION}.forward_decode": ("self", "q", "k", "v", "layer", "forward_batch"),
+    f"{_PLATFORMS}.device_mixin:DeviceMixin.get_device": ("self",),
+    f"{_PLATFORMS}.device_mixin:DeviceMixin.is_pin_memory_available": ("self",),
+    f"{_PLATFORMS}.interface:SRTPlatform.apply_server_args_defaults": ("self", "server_args"),
+    f"{_PLATFORMS}.interface:SRTPlatform.get_default_attention_backend": ("self",),
+    f"{_PLATFORMS}.interface:SRTPlatform.get_group_coordinator_device": ("self",),
+    # Fields that 0.5.22 lacked.
+    f"{_CACHE}.cache_init_params:CacheInitParams": ("sidecar_draft_device_pools",),
+    f"{_CACHE}.hicache_storage:HiCacheStorageConfig": (
+        "dcp_rank",
+        "dcp_size",
+        "logical_page_size",
+    ),
+    # The rest of what is hooked.
+    "sglang.srt.disaggregation.utils:get_kv_class": ("transfer_backend", "class_type"),
+    f"{_DECODE}PreallocQueue.__init__": ("self",),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")
         for method in (
@@ -303,6 +363,23 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A seam that is not as it was checked. ``found``: its parameters, None where SGLang has no
+    such name; ``reason`` says why then."""
+
+    target: str
+    expected: tuple[str, ...]
+    found: tuple[str, ...] | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"SGLang has no {self.target} ({self.reason})"
+        missing = ", ".join(name for name in self.expected if name not in self.found)
+        return f"SGLang's {self.target} takes ({', '.join(self.found)}), without {missing}"
+
+
 def check_version() -> None:
     """Raise ``UnsupportedSGLangError`` unless a supported SGLang is installed. Imports nothing."""
     supported = ", ".join(SUPPORTED_VERSIONS)
@@ -312,7 +389,7 @@ def check_version() -> None:
         raise UnsupportedSGLangError(
             f"sglang is not installed; install sglang=={SUPPORTED_VERSIONS[-1]}."
         ) from None
-    if installed not in SUPPORTED_VERSIONS:
+    if installed not in (*SUPPORTED_VERSIONS, os.environ.get(CHECKED_VERSION)):
         raise UnsupportedSGLangError(
             f"sglang {installed} is installed, but sglang-tiered was checked against {supported} "
             f"only; install sglang=={SUPPORTED_VERSIONS[-1]}."
@@ -326,16 +403,48 @@ def check_signatures(signatures: Mapping[str, tuple[str, ...]] | None = None) ->
     passes its own, so that the others need not import what it extends.
     """
     for target, expected in (_SIGNATURES if signatures is None else signatures).items():
+        found = difference(target, expected)
+        if found is not None:
+            raise UnsupportedSGLangError(f"{found}; reinstall sglang=={SUPPORTED_VERSIONS[-1]}.")
+
+
+def difference(target: str, expected: tuple[str, ...]) -> Difference | None:
+    """Compare one seam. A module outside SGLang that is not installed raises ``ImportError``."""
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not of_sglang(error):
+            raise
+        return Difference(target, expected, None, str(error))
+    parameters = _parameters(function)
+    if all(name in parameters for name in expected):
+        return None
+    return Difference(target, expected, parameters)
+
+
+def _parameters(found: Any) -> tuple[str, ...]:
+    """The parameters of a function, of a property's getter, or of what makes a record."""
+    fields: tuple[str, ...] | None = getattr(found, "__struct_fields__", None)
+    if fields is not None:  # whose signature needs every name of its annotations
+        return fields
+    return tuple(inspect.signature(inspect.unwrap(getattr(found, "fget", found))).parameters)
+
+
+def check_imports() -> None:
+    """Raise ``UnsupportedSGLangError`` where what every server runs imports a name that SGLang
+    lacks: SGLang only logs what its plugins raise."""
+    for module in _EVERY_SERVER:
         try:
-            function = pkgutil.resolve_name(target)
-        except (ImportError, AttributeError) as error:
+            importlib.import_module(module)
+        except ImportError as error:
+            if not of_sglang(error):
+                raise
             raise UnsupportedSGLangError(
-                f"SGLang has no {target} ({error}); reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
+                f"SGLang lacks what {module} imports ({error}); "
+                f"reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
             ) from error
-        parameters = tuple(inspect.signature(inspect.unwrap(function)).parameters)
-        missing = [name for name in expected if name not in parameters]
-        if missing:
-            raise UnsupportedSGLangError(
-                f"SGLang's {target} takes ({', '.join(parameters)}), without "
-                f"{', '.join(missing)}; reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
-            )
+
+
+def of_sglang(error: ImportError) -> bool:
+    """Whether an import failed at a name of SGLang, rather than at a package it requires."""
+    return (error.name or "").split(".")[0] == "sglang"

@@ -65,6 +65,10 @@ _SIGNATURES = {
     f"{_CORE}._delete_unbacked_device_leaf": ("self", "node", *_FREES),
     f"{_CORE}.drop_subtree_no_host": ("self", "node_id"),
     f"{_CORE}.evict_device_leaf": ("self", "node_id", "is_write_back"),
+    f"{_CORE}.drive_host_eviction": ("self",),
+    "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:DriveHostEvictionResult": (
+        *_FREES,
+    ),
     f"{_CORE}.insert_host": ("self", "node_id", "key", "host_value", "hash_value"),
 }
 

@@ -14,9 +14,33 @@ from sglang_tiered_kernels.causal_conv import convolve, convolve_step
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "register"]
+__all__ = ["SIGNATURES", "causal_conv1d_fn", "causal_conv1d_update", "register"]
 
 _MODULE = "sglang.srt.layers.attention.mamba.causal_conv1d"
+
+SIGNATURES = {
+    f"{_MODULE}:causal_conv1d_fn": (
+        "x",
+        "weight",
+        "bias",
+        "query_start_loc",
+        "cache_indices",
+        "has_initial_state",
+        "conv_states",
+        "activation",
+    ),
+    f"{_MODULE}:causal_conv1d_update": (
+        "x",
+        "conv_state",
+        "weight",
+        "bias",
+        "activation",
+        "cache_seqlens",
+        "conv_state_indices",
+        "pad_slot_id",
+    ),
+}
+"""What the launcher checks on a machine without an accelerator."""
 
 
 def register() -> None:

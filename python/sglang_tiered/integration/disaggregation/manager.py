@@ -94,6 +94,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_COMMON}Receiver._get_bootstrap_info_from_server": (
         *("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     ),
+    f"{_COMMON}Sender._poll_with_status": ("self", "check_status"),  # else ``poll`` is abstract
+    "sglang.srt.disaggregation.base.conn:BaseKVReceiver.supports_host_destination": ("self",),
+    "sglang.srt.disaggregation.base.conn:BaseKVReceiver.is_abort_release_safe": ("self",),
     f"{_COMMON}Receiver.query_prefill_dp_ranks": ("bootstrap_addr", "bootstrap_rooms"),
     f"{_COMMON}Receiver._register_kv_args": ("self",),
     f"{_COMMON}Receiver._send_abort_notification": ("self", "force_arm"),

@@ -52,6 +52,11 @@ def prepare() -> None:
 
     load_plugins()
     compat.check_signatures()
+    compat.check_imports()
+    if not accelerator.is_available():
+        from sglang_tiered.integration.cpu import short_conv
+
+        compat.check_signatures(short_conv.SIGNATURES)
 
 
 def _prepare_caches() -> None:
