@@ -23,6 +23,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric
+from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,6 +69,7 @@ def tables() -> dict[str, str]:
         "tiers": (TieredConfig, NvmeConfig),
         "object": (ObjectConfig,),
         "peers": (IndexConfig,),
+        "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
     }
     every = [flag for configs in sections.values() for flag in flags_of(*configs)]

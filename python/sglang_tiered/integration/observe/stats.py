@@ -104,6 +104,7 @@ class ProcessStats:
     object: ObjectTierStats | None  # None without an object tier
     peer: PeerTierStats | None  # None without an index of other servers
     hints: HintStats | None = None  # None on a stage of a pipeline
+    request_log_dropped: int | None = None  # lines; None where none is written
 
     def health_reasons(self) -> dict[str, str]:
         """Return why tiers are not running: one clause each, by the tier's name."""
@@ -142,6 +143,8 @@ def process_stats(
     planner: PlannerStats | None = None,
     spill: SpillStats | None = None,
     hints: HintStats | None = None,
+    *,
+    request_log_dropped: int | None = None,
 ) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
@@ -165,4 +168,5 @@ def process_stats(
         object=below,
         peer=beside,
         hints=hints,
+        request_log_dropped=request_log_dropped,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.base import Reason
@@ -11,7 +12,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Page
+    from sglang_tiered.storage.base import Meter, Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.regions import Region
@@ -65,19 +66,25 @@ class RegionReader:
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
 
-    def read(self, namespace: bytes, span: Sequence[Wanted]) -> SpanResult:
+    def read(
+        self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None = None
+    ) -> SpanResult:
         """Fill the pages of one span. A page that does not verify, or whose read failed or came
-        short, is read once more by itself before it fails. Never raises."""
+        short, is read once more by itself before it fails. ``meter`` is told what checking takes.
+        Never raises."""
         failure: OSError | None = None
         try:
             filled = self._read_pages(span)
         except OSError as error:
             filled = 0
             failure = error
+        began = 0.0 if meter is None else time.monotonic()
+        verified = _verify_filled(namespace, span, filled)
+        if meter is not None:
+            meter.verified(time.monotonic() - began)
         reasons: list[Reason] = []
-        for item in span:
-            filled -= padded(item.length)
-            if filled >= 0 and _verifies(namespace, item):
+        for item, is_verified in zip(span, verified, strict=True):
+            if is_verified:
                 reasons.append(Reason.OK)
                 continue
             try:
@@ -86,8 +93,8 @@ class RegionReader:
                 # The device is failing: retrying every page of the span would take it forever.
                 rest = len(span) - len(reasons)
                 return SpanResult(reasons + [Reason.IO_ERROR] * rest, error)
-            verified = filled_again and _verifies(namespace, item)
-            reasons.append(Reason.OK if verified else Reason.CORRUPT)
+            is_whole = filled_again and _verifies(namespace, item)
+            reasons.append(Reason.OK if is_whole else Reason.CORRUPT)
         recovered = all(reason is Reason.OK for reason in reasons)
         return SpanResult(reasons, None if recovered else failure)
 
@@ -101,6 +108,15 @@ class RegionReader:
         first = span[0]
         with self._health.watch():
             return self._device.readv(first.region.fd, segments, first.offset)
+
+
+def _verify_filled(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
+    """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
+    verified = []
+    for item in span:
+        filled -= padded(item.length)
+        verified.append(filled >= 0 and _verifies(namespace, item))
+    return verified
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:
