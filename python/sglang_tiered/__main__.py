@@ -14,13 +14,15 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "launch_server": "start SGLang's server with the tiers below its radix cache",
     "store": "look into a tier's store: stat, verify, dump, gc",
+    "explain": "why a request was slow, from the file of --tier-log-requests",
     "cluster": "plan a cluster of servers: plan, published",
     "trace": "recorded workloads: stat, convert, scale, replay, generate",
     "keygen": "make the keys with which servers know each other",
 }
 """What each is for. Where a command has commands of its own, they are listed after the colon."""
 
-_MODULES = {"store": "tools.store", "keygen": "tools.keygen"}  # of the others, the name says it
+_MODULES = {name: f"tools.{name}" for name in ("store", "explain", "keygen")}
+"""Of the others, the name says it."""
 
 
 def main() -> int:

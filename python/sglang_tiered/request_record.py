@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 __all__ = [
-    "FIRST",
+    "NO_TIME",
     "VERSION",
     "Copy",
     "GivenUp",
@@ -32,8 +32,8 @@ __all__ = [
 
 VERSION = 1
 
-FIRST = b'{"v":'
-"""How every line begins."""
+NO_TIME = 0.0
+"""The default of durations: msgspec leaves out what is this very object."""
 
 
 def _is(description: str) -> msgspec.Meta:
@@ -88,12 +88,12 @@ class Plan(_Part, frozen=True, kw_only=True):
     num_object_tokens: Annotated[int, _is("to load from the object tier")] = 0
     num_peer_tokens: Annotated[int, _is("to load from other servers")] = 0
     is_both_ends: Annotated[bool, _is("the front was computed while the back was loaded")] = False
-    load_s: Annotated[float, _is("expected for that load, with the loads ahead of it")] = 0.0
-    held_load_s: Annotated[float, _is("expected for a load of all that the tiers held")] = 0.0
-    held_prefill_s: Annotated[float, _is("expected for computing all that the tiers held")] = 0.0
-    prefill_all_s: Annotated[float, _is("expected for computing all that memory lacked")] = 0.0
-    prefill_rest_s: Annotated[float, _is("expected for computing what the load leaves")] = 0.0
-    queue_wait_s: Annotated[float, _is("expected wait for the admission")] = 0.0
+    load_s: Annotated[float, _is("expected for that load, with the loads ahead of it")] = NO_TIME
+    held_load_s: Annotated[float, _is("expected for a load of all that the tiers held")] = NO_TIME
+    held_prefill_s: Annotated[float, _is("expected for computing what the tiers held")] = NO_TIME
+    prefill_all_s: Annotated[float, _is("expected for computing all that memory lacked")] = NO_TIME
+    prefill_rest_s: Annotated[float, _is("expected for computing what the load leaves")] = NO_TIME
+    queue_wait_s: Annotated[float, _is("expected wait for the admission")] = NO_TIME
     num_tokens_ahead: Annotated[int, _is("tokens of other loads under way")] = 0
 
 
@@ -121,10 +121,10 @@ class TierLoad(_Part, frozen=True, kw_only=True):
     read_s: Annotated[float, _is("until the last read had ended, checked")]
     num_reads: Annotated[int, _is("reads that were asked for")]
     num_bytes: Annotated[int, _is("bytes that arrived, checked")] = 0
-    expected_s: Annotated[float, _is("expected for these bytes as it was planned")] = 0.0
+    expected_s: Annotated[float, _is("expected for these bytes as it was planned")] = NO_TIME
     verify_s: Annotated[
         float, _is("checking pages of NVMe, in all threads together; a part of the reading")
-    ] = 0.0
+    ] = NO_TIME
     failed: Annotated[
         dict[str, int],
         _is("pages that did not arrive, by reason: `miss`, `corrupt`, `io_error`, `cancelled`"),

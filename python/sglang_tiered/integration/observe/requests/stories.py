@@ -40,6 +40,11 @@ MAX_ABORTED = 1024
 TIERS = tuple(Tier)
 
 
+def _is_unseen(of: Any) -> bool:
+    """Whether a request, or its handle, is none of a client's."""
+    return bool(of.rid.startswith(HEALTH_CHECK_RID_PREFIX))
+
+
 class Prices(Protocol):
     """The part of a planner that notes ask."""
 
@@ -81,7 +86,7 @@ class Stories(RequestNotes):
         handle = req.cache_request_handle
         story = self._stories.get(handle)
         if story is None:
-            if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            if _is_unseen(req):
                 return
             story = self._open(handle)
             story.num_ahead = len(scheduler.waiting_queue)
@@ -99,8 +104,10 @@ class Stories(RequestNotes):
         self, request: Any, began_at: float, *, num_before: int, num_new: int, spans: Sequence[Span]
     ) -> None:
         story = self._stories.get(request)
-        if story is None:  # of a decode server, whose queue is another
-            story = self._open(request)
+        if story is None:
+            if _is_unseen(request):
+                return
+            story = self._open(request)  # of a decode server, whose queue is another
         if story.admitted_at is not None:
             return
         parts = tuple((span.tier, span.num_pages) for span in spans)
@@ -170,11 +177,11 @@ class Stories(RequestNotes):
             self._waits_for(story, "load")
 
     def _waits_for(self, story: Story, why: Why | None) -> None:
-        """Note another reason to wait; a wait that goes on is from now on for that."""
+        """Note another reason to wait, or none; a wait that goes on is from now on for that."""
         if story.waiting_since is not None and why != story.waits_for:
             now = self.clock()
             story.stop_waiting(now)
-            story.waiting_since = now
+            story.waiting_since = None if why is None else now
         story.waits_for = why
 
     def has_part(self, request: Any, part: Any) -> None:
@@ -261,9 +268,7 @@ class Stories(RequestNotes):
             return
         handle = req.cache_request_handle
         story = self._stories.get(handle)
-        if story is None and (
-            handle in self._aborted or req.rid.startswith(HEALTH_CHECK_RID_PREFIX)
-        ):
+        if story is None and (handle in self._aborted or _is_unseen(req)):
             return
         reason = req.finished_reason.to_json().get("type", "")
         self._end(handle, story or Story(self.clock()), req, str(reason))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.request_record import (
+    NO_TIME,
     VERSION,
     Copy,
     GivenUp,
@@ -31,6 +32,10 @@ __all__ = ["End", "Held", "Planned", "Story", "record_of"]
 
 _DIGITS = 6
 """Of a second: microseconds."""
+
+
+def _s(seconds: float) -> float:
+    return round(seconds, _DIGITS) or NO_TIME
 
 
 class Held(NamedTuple):
@@ -134,7 +139,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
     arrived_at, readings = end.arrived_at, story.readings()
 
     def since(at: float) -> float:
-        return round(max(0.0, at - arrived_at), _DIGITS)
+        return _s(max(0.0, at - arrived_at))
 
     def later(at: float | None) -> float | None:
         return None if at is None else since(at)
@@ -142,7 +147,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
     return RequestRecord(
         v=VERSION,
         rid=end.rid,
-        arrived_unix_s=round(arrived_at + end.unix_minus_clock_s, _DIGITS),
+        arrived_unix_s=_s(arrived_at + end.unix_minus_clock_s),
         replica=replica,
         tenant=end.tenant,
         end=end.reason,
@@ -158,7 +163,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
         lookup=_lookup(story, since),
         plan=_plan(story, since),
         waits=tuple(
-            Wait(why=why, at_s=since(began), wait_s=round(ended - began, _DIGITS))
+            Wait(why=why, at_s=since(began), wait_s=_s(ended - began))
             for why, began, ended in story.waits
         ),
         load=_load(story, end, readings, since),
@@ -173,7 +178,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
             at_s=since(story.copied_at),
             copy_s=None
             if story.copy_ended_at is None
-            else round(story.copy_ended_at - story.copied_at, _DIGITS),
+            else _s(story.copy_ended_at - story.copied_at),
             num_tokens=story.num_copied,
             num_bytes=story.copy_bytes,
         ),
@@ -181,7 +186,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
         if story.prefill_ended_at is None
         else Prefill(
             at_s=since(story.prefill_ended_at),
-            prefill_s=round(story.prefill_s, _DIGITS),
+            prefill_s=_s(story.prefill_s),
             num_batches=story.num_batches,
             num_tokens=story.num_prefilled,
         ),
@@ -217,7 +222,7 @@ def _lookup(story: Story, since: Any) -> Lookup | None:
         pages[tier] += num_pages
     return Lookup(
         at_s=since(held.began_at),
-        lookup_s=round(held.ended_at - held.began_at, _DIGITS),
+        lookup_s=_s(held.ended_at - held.began_at),
         num_lookups=story.num_lookups,
         page_tokens=held.page_tokens,
         num_memory_tokens=held.num_before,
@@ -238,12 +243,12 @@ def _plan(story: Story, since: Any) -> Plan | None:
         num_object_tokens=plan.parts.get(Tier.OBJECT, 0),
         num_peer_tokens=plan.parts.get(Tier.PEER, 0),
         is_both_ends=plan.is_back,
-        load_s=round(plan.load_s, _DIGITS),
-        held_load_s=round(plan.held_load_s, _DIGITS),
-        held_prefill_s=round(plan.held_prefill_s, _DIGITS),
-        prefill_all_s=round(plan.prefill_all_s, _DIGITS),
-        prefill_rest_s=round(plan.prefill_rest_s, _DIGITS),
-        queue_wait_s=round(plan.queue_wait_s, _DIGITS),
+        load_s=_s(plan.load_s),
+        held_load_s=_s(plan.held_load_s),
+        held_prefill_s=_s(plan.held_prefill_s),
+        prefill_all_s=_s(plan.prefill_all_s),
+        prefill_rest_s=_s(plan.prefill_rest_s),
+        queue_wait_s=_s(plan.queue_wait_s),
         num_tokens_ahead=plan.num_tokens_ahead,
     )
 
@@ -257,18 +262,18 @@ def _load(story: Story, end: End, readings: dict[Tier, TierReading], since: Any)
         ended_at = story.given_up[1]
     return Load(
         at_s=since(queued_at),
-        load_s=None if ended_at is None else round(max(0.0, ended_at - queued_at), _DIGITS),
+        load_s=None if ended_at is None else _s(max(0.0, ended_at - queued_at)),
         num_tokens=0 if plan is None else sum(plan.parts.values()),
         num_loaded_tokens=story.num_loaded,
         tiers=tuple(
             TierLoad(
                 tier=tier.value,
                 at_s=since(reading.begun_at),
-                read_s=round(reading.ended_at - reading.begun_at, _DIGITS),
+                read_s=_s(reading.ended_at - reading.begun_at),
                 num_reads=reading.num_reads,
                 num_bytes=reading.num_bytes,
-                expected_s=round(0.0 if plan is None else plan.expected_s.get(tier, 0.0), _DIGITS),
-                verify_s=round(reading.verify_s, _DIGITS),
+                expected_s=_s(0.0 if plan is None else plan.expected_s.get(tier, 0.0)),
+                verify_s=_s(reading.verify_s),
                 failed={reason.value: count for reason, count in reading.failed.items()},
             )
             for tier, reading in readings.items()
