@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from dashboard_run.prometheus_process import NoPrometheusError, Prometheus, run_prometheus
 from dashboard_run.traffic import Traffic, converse
-from machine import describe_machine, describe_versions
 from server_process import Server, free_port
 from serving_bench.client import RequestFailedError
+from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

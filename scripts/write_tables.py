@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang_tiered.config import (
     IndexConfig,
     NvmeConfig,
@@ -23,12 +25,19 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Kind, Metric
+from sglang_tiered.request_log import RequestLogConfig
+from sglang_tiered.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/flags.md", "docs/metrics.md", "python/sglang_tiered/transfer/README.md")
+PAGES = (
+    "docs/flags.md",
+    "docs/metrics.md",
+    "docs/requests.md",
+    "python/sglang_tiered/transfer/README.md",
+)
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
 
 
@@ -74,12 +83,39 @@ def label_texts(metric: Metric) -> Iterator[str]:
         yield f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
 
 
+def record_table() -> str:
+    """The fields of a request's line, those of a part behind the part."""
+
+    def rows(fields: Iterable[msgspec.inspect.Field], prefix: str) -> Iterable[tuple[str, str]]:
+        for field in fields:
+            kind, name = field.type, f"{prefix}{field.encode_name}"
+            meaning = ""
+            if isinstance(kind, msgspec.inspect.Metadata):
+                meaning = (kind.extra_json_schema or {}).get("description", "")
+                kind = kind.type
+            parts = [
+                part
+                for part in getattr(kind, "types", (kind,))
+                if not isinstance(part, msgspec.inspect.NoneType)
+            ]
+            is_list = isinstance(parts[0], msgspec.inspect.VarTupleType)
+            inner = parts[0].item_type if is_list else parts[0]
+            yield f"`{name}{'[]' if is_list else ''}`", meaning
+            if isinstance(inner, msgspec.inspect.StructType):
+                yield from rows(inner.fields, f"{name}{'[]' if is_list else ''}.")
+
+    record = msgspec.inspect.type_info(RequestRecord)
+    assert isinstance(record, msgspec.inspect.StructType)
+    return table(("field", "meaning"), rows(record.fields, ""))
+
+
 def tables() -> dict[str, str]:
     """Every table, by its name."""
     sections = {
         "tiers": (TieredConfig, NvmeConfig),
         "object": (ObjectConfig,),
         "peers": (IndexConfig,),
+        "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
     }
     every = [flag for configs in sections.values() for flag in flags_of(*configs)]
@@ -90,6 +126,7 @@ def tables() -> dict[str, str]:
         },
         "settings": flag_table(flag for flag in every if flag.is_setting),
         "metrics": metric_table(METRICS),
+        "request_fields": record_table(),
         "transfer_metrics": metric_table(TRANSFER_METRICS),
     }
 

@@ -48,6 +48,11 @@ COMMANDS = {
         "sglang_tiered.tools.store",
         "sglang_tiered.tools.store.cli:make_parser",
     ),
+    "explain": Command(
+        "why a request was slow, from the file of --tier-log-requests",
+        "sglang_tiered.tools.explain",
+        "sglang_tiered.tools.explain.cli:make_parser",
+    ),
     "cluster": Command(
         "plan a cluster of servers: plan, published",
         "sglang_tiered.cluster",

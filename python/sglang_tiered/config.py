@@ -21,13 +21,19 @@ from sglang_tiered.flags import (
     SHARE,
     TIME,
     Flag,
+    GiB,
+    KiB,
     Kind,
+    MiB,
+    TiB,
     choice,
     count,
+    format_bytes,
     require_positive,
     size,
     text,
 )
+from sglang_tiered.request_log import RequestLogConfig  # noqa: TC001 - a field, decoded
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -54,8 +60,6 @@ __all__ = [
 ]
 
 ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
-
-KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 MIN_REGION_BYTES = 4 * MiB
 DEFAULT_REGION_BYTES = 256 * MiB
@@ -486,6 +490,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig | None = None  # None: the defaults
     object: ObjectConfig | None = None  # None: no object tier
     index: IndexConfig | None = None  # None: nothing is fetched from other servers
+    request_log: RequestLogConfig | None = None  # None: no line is written of a request
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -563,14 +568,6 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{ENVIRONMENT_VARIABLE} is set, but not to a tier configuration ({error}); unset "
                 "it and start through sglang_tiered.launch_server."
             ) from None  # what is in it may be secret
-
-
-def format_bytes(num_bytes: int) -> str:
-    """The shortest exact-looking form: ``64GiB``, ``1.5GiB``, ``512B``."""
-    for unit, unit_bytes in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.4g}{unit}"
-    return f"{num_bytes}B"
 
 
 def default_region_bytes(

@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTORY",
+    "FILE",
     "ON_OFF",
     "SHARE",
     "TIME",
     "Flag",
+    "GiB",
+    "KiB",
     "Kind",
+    "MiB",
+    "TiB",
     "add_arguments",
     "choice",
     "count",
     "flags_of",
+    "format_bytes",
     "parse_bytes",
     "parse_duration",
     "parse_share",
@@ -41,6 +47,8 @@ __all__ = [
     "values_of",
 ]
 
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
 _BYTES = {
     "": 1,
     "b": 1,
@@ -48,10 +56,10 @@ _BYTES = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
 }
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -145,6 +153,14 @@ def parse_bytes(flag: str, text: str, *, otherwise: str) -> int:
     return value
 
 
+def format_bytes(num_bytes: int) -> str:
+    """The shortest exact-looking form: ``64GiB``, ``1.5GiB``, ``512B``."""
+    for unit, unit_bytes in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.4g}{unit}"
+    return f"{num_bytes}B"
+
+
 def parse_duration(flag: str, text: str) -> float:
     """Seconds of ``90s``, ``30m``, ``12h``, ``7d``, ``2w`` or a plain number of them; anything else
     is a ``ConfigError``."""
@@ -165,14 +181,16 @@ def parse_share(flag: str, text: str) -> float:
     return float(match[1]) / 100
 
 
-def _absolute(flag: str, given: str) -> str:
+def _absolute(flag: str, given: str, *, what: str) -> str:
     if not given.strip():
-        raise ConfigError(f"{flag} is empty; name a directory, or drop it.")
+        raise ConfigError(f"{flag} is empty; name a {what}, or drop it.")
     return str(Path(given).expanduser().absolute())
 
 
-DIRECTORY = Kind("DIR", _absolute)
+DIRECTORY = Kind("DIR", partial(_absolute, what="directory"))
 """An absolute path, as a string."""
+FILE = Kind("FILE", partial(_absolute, what="file"))
+"""The same of a file."""
 ON_OFF = choice({"on": True, "off": False})
 SHARE, TIME = Kind("PERCENT", parse_share), Kind("TIME", parse_duration)
 

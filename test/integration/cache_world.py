@@ -34,6 +34,7 @@ from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.ranks.rank_consensus import SILENT, RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
+from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,11 +215,12 @@ def cache_world(
     is_small: bool = False,
     is_eagle: bool = False,
     bucket: Path | None = None,
+    log: Path | None = None,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
     ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
     tier is smaller than device memory. ``is_eagle``: pages are of pairs of tokens. ``bucket``:
-    where an object tier is, if there is one."""
+    where an object tier is, if there is one. ``log``: where lines of requests are written."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     host_bytes = (1 if is_small else 8) * MiB
     config = TieredConfig(
@@ -227,6 +229,7 @@ def cache_world(
         nvme=nvme,
         num_ranks=1,
         object=None if bucket is None else ObjectConfig(url=bucket.as_uri()),
+        request_log=None if log is None else RequestLogConfig(path=str(log)),
     )
     environment: dict[str, str] = {}
     config.to_environment(environment)
@@ -256,6 +259,9 @@ def cache_world(
             pp_rank=0,
             pp_size=1,
             dp_rank=None,
+            attn_tp_rank=0,
+            attn_cp_rank=0,
+            attn_dp_rank=0,
             attn_dcp_rank=0,
             attn_dcp_size=1,
         ),

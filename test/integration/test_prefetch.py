@@ -1,9 +1,12 @@
 """``/tier/prefetch``: a conversation comes up to host memory before its next request, or says why
-it does not."""
+it does not; and ``explain`` names the disk that made a request without one slow."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTH = 960  # within what hints may load of this host tier, and more than a piece
 PROMPT, OTHER = make_prompts(21, 2, LENGTH)
+(SLOW,) = make_prompts(23, 1, LENGTH)
 (LARGE,) = make_prompts(22, 1, 2200)  # with a piece beside it, more than loads may fill
 FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "26MiB", *ALWAYS)
 WAIT_S = 60.0
@@ -43,8 +47,17 @@ def slowness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(launch: Launch, slowness: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    return launch(*FLAGS, "--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv"))
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server writes a line for each request."""
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(
+    launch: Launch, slowness: Path, log: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Server:
+    directory = tmp_path_factory.mktemp("tier") / "kv"
+    return launch(*FLAGS, "--tier-dir", str(directory), "--tier-log-requests", str(log))
 
 
 def make_cold(server: Server, prompt: list[int], **tenant: str) -> list[int]:
@@ -96,3 +109,35 @@ def test_request_that_needs_room_withdraws_a_hint(server: Server, slowness: Path
     assert prefetch(server, OTHER, wait_s=30)[0] == 200, "asked again, it is served"
     answer = server.generate(OTHER)
     assert (answer.output_ids, answer.cached["host"]) == (expected[0], aligned(LENGTH))
+
+
+def explain(*arguments: object) -> str:
+    command = [sys.executable, "-m", "sglang_tiered", "explain", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_explain_names_the_slow_disk(server: Server, slowness: Path, log: Path) -> None:
+    expected = make_cold(server, SLOW)
+    slowness.write_text("1.5")
+    answer = server.generate(SLOW)
+    slowness.write_text("0")
+    assert (answer.output_ids, answer.cached["storage"]) == (expected, aligned(LENGTH))
+    server.generate(OTHER)
+
+    def last_loaded() -> Any:
+        """The last but one request; its line is written on a thread."""
+        found = json.loads(explain(log, "--json", "--slower-than", "0.000001"))["requests"]
+        by_arrival = sorted(found, key=lambda one: one["record"]["arrived_unix_s"])
+        slow = by_arrival[-2]["record"]
+        return by_arrival[-2] if slow["tokens"].get("num_nvme") == aligned(LENGTH) else None
+
+    eventually(last_loaded, timeout_s=WAIT_S)
+    slow = last_loaded()
+    assert " s: read " in slow["cause"] and " from nvme at " in slow["cause"], slow
+    (wait,) = [part for part in slow["parts"] if part["name"] == "load"]
+    (tier,) = slow["record"]["load"]["tiers"]
+    assert wait["seconds"] > 1.5 and tier["read_s"] > 1.5 and tier["num_bytes"] > 0
+    assert "waiting for its load" in explain(log, "--rid", slow["rid"])
+    assert server.tier_state().get("request_log_dropped", 0) == 0

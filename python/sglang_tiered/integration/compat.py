@@ -44,7 +44,8 @@ _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _DECODE = "sglang.srt.disaggregation.decode:Decode"
-_METRICS = "sglang.srt.observability.metrics_collector"
+_OBSERVE = "sglang.srt.observability"
+_METRICS = f"{_OBSERVE}.metrics_collector"
 _PLATFORMS = "sglang.srt.platforms"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend:AttentionBackend"
 _SESSION = "sglang.srt.session.streaming_session"
@@ -122,6 +123,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "interval",
         "max_attempts",
     ),
+    f"{_TREE}.claim_kv_row": ("self", "req"),
     f"{_TREE}.query_storage_hit_length": ("self", "last_host_node_id", "new_input_tokens"),
     f"{_TREE}.finish_storage_prefetch_admission": (
         "self",
@@ -180,6 +182,22 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "ignore_waiting",
     ),
     "sglang.srt.managers.scheduler:Scheduler._prefetch_kvcache": ("self", "req", "storage_hit_end"),
+    f"{_OBSERVE}.req_time_stats:SchedulerReqTimeStats": (
+        "trace_ctx",
+        "scheduler_recv_time",
+        "forward_entry_time",
+        "prefill_finished_time",
+    ),
+    f"{_OBSERVE}.trace:TraceReqContext.trace_slice": ("self", "slice"),
+    f"{_OBSERVE}.trace_async:TraceReqContextAsync.trace_slice": ("self", "slice_ctx"),
+    f"{_OBSERVE}.trace:TraceSliceContext": (
+        "slice_name",
+        "start_time_ns",
+        "end_time_ns",
+        "level",
+        "attrs",
+    ),
+    f"{_OBSERVE}.trace:get_global_tracing_enabled": (),
     "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch"),
     "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
     "sglang.srt.entrypoints.engine:Engine.__init__": ("self", "kwargs"),

@@ -31,7 +31,7 @@
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
-| Scheduler._prefetch_kvcache | BEFORE | with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
+| Scheduler._prefetch_kvcache | BEFORE | what is noted of a request begins here (``observe.requests``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing |
 | PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
 | PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
 | Scheduler._prefetch_kvcache | BEFORE | which requests may be computed in chunks of ours, of which the cache hears nothing |
@@ -292,7 +292,10 @@ def _cache_of(scheduler: Any) -> TieredRadixCache | None:
 
 def _before_prefetch(scheduler: Any, req: Any, *_: Any) -> None:
     cache = _cache_of(scheduler)
-    if scheduler.enable_priority_scheduling and cache is not None and cache.tiering is not None:
+    if cache is None or cache.tiering is None:
+        return
+    cache.tiering.notes.arrives(scheduler, req)
+    if scheduler.enable_priority_scheduling:
         rank = scheduler.policy.priority_sign * (req.priority or 0)
         cache.tiering.loads.ranks(req.cache_request_handle, rank)
 

@@ -171,6 +171,7 @@ METRICS = _metrics(
     ("spill_inflight_tokens", GAUGE, "", "spill.flight_tokens", "Tokens handed to the storage thread and not yet stored."),
     ("host_backups_skipped", COUNTER, "", "spill.num_backups_skipped", "Times that host memory was too short for the copy of a node."),
     ("host_backups_recovered", COUNTER, "", "spill.num_backups_recovered", "Nodes among those whose copy was made later."),
+    ("request_log_dropped", COUNTER, "", "request_log_dropped", "Lines of --tier-log-requests that were lost: the disk refused them, or too many waited."),
     # ---- The bucket, and other servers ----
     ("object_requests", COUNTER, "kind", "object.bucket.requests", "Requests to the bucket, retries included.", _each("put get list delete head")),
     ("object_retries", COUNTER, "", "object.bucket.num_retries", "Requests made again."),

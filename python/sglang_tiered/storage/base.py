@@ -32,7 +32,7 @@ import enum
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sglang_tiered.metrics import DurationCounts
 
@@ -51,6 +51,7 @@ __all__ = [
     "Job",
     "JobKind",
     "LookupResult",
+    "Meter",
     "Page",
     "PinInfo",
     "PinRefusal",
@@ -137,18 +138,32 @@ class Reason(enum.Enum):
     CANCELLED = "cancelled"  # cancelled before its I/O began, engine closed, or tenant purged
 
 
+class Meter(Protocol):
+    """Is told what a load takes. Any thread, at times under a tier's lock, so it only notes."""
+
+    def begins(self, tier: Tier, num_bytes: int) -> Callable[[Job], None]:
+        """Note that a read of so many bytes is asked of a tier. Returns what to call with its job
+        at its end."""
+        ...
+
+    def verified(self, seconds: float) -> None:
+        """Note how long a thread took to check what it had read from NVMe."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive pages of one chain: ``keys[i]`` names the bytes of ``pages[i]``.
 
     Keys are ``KEY_BYTES`` long and unique within the run. ``tenant`` says whose pages a store
-    brings; a load need not name it. Raises ``ValueError`` for a malformed run: that is our own
-    bug, not a condition of the tier.
+    brings; a load need not name it. ``meter``, if there is one, is told what a load takes. Raises
+    ``ValueError`` for a malformed run: that is our own bug, not a condition of the tier.
     """
 
     keys: tuple[bytes, ...]
     pages: tuple[Page, ...]
     tenant: bytes = NO_TENANT
+    meter: Meter | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.pages):

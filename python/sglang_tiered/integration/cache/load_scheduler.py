@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -31,24 +31,25 @@ from sglang_tiered.integration.cache.declined_loads import (
     DeclinedLoads,
     told_end,
 )
-from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.planned_hits import Planned, PlannedHits, allocate_now
+from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.integration.cache.loading_cache import Backs, LoadingCache
     from sglang_tiered.integration.cache.planned_hits import Prefetch
-    from sglang_tiered.integration.identity.tenants import PurgedTenants
+    from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.request_record import Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["LoadScheduler", "LoadingCache"]
+__all__ = ["LoadScheduler"]
 
 MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
@@ -63,48 +64,6 @@ turn, so that one that hangs behind others is found. Those that have ended are n
 
 MAX_YIELDED_TO = 32
 """Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
-
-
-class LoadingCache(LockingCache, Protocol):
-    """The part of the cache that this uses. All but the last two are SGLang's."""
-
-    page_size: int
-    prefetch_threshold: int
-    tree_core: Any
-    tree_components: Sequence[Any]
-    components: Mapping[Any, Any]
-    cache_controller: Any
-    ongoing_prefetch: Mapping[CacheRequestHandle, Any]
-    prefetch_loaded_tokens_by_reqid: Mapping[CacheRequestHandle, int]
-    storage_prefetch_retries: Any
-
-    def match_prefix(self, params: MatchPrefixParams) -> Any: ...
-
-    def _drain_storage_control_queues_impl(
-        self,
-        n_storage_hit: int | None,
-        n_ack_prefetch: int | None,
-        n_backup: int | None,
-        n_release: int | None,
-        extra_release_counts: Mapping[Any, int] | None,
-        log_metrics: bool,
-    ) -> None: ...
-
-    purged_tenants: PurgedTenants
-    has_small_host: bool
-
-    @property
-    def decides_alone(self) -> bool:
-        """Whether no other rank must come to the same decisions."""
-        ...
-
-
-class Backs(Protocol):
-    """Says of which loads the back may come first."""
-
-    def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool: ...
-    def num_loaded(self, call: Prefetch, num_held: int) -> int: ...
-    def num_ahead(self) -> int: ...
 
 
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
@@ -124,6 +83,7 @@ class LoadScheduler:
         backs: Backs,
         *,
         window_tokens: int,
+        notes: RequestNotes = NO_NOTES,
     ) -> None:
         # SGLang compiles its hash of pages at first use, which no request should wait for.
         get_storage_hash_str(array("q", [0]), page_size=1)
@@ -132,6 +92,7 @@ class LoadScheduler:
         self.agreement = agreement
         self._copies = copies
         self._backs = backs
+        self._notes = notes
         self._window: PrefetchWindow[str] = PrefetchWindow(window_tokens)  # by rid
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
@@ -168,7 +129,12 @@ class LoadScheduler:
         has_waited = self._window.has_waited(request.rid)
         self._window.withdraw_load(request.rid)
         self.declined.withdraw(request)
+        began_at = self._notes.clock()
         hashes, spans = self._held_pages(call, storage)
+        num_new = len(tokens) + 1
+        self._notes.looked_up(
+            request, began_at, num_before=call.num_before, num_new=num_new, spans=spans
+        )
         ends = self.restorable_ends(call.last_host_node_id, hashes, storage)
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
@@ -177,7 +143,7 @@ class LoadScheduler:
         num_planned = self.planner.arrives(
             request,
             num_held=num_held,
-            num_new=len(tokens) + 1,
+            num_new=num_new,
             num_before=call.num_before,
             num_ahead=num_ahead,
             spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
@@ -192,15 +158,21 @@ class LoadScheduler:
         storage.transfers.expect_load(hashes, tenant)
         agreed = self._agree_on_end(request, num_planned, num_held, call.num_before, has_back)
         if agreed is None:
-            self._put_off(request, 0)
+            self._put_off(request, 0, "ranks")
             return None
         end, has_back = agreed
         num_agreed = self._num_agreed(request, end, call.num_before, len(tokens))
         is_load = num_agreed >= cache.prefetch_threshold
         num_back = self._backs.num_loaded(call, num_agreed) if has_back else 0
-        has_back, num_loaded = num_back > 0, num_back or num_agreed
-        self.planner.agreed(
-            request, num_loaded if is_load else 0, num_ahead=num_ahead, is_back=has_back
+        has_back, num_loaded = num_back > 0, (num_back or num_agreed) * is_load
+        self.planner.agreed(request, num_loaded, num_ahead=num_ahead, is_back=has_back)
+        self._notes.planned(
+            request,
+            num_held=num_held,
+            num_loaded=num_loaded,
+            num_ahead=num_ahead,
+            is_declined=end == DECLINED,
+            is_back=has_back,
         )
         if not is_load:
             self._forget_questions(request)
@@ -211,10 +183,11 @@ class LoadScheduler:
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
         has_room = ask(num_agreed, self.num_tokens())
         if not has_room or self._stores_in_the_way(request, num_agreed, storage):
-            self._put_off(request, num_agreed)
+            self._put_off(request, num_agreed, "stores" if has_room else "window")
             return None
         self._forget_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
+            self._notes.given_up(request, "no_host_path", num_loaded)
             return None
         if has_back:
             return Planned(call, is_new, num_agreed, self._chain(call, hashes, num_agreed), spans)
@@ -246,7 +219,9 @@ class LoadScheduler:
         call, is_new = planned.call, planned.is_new
         request = call.request
         if request not in self._cache.ongoing_prefetch:
+            self._notes.given_up(request, "refused", len(call.new_input_tokens))
             return
+        self._notes.begun(request)
         self.planner.begins(request)
         self._look_numbers[request.rid] = self._num_begun
         self._num_begun += 1
@@ -267,7 +242,8 @@ class LoadScheduler:
         ranked, rank = self._ranked
         return rank if ranked == request else 0
 
-    def _put_off(self, request: CacheRequestHandle, num_tokens: int) -> None:
+    def _put_off(self, request: CacheRequestHandle, num_tokens: int, why: Why) -> None:
+        self._notes.put_off(request, why)
         self.planner.waits_for_more(request)
         self._window.put_off_load(request.rid, num_tokens, self.planner.order(request))
 
@@ -445,12 +421,14 @@ class LoadScheduler:
         num_tokens = self._window.num_tokens(request.rid)
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
         if num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way, storage):
+            self._notes.given_up(request, "turn", num_tokens)
             self._window.withdraw_load(request.rid)
             self._forget_questions(request)
             return False
         if in_the_way or not self._window.has_turn(request.rid, self.num_tokens()):
             return True
         if not self._window.ask_for_attempt(request.rid):
+            self._notes.given_up(request, "turn", num_tokens)
             self._forget_questions(request)
             return False
         # The scheduler repeats the load's request with a fresh match in its next pass.
@@ -477,6 +455,7 @@ class LoadScheduler:
         """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
         stopped serving. Asked when the request could be admitted; SGLang reduces it over ranks."""
         if not self._serves_loads(storage):
+            self._notes.given_up(operation.handle, "tier")
             return True
         is_read = operation.host_indices is not None
         num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
@@ -489,7 +468,7 @@ class LoadScheduler:
         if num_missing <= 0 and not lacks_states:
             return False
         occupied = self._cache.cache_controller.prefetch_tokens_occupied
-        return not self.planner.should_wait(
+        waits = self.planner.should_wait(
             operation.handle,
             num_missing=num_missing,
             num_before=operation.storage_start + operation.completed_tokens,
@@ -497,6 +476,9 @@ class LoadScheduler:
             is_read=is_read,
             num_lost=operation.completed_tokens if is_all_or_nothing else 0,
         )
+        if not waits:
+            self._notes.given_up(operation.handle, "late", num_missing)
+        return not waits
 
     def _serves_loads(self, storage: TieredStorage) -> bool:
         """Whether waiting for a load can still pay off, as of this step."""
@@ -508,11 +490,13 @@ class LoadScheduler:
 
     def revoked(self, request: CacheRequestHandle) -> None:
         """Look no more at a load that SGLang gave up before it read anything."""
+        self._notes.given_up(request, "revoked")
         self._look_numbers.pop(request.rid, None)
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
         """Keep in host memory what a load brought until its request is admitted. In a long queue
         the loads of later requests would evict it before."""
+        self._notes.load_ended(request, num_loaded)
         key = self._loading_keys.pop(request, None)
         self._look_numbers.pop(request.rid, None)
         self.declined.expect_prices()
@@ -542,6 +526,7 @@ class LoadScheduler:
 
     def leaves(self, request: CacheRequestHandle) -> None:
         """Load nothing more for a request, which was admitted."""
+        self._notes.admitted(request)
         self.planner.leaves(request)
         self._stop(request)
 
@@ -556,6 +541,7 @@ class LoadScheduler:
 
     def forget(self, request: CacheRequestHandle) -> None:
         """Forget a request that was aborted, or a load that no request waits for."""
+        self._notes.aborted(request)
         self.planner.forget(request)
         self._stop(request)
         self.unlock_loaded(request)

@@ -19,18 +19,11 @@ import secrets
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.registry import (
-    TreeCacheBuildContext,
-    create_unified_radix_cache,
-    default_radix_cache_factory,
-    register_radix_cache_backend,
-    registered_radix_cache_backends,
-)
 from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel
+from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.config import TieredConfig
@@ -39,9 +32,7 @@ from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
 from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
 from sglang_tiered.integration.cache.forgetting.forgetting_cache import ForgettingCache
 from sglang_tiered.integration.cache.host_size import (
-    SMALL_RATIO,
     check_asked_size,
-    is_small,
     least_of_ranks,
     target_host_bytes,
 )
@@ -58,7 +49,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
-from sglang_tiered.integration.names import CACHE_BACKEND
+from sglang_tiered.integration.observe.requests.stories import open_notes
 from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.ranks.rank_consensus import (
     RankAgreement,
@@ -73,7 +64,6 @@ if TYPE_CHECKING:
 
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import (
-        BasePrefixCache,
         CacheInitParams,
         CacheRequestHandle,
         InitLoadBackParams,
@@ -83,7 +73,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.observe.stats import ProcessStats
 
-__all__ = ["TieredRadixCache", "register"]
+__all__ = ["TieredRadixCache"]
 
 # What SGLang sets with a storage that is attached, beside the controller's policy.
 _POLICIES = ("prefetch_stop_policy", "write_through_threshold", "is_write_back")
@@ -92,46 +82,6 @@ _NO_RANK = 1 << 40
 """In place of the rank that could not attach a storage."""
 
 logger = logging.getLogger(__name__)
-
-
-def register() -> None:
-    """Register ``--radix-cache-backend tiered`` in this process. Idempotent."""
-    if CACHE_BACKEND not in registered_radix_cache_backends():
-        register_radix_cache_backend(CACHE_BACKEND, build)
-
-
-def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """Build the cache for SGLang's factory; without an ordinary host tier, SGLang's own."""
-    memory = get_memory()
-    is_pure_swa = ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0
-    if (
-        ctx.disable_radix_cache
-        or is_pure_swa
-        or memory.enable_lmcache
-        or memory.enable_flexkv
-        or memory.enable_unified_cache_external_linker
-        or not ctx.enable_hierarchical_cache
-    ):
-        return default_radix_cache_factory(ctx)
-    config, params = TieredConfig.from_environment(), ctx.params
-    is_ours = config is not None and config.nvme is not None and params.pp_size == 1
-    if is_ours and memory.hicache_write_policy == "write_through" and is_small(params):
-        least = f"{SMALL_RATIO * 100:.0f}% of device memory"
-        if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-            logger.warning(
-                "The host tier is smaller than %s, so what it has no room for never reaches NVMe; "
-                "raise --tier-host-bytes.",
-                least,
-            )
-        else:
-            small_host_core.register()
-            params.tree_core_backend = small_host_core.BACKEND_NAME
-            logger.info(
-                "The host tier is smaller than %s: copies of what the device holds give way once "
-                "NVMe has them, and what the device gives up comes back from NVMe.",
-                least,
-            )
-    return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
 
 
 class TieredRadixCache(ForgettingCache):
@@ -181,7 +131,10 @@ class TieredRadixCache(ForgettingCache):
         always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
         planner = make_planner(self, storage, always=always)
         agreement = RankAgreement.of_cache(self, INITIAL, RULES)
-        return Tiering(self, storage, planner, agreement, self.host_budget(), warms=warms)
+        log = None if config is None else config.request_log
+        notes = open_notes(log, planner, self.purged_tenants.tenant_of)
+        budget = self.host_budget()
+        return Tiering(self, storage, planner, agreement, budget, warms=warms, notes=notes)
 
     def host_budget(self) -> HostBudget:
         """Return who may take how much of the host tier."""
@@ -265,10 +218,8 @@ class TieredRadixCache(ForgettingCache):
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
-        tiering = self.tiering
-        return self.load_has_ended(request) and (
-            tiering is None or not tiering.loads.yields(request)
-        )
+        has_loaded = self.load_has_ended(request)
+        return has_loaded if self.tiering is None else self.tiering.may_start(request, has_loaded)
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
@@ -310,6 +261,13 @@ class TieredRadixCache(ForgettingCache):
         if self.tiering is not None:
             self.tiering.aborted(request)
         super().release_aborted_request(request)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        """Hear of every request that gives its memory back; SGLang asks whether a session keeps
+        it."""
+        if self.tiering is not None:
+            self.tiering.notes.released(req)
+        return bool(super().claim_kv_row(req))
 
     def query_storage_hit_length(self, *args: Any, **kwargs: Any) -> int:
         """Nothing of our tiers. SGLang's decode alone asks, to promise it before it is loaded."""

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.load_planner import TIERS
 from sglang_tiered.integration.cache.planned_hits import allocate_now
+from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
     BackLeft,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
+    from sglang_tiered.integration.observe.requests.notes import RequestNotes
 
 __all__ = ["Returns"]
 
@@ -102,8 +104,10 @@ class Returns:
         cache: Any,  # ``TieredRadixCache``, which imports this
         planner: LoadPlanner[CacheRequestHandle],
         clock: Callable[[], float] = time.monotonic,
+        notes: RequestNotes = NO_NOTES,
     ) -> None:
         self._cache = cache
+        self._notes = notes
         self._planner = planner
         self._clock = clock
         self._returns: dict[CacheRequestHandle, _Return] = {}
@@ -172,6 +176,7 @@ class Returns:
                 f"{HANDLE_PREFIX}{call.request.rid}/{next(self._numbers)}", ATTEMPT
             )
             handles.append(handle)
+            self._notes.has_part(call.request, handle)
             pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
             expect(handle, pages)
             cache.begin_load(
@@ -199,6 +204,7 @@ class Returns:
         )
         for segment in segments:
             self._owners[segment.handle] = call.request
+        self._notes.begun(call.request)
         self._planner.begins(call.request)
         self._planner.num_both_ends += 1
         if planned.is_new and cache.decides_alone:  # between two steps
@@ -430,6 +436,8 @@ class Returns:
         record = self._returns.pop(request, None)
         if record is not None:
             num_given_up = sum(each.end - each.start for each in record.segments)
+            if num_given_up:
+                self._notes.given_up(request, "late", num_given_up)
             self._planner.back_ended(request, num_given_up)
             for segment in list(record.segments):
                 self._drop(record, segment)

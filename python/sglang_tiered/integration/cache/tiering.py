@@ -26,6 +26,7 @@ from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.rank_labels import rank_labels
+from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.observe.stats import SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
 from sglang_tiered.integration.storage.remote_purges import MEMORY
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+    from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -82,16 +84,18 @@ class Tiering:
         *,
         warms: bool,
         clock: Callable[[], float] = time.monotonic,
+        notes: RequestNotes = NO_NOTES,
     ) -> None:
         self._cache = cache
         self.planner = planner
+        self.notes = notes
         self.copies = HostCopies(
             cache,
             patience_s=planner.patience_s,
             waiting_stores=self._waiting_stores,
             clock=clock,
         )
-        self.returns = Returns(cache, planner, clock)
+        self.returns = Returns(cache, planner, clock, notes)
         self.loads = LoadScheduler(
             cache,
             planner,
@@ -99,6 +103,7 @@ class Tiering:
             self.copies,
             self.returns,
             window_tokens=budget.loading_tokens,
+            notes=notes,
         )
         self.residents = Residents(cache, budget.resident_tokens, self.cost_to_bring_back)
         self.stores = Spiller(
@@ -133,6 +138,7 @@ class Tiering:
         # Of the attached storage, where it hears of other servers' purges.
         self._purges: PurgeExchange | None = None
         storage.use_planner(planner)
+        storage.use_meters(notes.meter_of)
         if cache.has_small_host:
             core = cache.tree_core
             core.max_copy_tokens = max(cache.page_size, int(budget.host_tokens * COPY_SHARE))
@@ -150,6 +156,7 @@ class Tiering:
         """Use tiers that an operator attached again."""
         self.planner.forget_reads()
         storage.use_planner(self.planner)
+        storage.use_meters(self.notes.meter_of)
 
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has forgotten the stores under way."""
@@ -188,6 +195,12 @@ class Tiering:
         if self.loads.rests(request):
             return True
         return self.stays_put_off(request) if self.loads.is_put_off(request) else None
+
+    def may_start(self, request: CacheRequestHandle, has_loaded: bool) -> bool:
+        """Whether a request whose turn has come starts."""
+        starts = has_loaded and not self.loads.yields(request)
+        self.notes.may_start(request, starts)
+        return starts
 
     def has_loaded(
         self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
@@ -279,6 +292,8 @@ class Tiering:
         """Note the use of a prefix that was matched, and of which so many tokens are copied to the
         device."""
         self._num_copied += num_tokens
+        if params.req is not None:
+            self.notes.copied(params.req, num_tokens)
         node_id, core = params.best_match_node, self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
         # Between a purge and the next reset, keys carry marks that mean nothing later.
@@ -367,6 +382,7 @@ class Tiering:
     def tree_was_reset(self) -> None:
         """Forget the nodes and locks of a tree that was emptied."""
         self.waits.clear()
+        self.notes.clear()
         self.loads.clear()
         self.returns.clear()
         self.copies.clear()
@@ -376,8 +392,10 @@ class Tiering:
         self.hints.tree_was_reset()
 
     def close(self) -> None:
-        """Write the list of warm prefixes; no request may run. Waits for the disk."""
+        """Write the list of warm prefixes and the last lines of requests; no request may run. Waits
+        for the disk."""
         self.warm.close()
+        self.notes.close()
 
 
 class TierObserver:
@@ -432,5 +450,12 @@ def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> Pro
     spill = SpillStats(
         queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
     )
-    planner, waits = tiering.planner.stats(), tiering.waits.stats()
-    return process_stats(storage, planner, spill, tiering.hints.stats(), waits, held)
+    return process_stats(
+        storage,
+        tiering.planner.stats(),
+        spill,
+        tiering.hints.stats(),
+        tiering.waits.stats(),
+        held,
+        request_log_dropped=tiering.notes.num_dropped,
+    )

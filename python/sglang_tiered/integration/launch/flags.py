@@ -13,6 +13,7 @@ from sglang_tiered.config import (
     TransferConfig,
 )
 from sglang_tiered.flags import add_arguments, flags_of, refuse_gone
+from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ __all__ = [
     "without_our_flags",
 ]
 
-NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, IndexConfig)
+NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, IndexConfig, RequestLogConfig)
 """Flags that mean nothing without an NVMe tier."""
 TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
 ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
@@ -49,7 +50,7 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     tiering = parser.add_argument_group(
         "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
     )
-    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, IndexConfig)
+    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, IndexConfig, RequestLogConfig)
     transfer = parser.add_argument_group(
         "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
     )

@@ -38,6 +38,7 @@ from sglang_tiered.integration.launch.peer_flags import exposure, resolve_index
 from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.tiers import rank_settings
+from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.storage.region.directory import max_regions
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
         index=index,
+        request_log=_resolve_request_log(explicit),
     )
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
@@ -326,6 +328,21 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
     if config.url.startswith("s3://"):
         _check_encryption(os.environ)
     return config
+
+
+def _resolve_request_log(explicit: Mapping[str, Any]) -> RequestLogConfig | None:
+    values = values_of(RequestLogConfig, explicit)
+    if "path" not in values:
+        flags = flags_of(RequestLogConfig)
+        refuse_given(explicit, flags, "needs --tier-log-requests; add it or drop this")
+        return None
+    pp_size = explicit.get("pp_size") or 1
+    if pp_size > 1:  # whose stages plan no loads, so nobody knows a request's story
+        raise ConfigError(
+            f"--tier-log-requests {values['path']} has no meaning with --pp-size {pp_size}; drop "
+            "one of them."
+        )
+    return RequestLogConfig(**values, num_replicas=explicit.get("dp_size") or 1)
 
 
 def _check_encryption(environment: Mapping[str, str]) -> None:

@@ -94,9 +94,12 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
 
 
 def claim_directory(config: TieredConfig, held: ExitStack) -> None:
-    """Check, lock and complete the tier directory; the lock lives as long as this process."""
+    """Check, lock and complete the tier directory; the lock lives as long as this process. The file
+    of ``--tier-log-requests`` is checked with it."""
     if config.nvme is None:
         return
+    if config.request_log is not None:
+        config.request_log.check()
     path = Path(config.nvme.directory)
     store_directory.refuse_strangers(path)
     if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:

@@ -115,6 +115,7 @@ class ProcessStats:
     hints: HintStats | None = None  # None on a stage of a pipeline
     waits: WaitStats | None = None  # likewise
     holdings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # see ``holdings``
+    request_log_dropped: int | None = None  # lines; None where none is written
 
     @property
     def build(self) -> dict[tuple[str, str], int]:
@@ -168,6 +169,8 @@ def process_stats(
     hints: HintStats | None = None,
     waits: WaitStats | None = None,
     held: Mapping[str, Holding] | None = None,
+    *,
+    request_log_dropped: int | None = None,
 ) -> ProcessStats:
     """Take a snapshot. Memory only, any thread."""
     planner, stack = planner or _NO_PLANNER, storage.stack
@@ -193,6 +196,7 @@ def process_stats(
         hints=hints,
         waits=waits,
         holdings={tier: _bounded(holding) for tier, holding in (held or {}).items()},
+        request_log_dropped=request_log_dropped,
     )
 
 

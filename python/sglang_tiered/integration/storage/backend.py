@@ -53,14 +53,14 @@ from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     import torch
 
     from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
-    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.base import Job, Meter
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["TieredStorage"]
@@ -267,6 +267,10 @@ class TieredStorage(TierQueries):
         """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
         self._planner = planner
         self.transfers.use_planner(planner)
+
+    def use_meters(self, meter_of: Callable[[Any], Meter | None]) -> None:
+        """Have what each load reads told to the meter of its handle, if it has one."""
+        self.reads.use_meters(meter_of)
 
     @property
     def notes(self) -> Notes:
@@ -516,7 +520,8 @@ class TieredStorage(TierQueries):
 
     def _begin_load(self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        return self.transfers.begin_load(Run(tuple(self._keys(pool, hashes)), pages), hashes[0])
+        run = Run(tuple(self._keys(pool, hashes)), pages, meter=self.reads.meter)
+        return self.transfers.begin_load(run, hashes[0])
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None

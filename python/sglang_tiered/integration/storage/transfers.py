@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.base import Job, Meter
     from sglang_tiered.storage.stack import TierStack
 
 __all__ = ["ReadAhead", "ReadPlanner", "TierTransfers", "read_in_steps"]
@@ -216,9 +216,21 @@ class ReadAhead:
         self._under_way: dict[tuple[Any, int], _Part] = {}  # by load and first page
         self._num_pages = 0  # of these
         self._load: Any = None  # that SGLang's thread is at
+        self._metered: Any = None  # the load whose part is being begun
+        self._meter_of: Callable[[Any], Meter | None] = lambda _: None
         self._queue: Queue[Any] | None = None
         self._acks: Queue[PrefetchAck] | None = None  # where parts are told of
         self._next_page = 0
+
+    def use_meters(self, meter_of: Callable[[Any], Meter | None]) -> None:
+        """Have reads told to the meter of their load's handle, if it has one."""
+        self._meter_of = meter_of
+
+    @property
+    def meter(self) -> Meter | None:
+        """What is told of the read that is being begun."""
+        load = self._metered or self._load
+        return None if load is None else self._meter_of(load.handle)
 
     def carry_out(
         self, original: Callable[[Any, Any], Any], controller: Any, operation: Any
@@ -279,7 +291,11 @@ class ReadAhead:
         batch_end = (start // STORAGE_BATCH_SIZE + 1) * STORAGE_BATCH_SIZE
         end = min(start + self._part_pages, batch_end, len(load.hash_value))
         slots = load.host_indices[start * self._page_size : end * self._page_size]
-        job = self._begin_read(load.hash_value[start:end], slots)
+        self._metered = load
+        try:
+            job = self._begin_read(load.hash_value[start:end], slots)
+        finally:
+            self._metered = None
         self._under_way[load, start] = _Part(job, end - start)
         self._num_pages += end - start
 

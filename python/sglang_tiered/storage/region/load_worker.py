@@ -69,7 +69,8 @@ class LoadWorker:
 
     def _load(self, span: LoadSpan) -> None:
         try:
-            reasons, error = self._reader.read(span.ticket.namespace, span.wanted)
+            ticket = span.ticket
+            reasons, error = self._reader.read(ticket.namespace, span.wanted, ticket.job.run.meter)
         except Exception:
             logger.exception(
                 "%s: internal error while loading pages; they are computed again", self._directory

@@ -13,7 +13,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Page
+    from sglang_tiered.storage.base import Meter, Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.regions import Region
@@ -68,18 +68,28 @@ class RegionReader:
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
 
-    def read(self, namespace: bytes, span: Sequence[Wanted]) -> SpanResult:
+    def read(
+        self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None = None
+    ) -> SpanResult:
         """Fill the pages of one span. A page that does not verify, or whose read failed or came
-        short, is read once more by itself before it fails. Never raises."""
+        short, is read once more by itself before it fails. ``meter`` is told what checking takes.
+        Never raises."""
         failure: OSError | None = None
         try:
             filled = self._read_pages(span)
         except OSError as error:
             filled = 0
             failure = error
+        began = time.monotonic()
+        verified = _verify_filled(namespace, span, filled)
+        if filled:
+            took_s = time.monotonic() - began
+            self.verifications.record(took_s)
+            if meter is not None:
+                meter.verified(took_s)
         reasons: list[Reason] = []
-        for item, is_good in zip(span, self._verify(namespace, span, filled), strict=True):
-            if is_good:
+        for item, is_verified in zip(span, verified, strict=True):
+            if is_verified:
                 reasons.append(Reason.OK)
                 continue
             try:
@@ -88,22 +98,10 @@ class RegionReader:
                 # The device is failing: retrying every page of the span would take it forever.
                 rest = len(span) - len(reasons)
                 return SpanResult(reasons + [Reason.IO_ERROR] * rest, error)
-            verified = filled_again and _verifies(namespace, item)
-            reasons.append(Reason.OK if verified else Reason.CORRUPT)
+            is_whole = filled_again and _verifies(namespace, item)
+            reasons.append(Reason.OK if is_whole else Reason.CORRUPT)
         recovered = all(reason is Reason.OK for reason in reasons)
         return SpanResult(reasons, None if recovered else failure)
-
-    def _verify(self, namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
-        """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
-        if not filled:
-            return [False] * len(span)
-        verified = []
-        began = time.monotonic()
-        for item in span:
-            filled -= padded(item.length)
-            verified.append(filled >= 0 and _verifies(namespace, item))
-        self.verifications.record(time.monotonic() - began)
-        return verified
 
     def _read_pages(self, span: Sequence[Wanted]) -> int:
         segments: list[memoryview] = []
@@ -115,6 +113,15 @@ class RegionReader:
         first = span[0]
         with self._health.watch():
             return self._device.readv(first.region.fd, segments, first.offset)
+
+
+def _verify_filled(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
+    """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
+    verified = []
+    for item in span:
+        filled -= padded(item.length)
+        verified.append(filled >= 0 and _verifies(namespace, item))
+    return verified
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

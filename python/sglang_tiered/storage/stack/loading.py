@@ -90,7 +90,10 @@ class Loader:
         if observer is None:
             return self._tiers[Tier.NVME].submit_load(run)
         reading = observer.begin_read(run.num_bytes, Tier.NVME)
+        metered = None if run.meter is None else run.meter.begins(Tier.NVME, run.num_bytes)
         job = self._tiers[Tier.NVME].submit_load(run)
+        if metered is not None:
+            job.call_at_end(metered)
         if reading is not None:
             job.call_at_end(lambda ended: observer.end_read(reading, is_complete=all(ended.ok)))
         return job
@@ -131,13 +134,16 @@ class Loader:
         run = load.job.run
         if len(positions) < run.num_pages:
             keys = tuple(run.keys[i] for i in positions)
-            run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant)
+            run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
         with self._lock:
             load.num_left += 1
         observer = self.observer
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
         part = _Part(load, tier, positions, failed, reading)
+        metered = None if run.meter is None else run.meter.begins(tier, run.num_bytes)
         job = part.job = self._tiers[tier].submit_load(run, deadline_s=self._left_s(load))
+        if metered is not None:  # before the load can be over
+            job.call_at_end(metered)
         job.call_at_end(lambda _: self._part_ended(part))
 
     def _left_s(self, load: _Load) -> float | None:

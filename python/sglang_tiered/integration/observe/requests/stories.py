@@ -1,0 +1,354 @@
+"""``Stories``: the notes of one scheduler on its requests, from the arrival of each to its end.
+
+What is noted are moments and figures that are there anyway; a line is made of them, and written, on
+another thread (``writer``), and spans only where a request is traced (``spans``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_tiered.integration.observe.requests import spans as tracing
+from sglang_tiered.integration.observe.requests.notes import NO_NOTES, RequestNotes
+from sglang_tiered.integration.observe.requests.story import End, Held, Planned, Story
+from sglang_tiered.integration.observe.requests.writer import LineWriter
+from sglang_tiered.policy.both_ends import parts_of, spans_between
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.meter import LoadMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.policy.cost_model import CostModel
+    from sglang_tiered.request_log import RequestLogConfig
+    from sglang_tiered.request_record import Cause, Decision, Why
+    from sglang_tiered.storage.stack.tiers import Span
+
+__all__ = ["Prices", "Stories", "open_notes"]
+
+MAX_STORIES = 65_536
+"""Of requests that have come and not ended; beyond, the oldest is forgotten."""
+
+MAX_ABORTED = 1024
+"""Requests that were aborted lately: SGLang may release one of them afterwards."""
+
+TIERS = tuple(Tier)
+
+
+def _is_unseen(of: Any) -> bool:
+    """Whether a request, or its handle, is none of a client's."""
+    return bool(of.rid.startswith(HEALTH_CHECK_RID_PREFIX))
+
+
+class Prices(Protocol):
+    """The part of a planner that notes ask."""
+
+    costs: CostModel
+
+    @property
+    def queue_wait_s(self) -> float: ...
+
+    def tokens_ahead(self, num_ahead: int) -> tuple[int, ...]: ...
+
+
+class Stories(RequestNotes):
+    """Notes of one scheduler. ``tenant_of`` names the owner of an ``extra_key`` and a
+    ``cache_salt``. Without a ``writer`` stories are for traces alone."""
+
+    def __init__(
+        self,
+        prices: Prices,
+        writer: LineWriter | None,
+        *,
+        tenant_of: Callable[[str | None, str | None], bytes],
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._prices = prices
+        self._writer = writer
+        self._tenant_of = tenant_of
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
+        self._aborted: OrderedDict[Any, None] = OrderedDict()
+
+    def clock(self) -> float:
+        return self._clock()
+
+    # ---- Before it runs ----
+
+    def arrives(self, scheduler: Any, req: Any) -> None:
+        handle = req.cache_request_handle
+        story = self._stories.get(handle)
+        if story is None:
+            if _is_unseen(req):
+                return
+            story = self._open(handle)
+            story.num_ahead = len(scheduler.waiting_queue)
+            story.num_running = len(scheduler.running_batch.reqs)
+        story.req = req
+
+    def _open(self, handle: Any) -> Story:
+        story = self._stories[handle] = Story(self.clock())
+        story.queue_wait_s = self._prices.queue_wait_s
+        if len(self._stories) > MAX_STORIES:
+            self._stories.popitem(last=False)
+        return story
+
+    def looked_up(
+        self, request: Any, began_at: float, *, num_before: int, num_new: int, spans: Sequence[Span]
+    ) -> None:
+        story = self._stories.get(request)
+        if story is None:
+            if _is_unseen(request):
+                return
+            story = self._open(request)  # of a decode server, whose queue is another
+        if story.admitted_at is not None:
+            return
+        parts = tuple((span.tier, span.num_pages) for span in spans)
+        page_tokens = self._prices.costs.page_tokens
+        story.held = Held(began_at, self.clock(), num_before, num_new, parts, page_tokens)
+        story.num_lookups += 1
+        if story.meter is None and parts:
+            story.meter = LoadMeter(self._clock)
+
+    def planned(
+        self,
+        request: Any,
+        *,
+        num_held: int,
+        num_loaded: int,
+        num_ahead: int,
+        is_declined: bool,
+        is_back: bool,
+    ) -> None:
+        story = self._stories.get(request)
+        if story is None or story.held is None or story.admitted_at is not None:
+            return
+        held, costs = story.held, self._prices.costs
+        spans = [(TIERS.index(tier), pages * held.page_tokens) for tier, pages in held.parts]
+        first = num_held - num_loaded if is_back else 0
+        num_tiers = len(TIERS)
+        all_held = parts_of(spans_between(spans, 0, num_held), num_tiers)
+        loaded = parts_of(spans_between(spans, first, first + num_loaded), num_tiers)
+        ahead = self._prices.tokens_ahead(num_ahead)
+        decision: Decision = "load" if num_loaded >= num_held else "truncated"
+        if not num_loaded:
+            decision = "declined" if is_declined else "absent"
+            self._waits_for(story, None)
+        before, new = held.num_before, held.num_new
+
+        def prefill_s(num_tokens: int, num_before: int) -> float:
+            return costs.prefill.prices[0] + costs.prefill.seconds(num_tokens, num_before)
+
+        story.plan = Planned(
+            at=self.clock(),
+            decision=decision,
+            parts={tier: n for tier, n in zip(TIERS, loaded, strict=True) if n},
+            expected_s={
+                tier: costs.transfers[at].seconds(n * costs.bytes_per_token)
+                for at, (tier, n) in enumerate(zip(TIERS, loaded, strict=True))
+                if n
+            },
+            is_back=is_back,
+            load_s=costs.load_seconds(loaded, ahead) if num_loaded else 0.0,
+            held_load_s=costs.load_seconds(all_held, ahead) if num_held else 0.0,
+            held_prefill_s=costs.prefill.seconds(num_held, before) if num_held else 0.0,
+            prefill_all_s=prefill_s(new, before),
+            prefill_rest_s=prefill_s(new - num_loaded, before + num_loaded),
+            queue_wait_s=story.queue_wait_s,
+            num_tokens_ahead=num_ahead,
+        )
+
+    def put_off(self, request: Any, why: Why) -> None:
+        story = self._stories.get(request)
+        if story is not None and story.admitted_at is None:
+            self._waits_for(story, why)
+
+    def begun(self, request: Any) -> None:
+        story = self._stories.get(request)
+        if story is not None and story.admitted_at is None:
+            story.load_queued_at = self.clock()
+            self._waits_for(story, "load")
+
+    def _waits_for(self, story: Story, why: Why | None) -> None:
+        """Note another reason to wait, or none; a wait that goes on is from now on for that."""
+        if story.waiting_since is not None and why != story.waits_for:
+            now = self.clock()
+            story.stop_waiting(now)
+            story.waiting_since = None if why is None else now
+        story.waits_for = why
+
+    def has_part(self, request: Any, part: Any) -> None:
+        story = self._stories.get(request)
+        if story is not None:
+            story.parts.append(part)
+            self._stories[part] = story
+
+    def meter_of(self, request: Any) -> LoadMeter | None:
+        story = self._stories.get(request)
+        return None if story is None else story.meter
+
+    def given_up(self, request: Any, cause: Cause, num_tokens: int = 0) -> None:
+        story = self._stories.get(request)
+        if story is not None and story.given_up is None:
+            story.given_up = cause, self.clock(), num_tokens
+            self._waits_for(story, None)
+
+    def load_ended(self, request: Any, num_loaded: int) -> None:
+        story = self._stories.get(request)
+        if story is not None and story.load_queued_at is not None:
+            story.load_ended_at = self.clock()
+            story.num_loaded += num_loaded
+            self._waits_for(story, None)
+
+    def may_start(self, request: Any, is_ready: bool) -> None:
+        story = self._stories.get(request)
+        if story is None:
+            return
+        if is_ready:
+            if story.waiting_since is not None:
+                story.stop_waiting(self.clock())
+        elif story.waiting_since is None and (story.admitted_at is None or story.has_back):
+            story.waiting_since = self.clock()
+            if story.admitted_at is not None:
+                story.waits_for = "back"
+
+    # ---- It runs ----
+
+    def admitted(self, request: Any) -> None:
+        story = self._stories.get(request)
+        if story is None or story.admitted_at is not None:
+            return
+        now = self.clock()
+        story.stop_waiting(now)
+        story.admitted_at = now
+        tracing.tell(story, self._unix_minus_clock_s())
+
+    def copied(self, req: Any, num_tokens: int) -> None:
+        story = self._stories.get(req.cache_request_handle)
+        if story is not None and num_tokens > 0:
+            if story.copied_at is None:
+                story.copied_at = self.clock()
+            story.num_copied += num_tokens
+            story.copy_bytes += num_tokens * self._prices.costs.bytes_per_token
+
+    def batch_ran(
+        self,
+        reqs: Sequence[Any],
+        spans: Sequence[tuple[int, int]],
+        seconds: float,
+        *,
+        copies_beside: bool,
+    ) -> None:
+        stories, now = self._stories, self.clock()
+        for req, (num_new, num_before) in zip(reqs, spans, strict=False):
+            story = stories.get(req.cache_request_handle)
+            if story is None or story.is_prefilled:
+                continue
+            if story.prefill_ended_at is None:
+                story.prefill_ended_at = now
+            story.prefill_s += seconds
+            story.num_batches += 1
+            story.num_prefilled += num_new
+            story.is_prefilled = num_before + num_new >= len(req.origin_input_ids)
+            if story.copied_at is not None and story.copy_ended_at is None:
+                story.copy_ended_at = max(story.copied_at, now - (not copies_beside) * seconds)
+                tracing.tell(story, self._unix_minus_clock_s())
+
+    # ---- It ends ----
+
+    def released(self, req: Any) -> None:
+        if not req.finished():
+            return
+        handle = req.cache_request_handle
+        story = self._stories.get(handle)
+        if story is None and (handle in self._aborted or _is_unseen(req)):
+            return
+        reason = req.finished_reason.to_json().get("type", "")
+        self._end(handle, story or Story(self.clock()), req, str(reason))
+
+    def aborted(self, request: Any) -> None:
+        story = self._stories.get(request)
+        if story is None or request in story.parts:
+            return
+        self._aborted[request] = None
+        if len(self._aborted) > MAX_ABORTED:
+            self._aborted.popitem(last=False)
+        if story.req is None:  # of a decode server that never got to match it
+            self._forget(request, story)
+        else:
+            self._end(request, story, story.req, "abort")
+
+    def _end(self, handle: Any, story: Story, req: Any, reason: str) -> None:
+        story.req = req
+        now, offset_s = self.clock(), self._unix_minus_clock_s()
+        story.stop_waiting(now)
+        tracing.tell(story, offset_s, is_over=True)
+        self._forget(handle, story)
+        if self._writer is None:
+            return
+        tenant = self._tenant_of(req.extra_key, req.cache_salt)
+        times = req.time_stats  # of ``time.perf_counter``; 0.0 is never
+        end = End(
+            at=now,
+            unix_minus_clock_s=offset_s,
+            rid=req.rid,
+            reason=reason,
+            tenant=tenant.hex() if any(tenant) else "",
+            arrived_at=times.scheduler_recv_time or story.arrived_at,
+            admitted_at=times.forward_entry_time or story.admitted_at,
+            first_token_at=times.prefill_finished_time or None,
+            num_prompt_tokens=len(req.origin_input_ids),
+            num_output_tokens=len(req.output_ids),
+            num_retractions=req.retraction_count,
+            num_device=req.cached_tokens_device,
+            num_host=req.cached_tokens_host,
+            num_storage=req.cached_tokens_storage,
+        )
+        story.req = None  # its tokens need not wait for the disk
+        self._writer.put(story, end)
+
+    def _forget(self, handle: Any, story: Story) -> None:
+        self._stories.pop(handle, None)
+        for part in story.parts:
+            self._stories.pop(part, None)
+
+    def _unix_minus_clock_s(self) -> float:
+        return self._wall_clock() - self.clock()
+
+    @property
+    def num_dropped(self) -> int | None:
+        return None if self._writer is None else self._writer.num_dropped
+
+    def clear(self) -> None:
+        self._stories.clear()
+        self._aborted.clear()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def open_notes(
+    config: RequestLogConfig | None,
+    prices: Prices,
+    tenant_of: Callable[[str | None, str | None], bytes],
+) -> RequestNotes:
+    """Return notes that write lines if ``config`` says where, and tell spans if SGLang traces. Of
+    the ranks that take part in the same batches the one that receives the requests writes; in a
+    trace each has spans of its own."""
+    place = get_parallel()
+    writer = None
+    if config is not None and not (place.attn_tp_rank or place.attn_cp_rank):
+        replica = place.attn_dp_rank if place.dp_rank is None else place.dp_rank
+        path = config.file_of(replica)
+        writer = LineWriter(path, max_bytes=config.max_bytes, replica=replica)
+    if writer is None and not tracing.are_on():
+        return NO_NOTES
+    return Stories(prices, writer, tenant_of=tenant_of)

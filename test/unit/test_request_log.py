@@ -1,0 +1,58 @@
+"""The file of ``--tier-log-requests`` is its owner's alone, and refused before a model loads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.request_log import RequestLogConfig, open_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    RequestLogConfig(path=str(path)).check()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    os.close(open_log(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path.parent / "elsewhere"), "it is a symbolic link"),
+        (os.mkfifo, "No such device"),
+        (lambda path: path.with_name("log.1").mkdir(), "Is a directory"),
+    ],
+)
+def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None], why: str) -> None:
+    path = tmp_path / "log"
+    make(path)
+    with pytest.raises(ConfigError, match=rf"--tier-log-requests {path} .*{why}.*; name a file"):
+        RequestLogConfig(path=str(path)).check()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_missing_parent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        RequestLogConfig(path=str(tmp_path / "absent" / "log")).check()
+
+
+def test_replicas_share_no_file(tmp_path: Path) -> None:
+    config = RequestLogConfig(path=str(tmp_path / "log"), num_replicas=2)
+    assert [config.file_of(number).name for number in range(2)] == ["log.replica0", "log.replica1"]
+    assert RequestLogConfig(path=str(tmp_path / "log")).file_of(0).name == "log"
+
+
+def test_tiny_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tier-log-requests-bytes 1000 must be at least 1MiB"):
+        RequestLogConfig(path="/log", max_bytes=1000)
