@@ -22,10 +22,10 @@ from sglang_tiered.config import (
     TransferConfig,
 )
 from sglang_tiered.flags import Flag, flags_of
-from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Kind, Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/flags.md", "docs/metrics.md", "python/sglang_tiered/transfer/README.md")
@@ -47,19 +47,31 @@ def flag_table(flags: Iterable[Flag]) -> str:
 
 
 def metric_table(metrics: Iterable[Metric]) -> str:
-    """Metrics as they are exported, but for the prefix and ``_total``."""
+    """Metrics as they are exported, but for the prefix."""
     return table(
         ("metric", "kind", "labels", "meaning"),
         (
             (
-                f"`{metric.name}`",
+                f"`{metric.name}{'_total' if metric.kind is Kind.COUNTER else ''}`",
                 metric.kind.value,
-                f"`{', '.join(metric.labels)}`" if metric.labels else "",
+                "; ".join(label_texts(metric)),
                 metric.help,
             )
             for metric in metrics
         ),
     )
+
+
+def label_texts(metric: Metric) -> Iterator[str]:
+    """A metric's own labels, each with its values where those are known."""
+    for place, label in enumerate(metric.labels):
+        values = {
+            (*source.labels, *key)[place]: None
+            for source in metric.sources
+            for key in source.known or [("",) * len(metric.labels)]
+            if place < len(source.labels) or source.known
+        }
+        yield f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
 
 
 def tables() -> dict[str, str]:

@@ -308,6 +308,8 @@ def test_the_books_balance(engine: WriteTier, make_run: MakeRun, blank: Blank) -
     assert stats.bytes_written >= run.num_bytes
     assert stats.num_inflight_jobs == 0
     assert stats.health is Health.RUNNING
+    assert stats.store_durations.count == 1, "a store that made nothing durable counts"
+    assert 0.0 < stats.store_durations.sum_s < TIMEOUT_S
 
 
 def damage(engine: WriteTier, directory: Path, data: bytes) -> None:

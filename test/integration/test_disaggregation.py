@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conftest import make_prompts
+from kit.scrapes import by_rank, labels_of
 from prefill_decode import PrefillDecode, transfer_state
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 SMALL = (
-    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
+    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512", "--enable-metrics"),
     *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
 )
 MOVED = ("transfer_bytes:wire", "transfer_bytes:same_host")
@@ -53,6 +54,23 @@ def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server
     prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
     for prompt in prompts:
         assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
+    for server in (pair.prefill, pair.decode):
+        told = transfer_state(server)["transfer_rooms_ended:done"]
+        assert told >= len(LENGTHS)
+        _wait(lambda server=server, told=told: exported(server, "done") == {"0": told})
+        assert exported(server, "failed") == {"0": 0.0}
+    engines = [
+        {labels["engine_type"] for labels in labels_of(server.request("/metrics"), name)}
+        for server in (pair.prefill, pair.decode)
+        for name in ("sglang_tiered_transfer_rooms", "sglang_tiered_tier_pages")
+    ]
+    assert engines == [{"prefill"}, {"prefill"}, {"decode"}, {"decode"}]
+
+
+def exported(server: Server, outcome: str) -> dict[str, float]:
+    """Handoffs that ended so, by rank."""
+    text = server.request("/metrics")
+    return by_rank(text, "transfer_rooms_ended_total", outcome=outcome)
 
 
 def test_pages_that_decode_holds_are_not_sent(pair: Pair, stock: Server) -> None:

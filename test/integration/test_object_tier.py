@@ -16,6 +16,7 @@ from object_proxy import FaultProxy, status
 from object_server import ObjectServer, s3_environment
 
 from conftest import ALWAYS, PAGE, SMALL, aligned, ask, make_prompts
+from kit.scrapes import by_rank, labels_of
 from server_process import Server
 
 if TYPE_CHECKING:
@@ -362,6 +363,7 @@ def test_replicas_find_each_others_pages_in_the_bucket(
 ) -> None:
     """Data parallelism: each replica has its NVMe, both share the bucket."""
     arguments = (*SMALL, "--dp-size", "2", "--load-balance-method", "round_robin")
+    arguments += ("--enable-metrics", "--extra-metric-labels", '{"site": "here"}')
     arguments += ("--tier-object-url", str(tmp_path / "shared"))
     (server,) = start(1, *arguments)
     whole = LENGTH // PAGE * PAGE
@@ -393,4 +395,13 @@ def test_replicas_find_each_others_pages_in_the_bucket(
     answers = server.generate_all(prompts, num_new=NUM_NEW)
     assert [answer.output_ids for answer in answers] == expected, "whichever replica is asked"
     assert sum(a.cached["storage"] for a in answers) >= 0.97 * len(prompts) * aligned(LENGTH)
+
+    text = server.request("/metrics")
+    healthy = by_rank(text, "tier_healthy", by="dp_rank", tier="object")
+    assert healthy == {"0": 1.0, "1": 1.0}
+    assert set(by_rank(text, "stored_pages_total", by="dp_rank", tier="nvme")) == {"0", "1"}
+    sglangs = labels_of(text, "sglang:num_running_reqs")
+    for ours in labels_of(text, "sglang_tiered_waiting_tokens"):
+        assert ours.keys() >= {"model_name", "engine_type", "dp_rank", "site"}
+        assert any(ours.items() <= theirs.items() for theirs in sglangs), (ours, sglangs)
     server.kill()

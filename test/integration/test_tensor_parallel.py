@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conftest import ALWAYS, Launch, aligned, ask, make_prompts
+from kit.promtool import check_metrics
+from kit.scrapes import by_rank
 
 if TYPE_CHECKING:
     from server_process import Answer, Server
@@ -29,6 +31,7 @@ LONG_PROMPTS = make_prompts(6, 3, 2000)
 READ_S = (0.02, 0.05, 0.1, 0.2)
 """What a read may take so that loading a prompt takes about as long as computing it."""
 DEADLINE_S = 240.0
+FAILED_READS = {"tier": "nvme", "operation": "load", "reason": "io_error"}
 OLD, NEW = PROMPTS[:6], PROMPTS[6:]  # what both shards hold, and what one of them lost
 
 
@@ -42,10 +45,45 @@ def outputs(answers: list[Answer]) -> list[list[int]]:
     return [answer.output_ids for answer in answers]
 
 
+def unruly_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that says how reads of servers started from now on misbehave (``slow_disk``)."""
+    folder = str(Path(__file__).parent / "slow_disk")
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("SLOW_DISK_FILE", str(tmp_path / "slowness"))
+    return tmp_path / "slowness"
+
+
 def pages_found(server: Server) -> dict[str, int]:
     """Pages that each rank found in its shard at start, by rank."""
     pattern = r"(TP\d)\S*\] NVMe tier open: .*?, (\d+) pages of earlier runs found"
     return {rank: int(number) for rank, number in re.findall(pattern, server.log)}
+
+
+def see_sick_rank(server: Server, disk: Path, expected: list[list[int]]) -> str:
+    """Let the disk of the second rank fail; return the scrape that tells of it. Each rank has its
+    own series, from before anything fails."""
+    text = server.request("/metrics")
+    assert by_rank(text, "tier_healthy", tier="nvme") == {"0": 1.0, "1": 1.0}
+    assert by_rank(text, "page_outcomes_total", **FAILED_READS) == {"0": 0.0, "1": 0.0}
+    held = server.tier_state()["tier_pages:nvme"]
+    assert by_rank(text, "tier_pages", tier="nvme") == {"0": held, "1": held}
+    arrived = by_rank(text, "request_wait_seconds_count")
+    assert arrived["0"] == arrived["1"] >= 2 * len(PROMPTS)
+    loads = by_rank(text, "load_duration_seconds_count", tier="nvme")
+    assert set(loads) == {"0", "1"} and min(loads.values()) > 0
+
+    disk.write_text("0 shard-tp1of2")
+    deadline = time.monotonic() + DEADLINE_S
+    while by_rank(text, "tier_healthy", tier="nvme") != {"0": 1.0, "1": 0.0}:
+        assert time.monotonic() < deadline, "the failing disk of one rank is not seen"
+        server.flush()
+        assert outputs(server.generate_all(PROMPTS, concurrency=4)) == expected
+        text = server.request("/metrics")
+    failed = by_rank(text, "page_outcomes_total", **FAILED_READS)
+    assert failed["0"] == 0 < failed["1"]
+    assert server.tier_state()["tier_healthy:nvme"] == 1, "the first rank answers for itself"
+    return text
 
 
 def test_rank_with_older_shard_costs_only_hits(
@@ -54,10 +92,11 @@ def test_rank_with_older_shard_costs_only_hits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    disk = unruly_disk(tmp_path, monkeypatch)
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     tier_dir = tmp_path / "kv"
     arguments = (
-        *("--tp", "2", "--max-total-tokens", "4096"),
+        *("--tp", "2", "--max-total-tokens", "4096", "--enable-metrics"),
         *("--tier-host-bytes", "40MiB", "--tier-dir", str(tier_dir), *ALWAYS),
     )
     server = launch(*arguments)
@@ -104,7 +143,10 @@ def test_rank_with_older_shard_costs_only_hits(
     hinted_answers = restarted.generate_all(PROMPTS[:2])
     assert outputs(hinted_answers) == expected[:2]
     assert [answer.cached["host"] for answer in hinted_answers] == [aligned(LENGTH)] * 2
+
+    text = see_sick_rank(restarted, disk, expected)
     restarted.kill()
+    check_metrics(text)
 
 
 def test_ranks_compute_both_ends_alike(
@@ -112,11 +154,7 @@ def test_ranks_compute_both_ends_alike(
 ) -> None:
     """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
     expected = outputs(stock.generate_all(LONG_PROMPTS))
-    slowness = tmp_path / "slowness"
-    folder = str(Path(__file__).parent / "slow_disk")
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("SLOW_DISK_FILE", str(slowness))
+    slowness = unruly_disk(tmp_path, monkeypatch)
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     server = launch(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),

@@ -173,8 +173,8 @@ def test_only_the_slow_bucket_is_declined() -> None:
         now.seconds += 30.0
         planner.end_read(reading, is_complete=True)
     assert arrive(planner, "s", 3200, 3200) == 3200
-    assert planner.timings[Tier.OBJECT].num_loads == 6
-    assert planner.timings[Tier.NVME].num_loads == 0
+    assert planner.timings[Tier.OBJECT].durations.take().count == 6
+    assert planner.timings[Tier.NVME].durations.take().count == 0
     assert not planner.wants_probe(Tier.OBJECT)  # just measured
     now.seconds += 1000
     assert planner.wants_probe(Tier.OBJECT)

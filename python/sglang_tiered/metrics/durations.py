@@ -31,12 +31,6 @@ class DurationCounts:
     def sum_s(self) -> float:
         return sum(self.sums_s)
 
-    def __add__(self, other: DurationCounts) -> DurationCounts:
-        return DurationCounts(
-            tuple(map(sum, zip(self.counts, other.counts, strict=True))),
-            tuple(map(sum, zip(self.sums_s, other.sums_s, strict=True))),
-        )
-
 
 class Durations:
     """Counts durations. Any thread; the lock is held for two additions, never across I/O, and what

@@ -149,9 +149,9 @@ METRICS = _metrics(
     ("load_duration_seconds", HISTOGRAM, "tier", _of(_READ, "durations"), "Time of each complete read for a request, and of each probe. Reads overlap: their sum says nothing of the tier's speed."),
     ("load_busy_seconds", COUNTER, "tier", _of(_READ, "busy_s"), "Time in which at least one such read was under way. Loaded bytes over it is the measured speed."),
     ("store_duration_seconds", HISTOGRAM, "tier", _of(_STORING, "store_durations"), "Time of each store job that made a page durable, from its submission."),
-    ("verification_duration_seconds", HISTOGRAM, "tier", {"nvme": "nvme.verification_durations"}, "Time of the checksums of one read, which brings up to 1 MiB."),
     ("request_wait_seconds", HISTOGRAM, "", "waits.requests", "Time from the arrival of a request at the scheduler to its admission."),
     ("load_wait_seconds", HISTOGRAM, "", "waits.loads", "Time from when a request could have been admitted, but for its load, until it was; of requests whose load began."),
+    ("verification_duration_seconds", HISTOGRAM, "tier", {"nvme": "nvme.verification_durations"}, "Time of the checksums of one read, which brings up to 1 MiB or one larger page."),
     # ---- What was decided, and why ----
     ("load_decision_tokens", COUNTER, "decision", "planner.load_decisions", "Prompt tokens that host memory did not hold: absent in the tiers, loaded, declined because computing was expected to be cheaper, or abandoned while waiting for them.", _DECISIONS),
     ("both_ends_requests", COUNTER, "", "planner.num_both_ends", "Requests that computed the front of their prefix while its back was loaded (`--tier-both-ends`)."),

@@ -1,9 +1,11 @@
 """Found on a server's PYTHONPATH: reads of the NVMe tier take as long as the file named by
-``SLOW_DISK_FILE`` says, in seconds; no time where it is empty or absent."""
+``SLOW_DISK_FILE`` says, in seconds; no time where it is empty or absent. A second word there is a
+part of the names of the shards whose reads fail."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.abc
 import os
 import sys
@@ -30,11 +32,14 @@ class _SlowDisk(importlib.abc.MetaPathFinder):
             read = module.FileDevice.readv
 
             def slow_read(device: Any, *arguments: Any) -> int:
-                delay_s = 0.0
+                delay_s, failing = 0.0, []
                 name = os.environ.get("SLOW_DISK_FILE", "")
                 with contextlib.suppress(OSError, ValueError), open(name) as file:
-                    delay_s = float(file.read())
+                    words = file.read().split()
+                    delay_s, failing = float(words[0]) if words else 0.0, words[1:]
                 time.sleep(delay_s)
+                if any(part in device._directory.name for part in failing):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return int(read(device, *arguments))
 
             module.FileDevice.readv = slow_read

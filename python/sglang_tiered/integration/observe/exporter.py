@@ -27,8 +27,9 @@ __all__ = ["MetricsExporter"]
 INTERVAL_S = 1.0
 
 MAX_OBSERVED = 2_000
-"""Durations that one export hands over, in all: prometheus-client takes them one by one. The others
-follow with the next exports."""
+"""Durations that one export hands over, in the order of the table: prometheus-client takes them one
+by one, in some microseconds each. The others follow with the next exports; the table's last
+histogram, of the most, is the one that may lag."""
 
 
 class MetricsExporter:

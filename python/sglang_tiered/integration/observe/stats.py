@@ -82,15 +82,15 @@ class PeerTierStats:
     reads: TierReads
 
     @property
-    def failures(self) -> dict[str, int]:
-        """Return the pages that were requested and not received, by reason."""
+    def failures(self) -> dict[tuple[str, str], int]:
+        """Return the pages that were requested and not received, by operation and reason."""
         tier = self.tier
         return {
-            "missed": tier.num_missed,
-            "damaged": tier.num_damaged,
-            "late": tier.num_late,
-            "busy": tier.num_busy,
-            "lost": tier.num_lost,
+            ("load", "missed"): tier.num_missed,
+            ("load", "damaged"): tier.num_damaged,
+            ("load", "late"): tier.num_late,
+            ("load", "busy"): tier.num_busy,
+            ("load", "lost"): tier.num_lost,
         }
 
     @property

@@ -75,7 +75,6 @@ class TierTiming:
         self._windows: deque[_Window] = deque(maxlen=MAX_WINDOWS)
         self._reported_s = 0.0
         self._measured_at = clock()
-        self.num_loads = 0
         self.busy_s = 0.0
         self.durations = Durations()  # of complete reads, each from its own begin
 
@@ -148,7 +147,6 @@ class TierTiming:
         """Take in the reads that have ended, and those under way if they are late."""
         while self._windows:
             window = self._windows.popleft()
-            self.num_loads += window.num_read
             self.busy_s += window.seconds
             num_bytes, num_loads = window.bytes_read, window.num_read
             if window.num_failed:

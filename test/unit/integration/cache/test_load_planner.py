@@ -198,7 +198,7 @@ def test_slow_loads_are_declined_until_a_probe() -> None:
     for _ in range(8):
         load(planner, now, 1 << 20, 1e-2)
     assert arrive(planner, "s", 6400, 6500) == 6400
-    assert planner.timings[Tier.NVME].num_loads == 14
+    assert planner.timings[Tier.NVME].durations.take().count == 14
     assert planner.timings[Tier.NVME].busy_s == pytest.approx(6 * 30.0 + 8 * 1e-2)
 
 

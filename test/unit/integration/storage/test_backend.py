@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ from sglang_tiered.storage.region.files import NAMESPACE_NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from sglang_tiered.integration.observe.holdings import Holding
 
 
 TIMEOUT_S = 20.0
@@ -257,6 +260,23 @@ def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - num_pages
     assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
     assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+
+
+def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
+    held: dict[str, Holding] = {
+        "host": {"capacity_bytes": 9, "capacity_tokens": 3, "held_bytes": 6, "held_tokens": 2},
+        "object": {
+            "capacity_bytes": sys.maxsize,
+            "capacity_tokens": sys.maxsize // 3,
+            "held_bytes": 6,
+            "held_tokens": 2,
+        },
+    }
+    stats = process_stats(make.open(make_pool(0)), held=held)
+    assert stats.holdings == {
+        "host": held["host"],
+        "object": {"held_bytes": 6, "held_tokens": 2},
+    }
 
 
 def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:

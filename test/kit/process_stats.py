@@ -1,0 +1,134 @@
+"""Statistics of one scheduler process, with and without a bucket and other servers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sglang_tiered.integration.observe.stats import (
+    HintStats,
+    ObjectTierStats,
+    PeerTierStats,
+    PlannerStats,
+    ProcessStats,
+    SpillStats,
+    TierReads,
+    WaitStats,
+)
+from sglang_tiered.metrics import DurationCounts, Durations
+from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.policy.cost_model import LoadDecision
+from sglang_tiered.policy.hints import HintEnd
+from sglang_tiered.policy.page_accounting import PageAccounting
+from sglang_tiered.sharing.peer_tier import PeerStats
+from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+from sglang_tiered.storage.object.stats import ObjectStats
+from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
+
+__all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]
+
+
+def timed(*seconds: float) -> DurationCounts:
+    """What is known of things that took so long."""
+    durations = Durations()
+    for each in seconds:
+        durations.record(each)
+    return durations.take()
+
+
+ENGINE = EngineStats(
+    health=Health.RUNNING,
+    health_reason="",
+    num_pages=3,
+    stored_bytes=30,
+    physical_bytes=4096,
+    capacity_bytes=8192,
+    num_pages_stored=5,
+    num_pages_loaded=7,
+    num_pages_evicted=2,
+    bytes_stored=50,
+    bytes_written=60,
+    bytes_loaded=70,
+    num_pages_reinserted=1,
+    bytes_reinserted=10,
+    num_inflight_jobs=1,
+    queued_store_bytes=20,
+    num_tenants=5,
+    num_pages_purged=6,
+    num_regions_stuck=0,
+    reasons={(JobKind.LOAD, Reason.CORRUPT): 4},
+    store_durations=timed(0.01),
+    verification_durations=timed(0.0002),
+)
+HOST = PageAccounting(256, 64)
+HOST.note_written(np.arange(64))
+HOST.note_freed(np.arange(64))  # before it was stored
+STATS = ProcessStats(
+    nvme=ENGINE,
+    host=HOST,
+    spill=SpillStats(waiting_tokens=640, flight_tokens=64, num_backups_skipped=12),
+    planner=PlannerStats({LoadDecision.LOAD: 128}, None, {}),
+    reads=TierReads(timed(0.002, 0.25), 0.5, 1e9),
+    admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
+    write_budget_bytes=None,
+    object=None,
+    peer=None,
+    waits=WaitStats(timed(0.05), timed(0.0)),
+    holdings={
+        tier: {"capacity_bytes": 8192, "capacity_tokens": 64, "held_bytes": 30, "held_tokens": 3}
+        for tier in ("device", "host", "nvme")
+    },
+    hints=HintStats(3, {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0}, 640),
+)
+BELOW = ObjectTierStats(
+    engine=dataclasses.replace(
+        ENGINE,
+        health=Health.MISS_ONLY,
+        health_reason="the bucket answers 503",
+        reasons={(JobKind.STORE, Reason.OK): 16},
+    ),
+    bucket=ObjectStats(
+        requests={"get": 19},
+        num_retries=20,
+        bytes_in=0,
+        bytes_out=0,
+        breaker="running",
+        breaker_reason="",
+        num_breaker_opened=0,
+        num_objects=0,
+        num_objects_stored=0,
+        object_bytes=0,
+        staged_bytes=0,
+    ),
+    moved=StackStats(
+        num_promoted=1,
+        num_promotions_dropped=2,
+        num_recovered=8,
+        num_demoted=3,
+        bytes_demoted=4,
+        num_demotions_dropped=5,
+        num_demotions_gone=6,
+        demote_backlog=7,
+    ),
+    reads=TierReads(timed(2.0), 18.0),
+)
+BESIDE = PeerTierStats(
+    tier=PeerStats(
+        health=Health.RUNNING,
+        health_reason="",
+        is_connected=True,
+        num_missed=8,
+        num_late=9,
+        num_purges_told=17,
+        num_purges_applied=18,
+    ),
+    moved=RemoteStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
+    reads=TierReads(timed(0.5), 11.0),
+)
+FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE)
+
+
+def with_engine(**changed: object) -> ProcessStats:
+    """Without a bucket and other servers; NVMe's statistics are changed."""
+    return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, **changed))  # type: ignore[arg-type]
