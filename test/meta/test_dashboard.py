@@ -101,7 +101,7 @@ def test_a_label_or_value_nobody_has_is_caught(expression: str) -> None:
     assert len(wrong_labels(named)) == 1
 
 
-def test_metrics_of_sglang_exist_and_are_found_by_both_names() -> None:
+def test_metrics_of_sglang_are_found_by_both_names() -> None:
     """Prometheus 2 sees ``sglang_`` where SGLang says ``sglang:``: OpenMetrics has no colon."""
     folder = Path(next(iter(find_spec("sglang").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
     source = (folder / "srt/observability/metrics_collector.py").read_text(encoding="utf-8")
