@@ -39,6 +39,7 @@ SCRAPE_S = STEP_S = 5
 RATE_S = max(4 * SCRAPE_S, STEP_S + SCRAPE_S)  # Grafana's $__rate_interval
 SLOW_FROM, SLOW_TO = 0.4, 0.6  # shares of the time
 SLOW_BYTES_PER_S = 1_500_000
+START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
 DEVICE_TOKENS = 5120
 WARM_UP_S = 5.0  # the first request of a server's life, and the client's imports, take seconds
 NVME_BYTES = "96MiB"
@@ -125,7 +126,7 @@ def serving(folder: Path, disk: Mapping[str, Path]) -> Iterator[Server]:
     log_path = folder / "server.log"
     server = Server(port, Server.open_process(command, environment, log_path), log_path)
     try:
-        server.wait_until_it_generates()
+        server.wait_until_it_generates(START_DEADLINE_S)
         yield server
     except RequestFailedError as error:
         raise RequestFailedError(f"{error}; the server's log ends: {server.log[-2000:]}") from error

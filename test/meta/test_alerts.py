@@ -250,7 +250,7 @@ def test_texts_name_labels_that_the_alert_has() -> None:
         assert set(re.findall(r"\$labels\.(\w+)", texts)) <= kept, rule["alert"]
 
 
-def test_every_alert_says_what_follows_and_where_to_read() -> None:
+def test_every_alert_says_where_to_read() -> None:
     for rule in RULES.values():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert rule["annotations"].keys() == {"summary", "description", "runbook"}
