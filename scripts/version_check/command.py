@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEAMS_DEADLINE_S = 300.0
 PARTS = ("signatures", *smoke.PARTS)
 SHOWN_CHARACTERS = 160
+SHOWN_FAILURES = 8
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,10 @@ def reasons_of(found: Check) -> list[tuple[str, str]]:
     if found.plugin:
         reasons.append(("plugin", found.plugin))
     for outcome in found.outcomes:
-        reasons += [(outcome.part, reason) for reason in outcome.reasons]
+        reasons += [(outcome.part, reason) for reason in outcome.reasons[:SHOWN_FAILURES]]
+        if len(outcome.reasons) > SHOWN_FAILURES:
+            left = len(outcome.reasons) - SHOWN_FAILURES
+            reasons.append((outcome.part, f"and {left} other failures, which --json has"))
     reasons += [
         ("requirement", str(unmet))
         for unmet in found.overlay.unmet

@@ -44,7 +44,8 @@ END_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one part. ``reasons``: one line for each distinct failure, with its number."""
+    """What became of one part. ``reasons``: one line for each distinct failure, with its
+    number and the first test that it ended."""
 
     part: str
     passed: int
@@ -103,26 +104,26 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def outcome_of(part: str, results: ElementTree.Element, seconds: float) -> Outcome:
     """Read pytest's report. An error at collection or of a fixture is a failure."""
-    passed, failed, reasons = 0, 0, dict[str, int]()
+    passed, failed, reasons = 0, 0, dict[str, list[str]]()
     for case in results.iter("testcase"):
         bad = case.find("failure")
         if bad is None:
             bad = case.find("error")
         if bad is not None:
             failed += 1
-            reason = _reason(case, bad)
-            reasons[reason] = reasons.get(reason, 0) + 1
+            reason = _reason(bad)
+            reasons.setdefault(reason, []).append(str(case.get("name")))
         elif case.find("skipped") is None:
             passed += 1
-    most_first = sorted(reasons.items(), key=lambda found: -found[1])
-    lines = [f"{number} x {reason}" if number > 1 else reason for reason, number in most_first]
+    most_first = sorted(reasons.items(), key=lambda found: -len(found[1]))
+    lines = [f"{len(tests)} x {reason} ({tests[0]})" for reason, tests in most_first]
     if not passed and not failed:
         lines.append("no test ran")
     return Outcome(part, passed, failed, seconds, tuple(lines))
 
 
-def _reason(case: ElementTree.Element, bad: ElementTree.Element) -> str:
+def _reason(bad: ElementTree.Element) -> str:
     """The error that a test ended with, in one line. At collection the message says only that."""
     errors = [line[1:].strip() for line in (bad.text or "").splitlines() if line.startswith("E ")]
     message: Sequence[str] = errors or (bad.get("message") or "").splitlines() or ["no reason"]
-    return message[0] or f"{case.get('classname')}::{case.get('name')}"
+    return message[0] or "no reason"

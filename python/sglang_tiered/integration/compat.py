@@ -34,7 +34,7 @@ __all__ = [
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 
-CHECKED_VERSION = "SGLANG_TIERED_CHECKED_VERSION"
+CHECKED_VERSION = "CHECKED_SGLANG_VERSION"
 """Names a version that runs although it is not listed. ``scripts/compat`` sets it for the servers
 that it starts to find out whether the version could be, and nothing else may."""
 

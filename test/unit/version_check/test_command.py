@@ -48,8 +48,8 @@ def test_failures_are_counted_by_their_reason() -> None:
     outcome = outcome_of("units", ElementTree.fromstring(REPORT), 2.0)
     assert (outcome.passed, outcome.failed, outcome.is_good) == (1, 3, False)
     assert outcome.reasons == (
-        "2 x assert 1 == 2",
-        "ImportError: cannot import name 'gone' from 'sglang.srt'",
+        "2 x assert 1 == 2 (test_three)",
+        "1 x ImportError: cannot import name 'gone' from 'sglang.srt' (test_b)",
     )
 
 
