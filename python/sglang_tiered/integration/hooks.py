@@ -55,7 +55,7 @@ import torch
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
-from sglang_tiered.integration.cache.prefill_timer import PrefillClock
+from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.identity import conversation_ids
 from sglang_tiered.integration.identity.media_hashes import (

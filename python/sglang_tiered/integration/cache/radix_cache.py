@@ -37,7 +37,6 @@ from sglang_tiered.integration.cache.host_size import (
     target_host_bytes,
 )
 from sglang_tiered.integration.cache.planned_hits import Prefetch
-from sglang_tiered.integration.cache.prefill_prior import make_planner
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
@@ -45,6 +44,7 @@ from sglang_tiered.integration.cache.quiescing import (
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
+from sglang_tiered.integration.cache.timing.prefill_prior import make_planner
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector

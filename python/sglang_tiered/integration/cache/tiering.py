@@ -21,7 +21,7 @@ from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
-from sglang_tiered.integration.cache.waits import AdmissionWaits
+from sglang_tiered.integration.cache.timing.waits import AdmissionWaits
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of

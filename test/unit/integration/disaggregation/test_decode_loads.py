@@ -23,8 +23,8 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.cache import prefill_prior
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments

@@ -10,9 +10,9 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_tiered.integration.cache import prefill_timer
-from sglang_tiered.integration.cache.prefill_timer import PrefillClock
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.cache.timing import prefill_timer
+from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.prefill_work import PrefillWork
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kit.clock import Clock
-from sglang_tiered.integration.cache.waits import AdmissionWaits
+from sglang_tiered.integration.cache.timing.waits import AdmissionWaits
 
 
 def test_wait_for_a_load_begins_with_the_turn() -> None:

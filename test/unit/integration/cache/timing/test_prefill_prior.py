@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sglang_tiered.integration.cache import prefill_prior
-from sglang_tiered.integration.cache.prefill_prior import probe_prefill
+from sglang_tiered.integration.cache.timing import prefill_prior
+from sglang_tiered.integration.cache.timing.prefill_prior import probe_prefill
 from sglang_tiered.policy.cost_model import PRIOR_PREFILL
 
 if TYPE_CHECKING:
