@@ -34,7 +34,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.metrics import DurationCounts
+from sglang_tiered.metrics.durations import DurationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.observe.stats import WaitStats
-from sglang_tiered.metrics import Durations
+from sglang_tiered.metrics.durations import Durations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang_tiered import __version__
-from sglang_tiered.metrics import DurationCounts
+from sglang_tiered.metrics.durations import DurationCounts
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:

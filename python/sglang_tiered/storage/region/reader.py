@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.metrics import Durations
+from sglang_tiered.metrics.durations import Durations
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum

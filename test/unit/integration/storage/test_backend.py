@@ -24,6 +24,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 from sglang_tiered.integration.identity.tenants import PurgedTenants, key_of_request, tenant_digest
+from sglang_tiered.integration.observe.holdings import Holding
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
@@ -36,8 +37,6 @@ from sglang_tiered.storage.region.files import NAMESPACE_NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from sglang_tiered.integration.observe.holdings import Holding
 
 
 TIMEOUT_S = 20.0
@@ -263,20 +262,12 @@ def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
 
 
 def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
-    held: dict[str, Holding] = {
-        "host": {"capacity_bytes": 9, "capacity_tokens": 3, "held_bytes": 6, "held_tokens": 2},
-        "object": {
-            "capacity_bytes": sys.maxsize,
-            "capacity_tokens": sys.maxsize // 3,
-            "held_bytes": 6,
-            "held_tokens": 2,
-        },
-    }
-    stats = process_stats(make.open(make_pool(0)), held=held)
-    assert stats.holdings == {
-        "host": held["host"],
-        "object": {"held_bytes": 6, "held_tokens": 2},
-    }
+    host = Holding(capacity_bytes=9, capacity_tokens=3, held_bytes=6, held_tokens=2)
+    bucket = Holding(
+        capacity_bytes=sys.maxsize, capacity_tokens=1 << 60, held_bytes=6, held_tokens=2
+    )
+    stats = process_stats(make.open(make_pool(0)), held={"host": host, "object": bucket})
+    assert stats.holdings == {"host": host, "object": {"held_bytes": 6, "held_tokens": 2}}
 
 
 def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
