@@ -16,6 +16,7 @@ __all__ = ["dashboard_figure"]
 
 WIDTH, PANEL_HEIGHT, TITLE_HEIGHT, COLUMNS = 14.0, 1.7, 0.32, 4
 UNITS = {"s": "s", "Bps": "B/s", "bytes": "B"}
+HEADROOM = 1.35  # for the legend
 SLOW = "#fff1d6"
 
 
@@ -68,8 +69,8 @@ def _draw(axes: Any, panel: Mapping[str, Any], settings: Mapping[str, Any]) -> N
             if where is right and right is not None:
                 right.spines[["top"]].set_visible(False)
                 _say_unit(right, line["unit"])
-                right.set_ylim(bottom=0)
-    axes.set_ylim(bottom=0)
+                right.set_ylim(0, right.get_ylim()[1] * HEADROOM)
+    axes.set_ylim(0, axes.get_ylim()[1] * HEADROOM)
     axes.legend(loc="upper left", frameon=False, ncols=2 if len(lines) > 2 else 1, fontsize=6)
 
 
