@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -88,7 +88,11 @@ def run(part: str, root: Path, environment: Mapping[str, str]) -> Outcome:
         if not results.exists():
             last = said.strip().splitlines()[-1:] or ["pytest said nothing"]
             return Outcome(part, 0, 0, seconds, (last[0],))
-        return outcome_of(part, ElementTree.parse(results).getroot(), seconds)
+        outcome = outcome_of(part, ElementTree.parse(results).getroot(), seconds)
+        if process.returncode in (0, 1):
+            return outcome
+        reason = f"pytest was stopped, with {process.returncode}"
+        return replace(outcome, reasons=(*outcome.reasons, reason))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
