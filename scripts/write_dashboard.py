@@ -94,11 +94,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Pages that failed", "`corrupt` and `io_error` on NVMe should be 0: `python -m sglang_tiered store verify DIR`. From the bucket `io_error` and `cancelled` are a slow or failing link. From other servers `missed`: evicted there a moment ago; `lost` and `late`: a server that is dead, stopped or overloaded; `damaged` should be 0.", (
             ('sum by (tier, operation, reason) (rate(tiered:page_outcomes_total{reason!~"ok|duplicate"}[])) > 0', "{{tier}} {{operation}} {{reason}}"),
         ), is_stacked=True),
-        Panel("Should be zero", "Regions that cannot be removed (the log names them), messages of other servers that break the protocol, handoff messages that are not admitted, and damaged slabs.", (
+        Panel("Should be zero", "Regions that cannot be removed (the log names them), messages of other servers that break the protocol, handoff messages that are not admitted, damaged slabs, and lost lines of `--tier-log-requests`.", (
             ("sum (tiered:nvme_stuck_regions)", "stuck regions"),
             ("sum (rate(tiered:peer_breaches_total[]))", "breaches/s"),
             ("sum (rate(tiered:transfer_refused_messages_total[]))", "refused messages/s"),
             ("sum (rate(tiered:transfer_damaged_slabs_total[]))", "damaged slabs/s"),
+            ("sum (rate(tiered:request_log_dropped_total[]))", "log lines dropped/s"),
         )),
         Panel("Versions", "Servers by version. Servers that share pages should agree.", (
             ("count by (version, sglang_version) (count by (instance, version, sglang_version) (tiered:build_info))", "{{version}} on {{sglang_version}}"),

@@ -34,6 +34,7 @@ NAMED = set(re.findall(rf"{PREFIX}\w+", ALERTS.read_text(encoding="utf-8")))
 AT_ZERO_KEYS = re.compile(r"corrupt|damaged|io_error|no_space|dropped_\w+|lost_\w+|gave_up|failed")
 AT_ZERO = {"nvme_stuck_regions", "object_retries", "demotion_dropped_pages", "demotion_gone_pages"}
 AT_ZERO |= {"peer_breaches", "transfer_refused_messages", "transfer_damaged_slabs"}
+AT_ZERO |= {"request_log_dropped"}
 RISES, RISES_FAST, STANDS = "0+60x60", "0+600x60", "1x60"
 
 Labels = dict[str, str]
@@ -72,6 +73,7 @@ CASES: dict[str, list[Change]] = {
     "HandoffsFailing": [("transfer_rooms_ended_total", {"outcome": "failed"}, RISES)],
     "SlabsDamaged": [("transfer_damaged_slabs_total", {}, "0x50 1x10")],
     "Breaches": [("peer_breaches_total", {}, "0x50 1x10")],
+    "RequestLogDrops": [("request_log_dropped_total", {}, "0x50 1x10")],
 }
 NEARLY: dict[str, list[Change]] = {
     "a tier was sick for three minutes": [
