@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.loading_cache import Backs, LoadingCache
-    from sglang_tiered.integration.cache.planned_hits import Prefetch
+    from sglang_tiered.integration.cache.planned_hits import Backs, LoadingCache, Prefetch
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage

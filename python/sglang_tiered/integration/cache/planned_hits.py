@@ -1,22 +1,33 @@
-"""What is planned of a load: ``Prefetch`` and ``Planned`` describe it, and ``PlannedHits`` answers
-SGLang's question for what it finds."""
+"""What is planned of a load: ``LoadingCache`` and ``Backs`` are asked for that, ``Prefetch`` and
+``Planned`` describe it, and ``PlannedHits`` answers SGLang's question for what it finds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 
+from sglang_tiered.integration.cache.host_locks import LockingCache
+
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
+    from sglang_tiered.integration.identity.tenants import PurgedTenants
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["Planned", "PlannedHits", "Prefetch", "allocate_now", "around_prefetch"]
+__all__ = [
+    "Backs",
+    "LoadingCache",
+    "Planned",
+    "PlannedHits",
+    "Prefetch",
+    "allocate_now",
+    "around_prefetch",
+]
 
 _HITS = "_sglang_tiered_hits"
 """The attribute of a controller whose queries are answered here."""
@@ -39,6 +50,48 @@ class Prefetch(NamedTuple):
     def num_before(self) -> int:
         """Return the tokens in memory, which the new ones follow."""
         return len(self.matched_prefix_tokens or ())
+
+
+class LoadingCache(LockingCache, Protocol):
+    """The part of the cache that this uses. All but the last two are SGLang's."""
+
+    page_size: int
+    prefetch_threshold: int
+    tree_core: Any
+    tree_components: Sequence[Any]
+    components: Mapping[Any, Any]
+    cache_controller: Any
+    ongoing_prefetch: Mapping[CacheRequestHandle, Any]
+    prefetch_loaded_tokens_by_reqid: Mapping[CacheRequestHandle, int]
+    storage_prefetch_retries: Any
+
+    def match_prefix(self, params: MatchPrefixParams) -> Any: ...
+
+    def _drain_storage_control_queues_impl(
+        self,
+        n_storage_hit: int | None,
+        n_ack_prefetch: int | None,
+        n_backup: int | None,
+        n_release: int | None,
+        extra_release_counts: Mapping[Any, int] | None,
+        log_metrics: bool,
+    ) -> None: ...
+
+    purged_tenants: PurgedTenants
+    has_small_host: bool
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether no other rank must come to the same decisions."""
+        ...
+
+
+class Backs(Protocol):
+    """Says of which loads the back may come first."""
+
+    def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool: ...
+    def num_loaded(self, call: Prefetch, num_held: int) -> int: ...
+    def num_ahead(self) -> int: ...
 
 
 class Planned(NamedTuple):

@@ -22,8 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
-from sglang_tiered.integration.cache.loading_cache import LoadingCache
-from sglang_tiered.integration.cache.planned_hits import Prefetch, allocate_now
+from sglang_tiered.integration.cache.planned_hits import LoadingCache, Prefetch, allocate_now
 from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
 if TYPE_CHECKING:
