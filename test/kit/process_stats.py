@@ -80,6 +80,7 @@ STATS = ProcessStats(
         for tier in ("device", "host", "nvme")
     },
     hints=HintStats(3, {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0}, 640),
+    request_log_dropped=2,
 )
 BELOW = ObjectTierStats(
     engine=dataclasses.replace(

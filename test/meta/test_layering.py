@@ -243,7 +243,6 @@ SMALL_LINES = 60
 # Modules below that with one importer, each with the reason why its lines are not there.
 SMALL = {
     "demo.phases": "progress on a terminal; its caller only says what comes next",
-    "metrics.durations": "what storage counts with; the table beside it needs nothing of it",
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
