@@ -81,7 +81,7 @@ class RegionReader:
             filled = 0
             failure = error
         began = time.monotonic()
-        verified = _verify_filled(namespace, span, filled)
+        verified = _intact_pages(namespace, span, filled)
         if filled:
             took_s = time.monotonic() - began
             self.verifications.record(took_s)
@@ -115,7 +115,7 @@ class RegionReader:
             return self._device.readv(first.region.fd, segments, first.offset)
 
 
-def _verify_filled(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
+def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
     """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
     verified = []
     for item in span:
