@@ -83,14 +83,16 @@ def older(path: Path) -> Path:
 
 def open_log(path: Path) -> int:
     """Open a file to append to, for its owner only; create it if it is missing. Returns the
-    descriptor. Raises ``OSError``, for what is no ordinary file too: a pipe would wait for its
-    reader."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor. Raises ``OSError``, for another user's file too, who could read it, and for what is
+    no ordinary file: a pipe would wait for its reader."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, _MODE)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no ordinary file")
+        if found.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "it belongs to another user")
         if stat.S_IMODE(found.st_mode) != _MODE:
             os.fchmod(descriptor, _MODE)
     except OSError:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 __all__ = [
+    "MAX_RID",
     "NO_TIME",
     "VERSION",
     "Copy",
@@ -28,6 +29,7 @@ __all__ = [
     "Sources",
     "TierLoad",
     "Wait",
+    "rid_of",
 ]
 
 VERSION = 1
@@ -36,9 +38,21 @@ NO_TIME = 0.0
 """The default of durations: msgspec leaves out what is this very object."""
 
 
+MAX_RID = 256
+"""Characters of a request's id that are kept. Clients choose ids, of any length."""
+
+
+def rid_of(rid: str) -> str:
+    """Return an id as it stands in a line: its begin, and what UTF-8 cannot say escaped."""
+    return rid[:MAX_RID].encode(errors="backslashreplace").decode()
+
+
 def _is(description: str) -> msgspec.Meta:
     return msgspec.Meta(description=description)
 
+
+_ONE_WORD = msgspec.Meta(le=(1 << 63) - 1)
+"""Of a figure that is divided: a line may hold an integer of any length."""
 
 Decision = Literal["load", "truncated", "declined", "absent"]
 Why = Literal["ranks", "window", "stores", "load", "others", "back"]
@@ -120,7 +134,7 @@ class TierLoad(_Part, frozen=True, kw_only=True):
     at_s: Annotated[float, _is("when the first read began")]
     read_s: Annotated[float, _is("until the last read had ended, checked")]
     num_reads: Annotated[int, _is("reads that were asked for")]
-    num_bytes: Annotated[int, _is("bytes that arrived, checked")] = 0
+    num_bytes: Annotated[int, _is("bytes that arrived, checked"), _ONE_WORD] = 0
     expected_s: Annotated[float, _is("expected for these bytes as it was planned")] = NO_TIME
     verify_s: Annotated[
         float, _is("checking pages of NVMe, in all threads together; a part of the reading")
@@ -185,7 +199,9 @@ class RequestRecord(_Part, frozen=True, kw_only=True):
     """One request."""
 
     v: Annotated[int, _is("version of the format, 1")]
-    rid: Annotated[str, _is("the request's id, as in SGLang's answers and logs")]
+    rid: Annotated[
+        str, _is("the request's id, as in SGLang's answers and logs; of a long one the begin")
+    ]
     arrived_unix_s: Annotated[float, _is("when it reached the scheduler, in seconds since 1970")]
     replica: Annotated[int, _is("the replica of `--dp-size` that served it")] = 0
     tenant: Annotated[str, _is("digest of `extra_key` and `cache_salt`; without both, none")] = ""

@@ -30,7 +30,7 @@ def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     [
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.symlink_to(path.parent / "elsewhere"), "it is a symbolic link"),
-        (os.mkfifo, "No such device"),
+        (os.mkfifo, "it is no ordinary file"),
         (lambda path: path.with_name("log.1").mkdir(), "Is a directory"),
     ],
 )
@@ -40,6 +40,15 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]
     with pytest.raises(ConfigError, match=rf"--tier-log-requests {path} .*{why}.*; name a file"):
         RequestLogConfig(path=str(path)).check()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's server could write to it, and its owner could read what is written."""
+    path = tmp_path / "log"
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="it belongs to another user"):
+        RequestLogConfig(path=str(path)).check()
 
 
 def test_missing_parent_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from sglang_tiered.integration.observe.requests.notes import NO_NOTES, RequestNo
 from sglang_tiered.integration.observe.requests.story import End, Held, Planned, Story
 from sglang_tiered.integration.observe.requests.writer import LineWriter
 from sglang_tiered.policy.both_ends import parts_of, spans_between
+from sglang_tiered.request_record import rid_of
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.meter import LoadMeter
 
@@ -298,7 +299,7 @@ class Stories(RequestNotes):
         end = End(
             at=now,
             unix_minus_clock_s=offset_s,
-            rid=req.rid,
+            rid=rid_of(req.rid),
             reason=reason,
             tenant=tenant.hex() if any(tenant) else "",
             arrived_at=times.scheduler_recv_time or story.arrived_at,

@@ -158,12 +158,8 @@ class LineWriter:
     def _end_half_line(self, descriptor: int) -> None:
         """Close a line that a killed process left half, so that the next one is whole."""
         size = os.fstat(descriptor).st_size
-        if not size:
-            return
-        with open(self._path, "rb") as file:
-            file.seek(size - 1)
-            is_whole = file.read(1) == b"\n"
-        if not is_whole:
+        # Not by its name, which may be another file's, or a pipe's, by now.
+        if size and os.pread(descriptor, 1, size - 1) not in (b"\n", b""):
             self._write_all(descriptor, b"\n")
 
     def _let_go(self) -> None:

@@ -169,6 +169,13 @@ def test_requests_that_never_end_are_bounded(
     assert [handle.rid for handle in world.cache.tiering.notes._stories] == ["r3", "r4"]
 
 
+def test_id_of_any_length_makes_a_line(world: CacheWorld, path: Path) -> None:
+    """Clients choose ids; one of a megabyte would be no line that ``explain`` reads."""
+    runs(world, arrives(world, "\ud800" + "r" * (1 << 20), COLD))
+    assert list(lines(world, path)) == ["\\ud800" + "r" * 255]
+    assert world.cache.tiering.notes.num_dropped == 0
+
+
 def test_health_checks_are_no_requests(world: CacheWorld, path: Path) -> None:
     runs(world, arrives(world, "HEALTH_CHECK_1", COLD))
     assert lines(world, path) == {}

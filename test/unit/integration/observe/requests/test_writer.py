@@ -17,7 +17,9 @@ import pytest
 
 from kit.ended_request import ended
 from kit.waiting import eventually
+from sglang_tiered.integration.observe.requests import writer as writer_module
 from sglang_tiered.integration.observe.requests.writer import CLOSE_S, LineWriter
+from sglang_tiered.request_log import open_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,6 +190,21 @@ def test_file_that_became_a_link_is_not_followed(
         writer.close()
     assert target.read_bytes() == b"" and writer.num_dropped == 3
     assert len(caplog.records) == 1
+
+
+def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_and_lose(path: Path) -> int:
+        descriptor = open_log(path)
+        path.unlink()
+        os.mkfifo(path)
+        return descriptor
+
+    path.write_bytes(b'{"v":1,"rid":"half')
+    monkeypatch.setattr(writer_module, "open_log", open_and_lose)
+    writer = LineWriter(path, max_bytes=LARGE)
+    writer.put(*ended("r"))
+    writer.close()
+    assert not writer._thread.is_alive()
 
 
 def test_line_that_cannot_be_made_costs_itself(path: Path) -> None:
