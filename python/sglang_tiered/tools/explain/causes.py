@@ -146,7 +146,8 @@ def _reading(record: RequestRecord, tier: TierLoad) -> str:
 
 
 def _speed(tier: TierLoad, took_s: float) -> str:
-    return f"{format_bytes(int(tier.num_bytes / took_s))}/s"
+    # A server writes no time below a microsecond, and a file may hold anything.
+    return f"{format_bytes(int(tier.num_bytes / max(took_s, 1e-6)))}/s"
 
 
 def _failed(tier: TierLoad) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_duration
+from sglang_tiered.request_record import rid_of
 from sglang_tiered.tools.explain.reading import Lines, files_of
 from sglang_tiered.tools.explain.report import (
     Summary,
@@ -88,9 +89,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
-    found = None
+    found, wanted = None, rid_of(rid)
     for record in lines:
-        if record.rid == rid:
+        if record.rid == wanted:
             found = record
     if found is None:
         note(f"no request {rid} is in {lines.files[-1]}; it may not have ended yet.")

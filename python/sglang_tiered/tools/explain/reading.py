@@ -3,6 +3,7 @@ is counted and skipped."""
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,11 @@ class _Version(msgspec.Struct):
 def files_of(path: Path) -> list[Path]:
     """Return the files that a server wrote under a name, the older first: ``FILE.1`` and ``FILE``,
     or those of its replicas. Raises ``ConfigError`` if there is none."""
-    replicas = sorted(path.parent.glob(f"{path.name}.replica*")) if path.name else []
+    if not path.name:
+        raise ConfigError(
+            f"{path} is no ordinary file; name the file of a server's --tier-log-requests."
+        )
+    replicas = sorted(path.parent.glob(f"{glob.escape(path.name)}.replica*"))
     names = [path] if path.exists() else [one for one in replicas if not one.name.endswith(".1")]
     found = [file for name in names for file in (older(name), name) if file.exists()]
     if not found:

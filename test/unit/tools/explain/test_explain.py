@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sglang_tiered.request_record import (
+    MAX_RID,
     GivenUp,
     Load,
     Plan,
@@ -175,9 +176,9 @@ def test_file_before_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_replicas_files_are_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(2):
-        write(tmp_path / f"log.replica{number}", record(f"r{number}", replica=number))
-    write(tmp_path / "log.replica0.1", record("old"))
-    _, out, _ = said(capsys, str(tmp_path / "log"), "--json")
+        write(tmp_path / f"log[a].replica{number}", record(f"r{number}", replica=number))
+    write(tmp_path / "log[a].replica0.1", record("old"))
+    _, out, _ = said(capsys, str(tmp_path / "log[a]"), "--json")
     assert sorted(each["rid"] for each in json.loads(out)["requests"]) == ["old", "r0", "r1"]
 
 
@@ -210,6 +211,32 @@ def test_wrong_file_is_one_sentence(
     make(tmp_path / "log")
     code, out, err = said(capsys, str(tmp_path / "log"))
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+
+
+def test_absurd_figures_end_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def made(rid: str, **figures: Any) -> RequestRecord:
+        tier = msgspec.structs.replace(NVME, **figures)
+        waits = (Wait(why="load", at_s=0.1, wait_s=2.0),)
+        load = msgspec.structs.replace(LOAD, tiers=(tier,))
+        return record(rid, admitted_s=2.2, waits=waits, load=load)
+
+    name = tmp_path / "log"
+    long = msgspec.json.encode(made("long")).replace(b"100663296", b"1" + b"0" * 400)
+    at_once = made("at-once", read_s=1e-300, expected_s=1e-300)
+    code, out, err = said(capsys, write(name, at_once, tail=long + b"\n"), "--json")
+    assert code == 0 and [each["rid"] for each in json.loads(out)["requests"]] == ["at-once"]
+    assert "1 damaged or half lines were skipped" in err
+
+
+@pytest.mark.parametrize("name", ["", "/", "**"])
+def test_name_of_no_file_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, name)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+
+
+def test_long_id_is_found_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = write(tmp_path / "log", record("r" * MAX_RID))
+    assert said(capsys, name, "--rid", "r" * 1000)[0] == 0
 
 
 def test_empty_file_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
