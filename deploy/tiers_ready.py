@@ -28,6 +28,9 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "SGLANG_TIERED_PROBE_KEY"
 TIMEOUT_S = 4.0
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks the server itself: a container's ``http_proxy`` is for the hub, and must not see the key."""
+
 
 def main(arguments: list[str]) -> int:
     """Look once. Returns the exit code."""
@@ -70,7 +73,7 @@ def ask(url: str) -> tuple[int | None, bytes]:
     key = os.environ.get(KEY_VARIABLE)
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with DIRECT.open(request, timeout=TIMEOUT_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, b""

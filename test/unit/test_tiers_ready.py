@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PATH = Path(__file__).parents[2] / "deploy" / "tiers_ready.py"
-_spec = importlib.util.spec_from_file_location("tiers_ready", PATH)
-assert _spec is not None and _spec.loader is not None
-tiers_ready: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiers_ready)
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("tiers_ready", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiers_ready = load()
 
 KEY = "not-a-secret"
 RECORD = record_of(CostModel(page_tokens=64, bytes_per_token=1024))
@@ -74,8 +82,12 @@ def costs(*namespaces: str, num_ranks: int = 1, draining: bool = False) -> Serve
     return ServerCosts(draining=draining, num_ranks=num_ranks, ranks=ranks)
 
 
+def address(server: Answers) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
 def look(server: Answers, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = tiers_ready.main([f"http://127.0.0.1:{server.server_address[1]}"])
+    code = tiers_ready.main([address(server)])
     return code, capsys.readouterr().out
 
 
@@ -140,3 +152,15 @@ def test_an_address_that_does_not_answer_is_told(
 ) -> None:
     assert tiers_ready.main(arguments) == code
     assert sentence in capsys.readouterr().out
+
+
+def test_proxy_of_the_environment_is_not_asked(
+    server: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have one for the model hub; it would see the key, and know no server."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what an earlier test made
+    assert load().main([address(server)]) == 0
