@@ -76,7 +76,8 @@ def _run(program: Callable[[], int]) -> int:
 
 
 def _say(sentence: str) -> None:
-    print(f"sglang-tiered: {sentence}", file=sys.stderr)
+    shown = "\n".join(map(printable, sentence.split("\n")))
+    print(f"sglang-tiered: {shown}", file=sys.stderr)
 
 
 def _discard_output() -> None:

@@ -267,3 +267,5 @@ def test_control_characters_do_not_reach_terminals(
     name = write(tmp_path / "log", record("\x1b[2Jr"))
     for more in ((), ("--rid", "\x1b[2Jr")):
         assert "\x1b" not in said(capsys, name, *more)[1]
+    _, _, err = said(capsys, str(tmp_path / "\x1b[2J"))  # as a shell's ``*`` may name it
+    assert "does not exist" in err and "\x1b" not in err
