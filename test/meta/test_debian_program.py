@@ -69,3 +69,28 @@ def test_a_named_program_goes_before_the_path(tmp_path: Path) -> None:
 def test_valkey_stands_in_for_redis(tmp_path: Path) -> None:
     program = executable(tmp_path / "valkey-server")
     assert run("redis-server", path=tmp_path).stdout == f"{program}\n"
+
+
+def test_a_cache_that_others_prepared_is_not_run(tmp_path: Path) -> None:
+    """Everybody can make a folder or a link of that name in /tmp."""
+    for tool in ("id", "mkdir"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
+    for tool in ("apt-get", "apt-cache", "flock", "dpkg"):
+        executable(tmp_path / tool)
+    (tmp_path / "dpkg").write_text("#!/bin/sh\necho any\n")
+    say = '. /etc/os-release && printf %s "${ID:-debian}-${VERSION_ID:-0}"'
+    release = subprocess.run(["bash", "-c", say], capture_output=True, text=True, check=True).stdout
+    theirs = tmp_path / "theirs" / "sglang-tiered" / f"prometheus-{release}-any"
+    theirs.mkdir(parents=True)
+    executable(theirs / "promtool")
+    own = tmp_path / "tmp"
+    own.mkdir()
+    nowhere = {"HOME": "", "XDG_CACHE_HOME": "", "TMPDIR": str(own)}
+    cache = own / f"cache-{os.getuid()}"
+    cache.symlink_to(tmp_path / "theirs")
+    ended = run("promtool", path=tmp_path, **nowhere)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "no directory to keep one in can be written" in ended.stderr
+    cache.unlink()
+    (tmp_path / "theirs").rename(cache)
+    assert run("promtool", path=tmp_path, **nowhere).stdout.endswith("/promtool\n")
