@@ -136,6 +136,58 @@ ALL = Sources(num_computed=5000)
             "1.4 of 2.3 s: waited for its back while its front was computed: read 96MiB from nvme "
             "at 80MiB/s, planned at 400MiB/s.",
         ),
+        (
+            {
+                "tokens": ALL,
+                "prefill": COMPUTED,
+                "plan": Plan(
+                    at_s=0, decision="truncated", num_nvme_tokens=2000, num_peer_tokens=48
+                ),
+            },
+            "1.8 of 2.3 s: computed 5,000 tokens, as no more than 2,048 were expected to be sooner "
+            "loaded.",
+        ),
+        (
+            {
+                "tokens": Sources(num_nvme=4096, num_computed=904),
+                "prefill": COMPUTED,
+                "plan": Plan(at_s=0, decision="load", prefill_all_s=1.7, prefill_rest_s=0.3),
+                "load": LOAD,
+            },
+            "1.8 of 2.3 s: computed 904 tokens; absent: no tier held them; expected to take 0.3 s.",
+        ),
+        (
+            {"prefill": msgspec.structs.replace(COMPUTED, prefill_s=0.2), "num_retractions": 2},
+            "2.0 of 2.3 s: other work between its batches and its first token; gave its memory "
+            "back 2 times meanwhile.",
+        ),
+        (
+            {
+                "admitted_s": 1.3,
+                "first_token_s": 1.39,
+                "total_s": 1.4,
+                "waits": (Wait(why="load", at_s=0.1, wait_s=1.2),),
+                "load": msgspec.structs.replace(
+                    LOAD, tiers=(msgspec.structs.replace(NVME, tier="object", read_s=0.2), NVME)
+                ),
+                "plan": Plan(at_s=0, decision="load", num_nvme_tokens=4096, num_tokens_ahead=2000),
+            },
+            "1.2 of 1.4 s: read 96MiB from nvme at 80MiB/s, planned at 400MiB/s, behind 2,000 "
+            "tokens of other loads.",
+        ),
+        (
+            {
+                "admitted_s": 1.3,
+                "first_token_s": 1.39,
+                "total_s": 1.4,
+                "waits": (Wait(why="load", at_s=0.1, wait_s=1.2),),
+                "load": msgspec.structs.replace(
+                    LOAD,
+                    tiers=(msgspec.structs.replace(NVME, num_bytes=0, failed={"io_error": 4}),),
+                ),
+            },
+            "1.2 of 1.4 s: waited for nvme, which gave nothing (pages that failed: 4 io_error).",
+        ),
     ],
 )
 def test_largest_measured_part_is_the_cause(fields: dict[str, Any], sentence: str) -> None:
