@@ -216,6 +216,8 @@ def test_summary_names_the_slowest_first(
     assert re.findall(r"^r\d", out, re.MULTILINE) == ["r8", "r7", "r6", "r5", "r4"]
     assert "9 requests, arrived from 2026-11-26" in out
     assert re.search(r"computed +45,000 +100%", out)
+    assert re.search(r"whole +14\.0 s +18\.0 s +18\.0 s", out), "median, 95th percentile, largest"
+    assert said(capsys, str(tmp_path / "log"), "--slower-than", "18s")[0] == 1
 
 
 def test_file_before_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +226,14 @@ def test_file_before_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     _, out, _ = said(capsys, name, "--json")
     assert json.loads(out)["summary"]["num_requests"] == 2
     assert said(capsys, name, "--rid", "old")[0] == 0
+
+
+def test_last_request_of_an_id_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients may use one again, and the file before is older."""
+    name = write(tmp_path / "log", *(record("r", num_output_tokens=number) for number in (2, 3)))
+    write(tmp_path / "log.1", record("r", num_output_tokens=1))
+    _, out, _ = said(capsys, name, "--rid", "r", "--json")
+    assert json.loads(out)["record"]["num_output_tokens"] == 3
 
 
 def test_replicas_files_are_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
