@@ -89,10 +89,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
-    found, wanted = None, rid_of(rid)
+    found, wanted, num_found = None, rid_of(rid), 0
     for record in lines:
         if record.rid == wanted:
-            found = record
+            found, num_found = record, num_found + 1
     if found is None:
         note(f"no request {rid} is in {lines.files[-1]}; it may not have ended yet.")
         return 1
@@ -100,6 +100,8 @@ def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
         write_json(as_json(found))
     else:
         print_one(found)
+    if num_found > 1:
+        note(f"{num_found:,} requests have this id, which clients choose; the last one is shown.")
     return 0
 
 

@@ -232,8 +232,9 @@ def test_last_request_of_an_id_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     """Clients may use one again, and the file before is older."""
     name = write(tmp_path / "log", *(record("r", num_output_tokens=number) for number in (2, 3)))
     write(tmp_path / "log.1", record("r", num_output_tokens=1))
-    _, out, _ = said(capsys, name, "--rid", "r", "--json")
+    _, out, err = said(capsys, name, "--rid", "r", "--json")
     assert json.loads(out)["record"]["num_output_tokens"] == 3
+    assert "3 requests have this id" in err
 
 
 def test_replicas_files_are_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
