@@ -13,13 +13,22 @@ __all__ = ["program"]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@functools.cache
 def program(name: str) -> str:
     """The path of ``redis-server``, ``promtool`` or ``prometheus``; skips the test where there is
     none, with the script's reason."""
+    path, why_not = _found(name)
+    if why_not:
+        pytest.skip(why_not)
+    return path
+
+
+@functools.cache
+def _found(name: str) -> tuple[str, str]:
+    """A path, or why there is none: asked once, for a machine without a network may take minutes
+    to say so."""
     found = subprocess.run(
         [SCRIPTS / name], capture_output=True, text=True, timeout=290, check=False
     )
-    if found.returncode != 0:
-        pytest.skip(found.stderr.strip())
-    return found.stdout.strip()
+    if found.returncode == 0:
+        return found.stdout.strip(), ""
+    return "", found.stderr.strip() or f"scripts/{name} ended with {found.returncode}"
