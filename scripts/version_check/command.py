@@ -136,7 +136,8 @@ def show(checks: Sequence[Check]) -> None:
         row += [str(len(found.with_status("unchecked"))), "no" if found.plugin else "yes"]
         for part in smoke.PARTS:
             row.append(next((_figures(one) for one in found.outcomes if one.part == part), "-"))
-        row.append("yes" if found.is_good else "no")
+        is_whole = len(found.outcomes) == len(smoke.PARTS)
+        row.append("no" if not found.is_good else "yes" if is_whole else "so far")
         rows.append(row)
     columns = ("sglang", "signatures ok", "changed", "missing", "unchecked", "plugin loads")
     print_table((*columns, *smoke.PARTS, "all good"), rows)

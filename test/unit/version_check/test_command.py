@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
@@ -69,6 +71,14 @@ def test_each_kind_of_difference_fails_a_version(capsys: pytest.CaptureFixture[s
     assert "new==1 (absent; .venv has none)" in out
     assert "plugin       why" in out
     assert "passed: 3 of 3, 1 s" in out
+
+
+def test_a_version_with_parts_left_out_is_good_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    command.show([checked("ok")])
+    assert re.search(r"^9\.9\.9 .* so far$", capsys.readouterr().out, re.MULTILINE)
+    whole = tuple(Outcome(part, 3, 0, 1.0) for part in smoke.PARTS)
+    command.show([replace(checked("ok"), outcomes=whole)])
+    assert re.search(r"^9\.9\.9 .* yes$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_smoke_test_is_there() -> None:
