@@ -481,7 +481,7 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
 def test_the_operator_gets_the_alert_rules_whole() -> None:
     """What the page's command hands to ``kubectl``."""
     text = (DEPLOY / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"(?m)^(\{ printf .*?\}) \| kubectl .* apply -f -$", text)
+    (command,) = re.findall(r"(?m)^(awk .*?) \| kubectl .* apply -f -$", text)
     made = subprocess.run(
         ["bash", "-ceu", command], cwd=DEPLOY.parent, capture_output=True, check=True, timeout=30
     )
