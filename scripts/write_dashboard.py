@@ -61,12 +61,25 @@ def _once(inner: str, by: str = "") -> str:
     return f"sum{by} (max without (tp_rank, pp_rank) ({inner}))"
 
 
+# Every server of a bucket tells what the whole of it holds: it is counted once a model, ranks by their
+# parts. So are pages of other servers, which each of them knows.
+def _shared_once(metric: str, own: str = "", shared: str = "object", parts: str = "") -> str:
+    own = own or f'sum by (tier) (tiered:{metric}{{tier!="object"}})'
+    parts = parts or "tier, model_name, tp_rank, pp_rank"
+    return f'{own} or sum by (tier) (max by ({parts}) (tiered:{metric}{{tier=~"{shared}"}}))'
+
+
+def _tokens(metric: str) -> str:
+    own = _once(f'tiered:{metric}{{tier!="object"}}', " by (tier)")
+    return _shared_once(metric, own, parts="tier, model_name")
+
+
 # fmt: off
 ROWS: dict[str, tuple[Panel, ...]] = {
     "What do users see?": (
-        Panel("Prompt tokens by where they came from", "The hit rate per tier; what is labelled `computed` cost a prefill.", (
-            ("sum by (cache_source) (rate(sglang:cached_tokens_total[]))", "{{cache_source}}"),
-            ("sum (rate(sglang:prompt_tokens_total[])) - (sum (rate(sglang:cached_tokens_total[])) or vector(0))", "computed"),
+        Panel("Prompt tokens by where they came from", "The hit rate per tier; what is labelled `computed` cost a prefill. With prefill and decode apart, that of prefill: decode counts each prompt a second time.", (
+            ('sum by (cache_source) (rate(sglang:cached_tokens_total{engine_type!="decode"}[]))', "{{cache_source}}"),
+            ('sum (rate(sglang:prompt_tokens_total{engine_type!="decode"}[])) - (sum (rate(sglang:cached_tokens_total{engine_type!="decode"}[])) or vector(0))', "computed"),
         ), is_stacked=True),
         Panel("Time to first token", "What the tiers are for. A p99 far above p90 is usually a queue, not the disk.", tuple(
             (f"histogram_quantile({part}, sum by (le) (rate(sglang:time_to_first_token_seconds_bucket[])))", f"p{part * 100:.0f}") for part in (0.5, 0.9, 0.99)
@@ -74,7 +87,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Wait before admission", "From arrival to admission, and what of it was spent on a load. A load wait near the whole means a slow tier; far below it, a full device pool or a busy processor.", (
             *_quantiles("request_wait_seconds", "request"), *_quantiles("load_wait_seconds", "load"),
         ), "s"),
-        Panel("Load or compute", "Tokens that host memory did not hold. `absent`: no tier does (raise the cap, look at Admission). `declined`: the tier was expected to be slower than the processor. `gave_up`: a load became late; a steady rate asks for a look at the disk.", (
+        Panel("Load or compute", "Tokens that host memory did not hold. `absent`: no tier does (raise the cap, look at Admission). `declined`: the tier was expected to be slower than the processor. `gave_up`: what of `load` became late and was computed after all; a steady rate asks for a look at the disk.", (
             (_once("rate(tiered:load_decision_tokens_total[])", " by (decision)"), "{{decision}}"),
         ), is_stacked=True),
         Panel("From both ends", "Requests that computed their front while their back was loaded: only with `--tier-both-ends`.", (
@@ -130,21 +143,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ), "s", 12),
     ),
     "What is held where?": (
-        Panel("Tokens held", "Of all replicas. What is free to be taken again counts until it is evicted, so a full tier is no trouble.", (
-            (_once("tiered:tier_held_tokens", " by (tier)"), "{{tier}}"),
+        Panel("Tokens held", "Of all replicas, and of a bucket once, however many servers share it. What is free to be taken again counts until it is evicted, so a full tier is no trouble.", (
+            (_tokens("tier_held_tokens"), "{{tier}}"),
         ), is_stacked=True),
         Panel("Tokens that fit", "The working set that comes back is at most this.", (
-            (_once("tiered:tier_capacity_tokens", " by (tier)"), "{{tier}}"),
+            (_tokens("tier_capacity_tokens"), "{{tier}}"),
         ), is_stacked=True),
         Panel("Full", "Payload over capacity. NVMe near 1 is its usual state: it evicts to make room.", (
             ("sum by (tier) (tiered:tier_held_bytes) / (sum by (tier) (tiered:tier_capacity_bytes) > 0)", "{{tier}}"),
         ), "percentunit"),
         Panel("Space", "Physical bytes never pass the cap. Payload (Full) far below them on NVMe: regions full of pages that are no longer held.", (
-            ("sum by (tier) (tiered:tier_physical_bytes)", "{{tier}} taken"),
-            ('sum by (tier) (tiered:tier_capacity_bytes{tier=~"nvme|object"} > 0)', "{{tier}} cap"),
+            (_shared_once("tier_physical_bytes"), "{{tier}} taken"),
+            (_shared_once("tier_capacity_bytes", 'sum by (tier) (tiered:tier_capacity_bytes{tier="nvme"} > 0)') + " > 0", "{{tier}} cap"),
         ), "bytes", 12),
-        Panel("Pages and tenants", "Pages that a lookup can hit, of every rank, and on the right the tenants that hold some on NVMe.", (
-            ("sum by (tier) (tiered:tier_pages)", "{{tier}}"),
+        Panel("Pages and tenants", "Pages that a lookup can hit, of every rank, those of a bucket and of other servers once; on the right the tenants that hold some on NVMe.", (
+            (_shared_once("tier_pages", 'sum by (tier) (tiered:tier_pages{tier="nvme"})', "object|peer"), "{{tier}}"),
             ("max by (tier) (tiered:tier_tenants)", "tenants {{tier}}", "none"),
         ), width=12),
     ),

@@ -122,6 +122,50 @@ def test_legends_name_labels_that_are_kept() -> None:
             assert named <= set(kept[1].split(", ") if kept else ()), target
 
 
+@pytest.mark.parametrize(
+    ("title", "name", "shared", "wanted"),
+    [
+        ("Tokens held", "tier_held_tokens", "object", {"nvme": 2, "object": 1}),
+        ("Tokens that fit", "tier_capacity_tokens", "object", {"nvme": 2, "object": 1}),
+        ("Space", "tier_physical_bytes", "object", {"nvme": 4, "object": 2}),
+        ("Space", "tier_capacity_bytes", "object", {"nvme": 4, "object": 2}),
+        ("Pages and tenants", "tier_pages", "peer", {"nvme": 4, "peer": 2}),
+    ],
+)
+def test_what_servers_share_is_counted_once(
+    title: str, name: str, shared: str, wanted: dict[str, int], tmp_path: Path
+) -> None:
+    """Two servers of two ranks, each of which tells 1 of each tier."""
+    (panel,) = [panel for panel in panels() if panel["title"] == title]
+    (asked,) = [one["expr"] for one in panel["targets"] if f"{PREFIX}{name}{{" in one["expr"]]
+    series = [
+        f'{PREFIX}{name}{{instance="{server}",model_name="m",tp_rank="{rank}",pp_rank="0",tier="{tier}"}}'
+        for server in "ab"
+        for rank in "01"
+        for tier in ("nvme", shared)
+    ]
+    samples = [{"labels": f'{{tier="{tier}"}}', "value": value} for tier, value in wanted.items()]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": "1x10"} for one in series],
+        "promql_expr_test": [
+            {"expr": re.sub(r"\$\w+", ".*", asked), "eval_time": "5m", "exp_samples": samples}
+        ],
+    }
+    path = tmp_path / "cases.yaml"
+    path.write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}))
+    command = [program("promtool"), "test", "rules", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_decode_does_not_count_prompts_again() -> None:
+    (panel,) = [one for one in panels() if one["title"].startswith("Prompt tokens by")]
+    for target in panel["targets"]:
+        asked = target["expr"]
+        assert asked.count("__name__") == asked.count('engine_type!="decode"') > 0
+
+
 def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
     filled = [
         re.sub(r"\$\w+", ".*", text.replace("$__rate_interval", "1m")) for text in expressions()

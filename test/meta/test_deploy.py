@@ -409,6 +409,16 @@ def test_the_cpu_image_installs_what_scripts_env_does() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_images_user_has_the_group_given(name: str) -> None:
+    """``useradd --system --user-group`` takes a free number below 1000 instead."""
+    stage = STAGES[name]
+    (made,) = [value for value in stage.values("RUN") if "useradd" in value]
+    (group,) = re.findall(r"groupadd --gid (\d+) sglang", made)
+    (user,) = re.findall(r"useradd --uid (\d+) --gid sglang", made)
+    assert stage.values("USER")[-1] == f"{user}:{group}"
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_runs_as_nobody_and_is_watched(name: str) -> None:
     stage: Stage = STAGES[name]

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import ipaddress
 import re
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ("1.30", "1.37")
-OWN_KINDS = ("Kustomization", "ServiceMonitor")
 SET_BY_HAND = {"prefill-keys", "decode-keys", "peer-keys", "redis", "bucket", "hub"}
 
 
@@ -90,7 +90,8 @@ class _Patch(msgspec.Struct, forbid_unknown_fields=True):
 class _Kustomization(msgspec.Struct, forbid_unknown_fields=True):
     apiVersion: str  # noqa: N815
     kind: str
-    resources: list[str]
+    resources: list[str] = []
+    components: list[str] = []
     namespace: str = ""
     configMapGenerator: list[_Named] = []  # noqa: N815
     images: list[_Image] = []
@@ -132,7 +133,11 @@ class _Monitor(msgspec.Struct, forbid_unknown_fields=True):
     spec: _MonitorSpec
 
 
-OWN = {"Kustomization": _Kustomization, "ServiceMonitor": _Monitor}
+OWN = {
+    "Kustomization": _Kustomization,
+    "Component": _Kustomization,
+    "ServiceMonitor": _Monitor,
+}
 
 
 def problem_of(name: str, document: Any, version: str) -> str:
@@ -198,6 +203,34 @@ def test_every_file_is_in_one_kustomization() -> None:
                 listed.append(path.resolve())
     there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
     assert sorted(listed) == sorted(there)
+
+
+def test_no_folder_lies_in_its_own_resource() -> None:
+    """kustomize takes that for a cycle and refuses all of it."""
+    for folder, one in kustomizations().items():
+        for name in (*one.resources, *one.components):
+            assert (FOLDER / folder / name).resolve() not in (FOLDER / folder / "x").parents
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl in PATH")
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) -> None:
+    """As it stands, and with the line for machines without local volumes."""
+    copied = Path(shutil.copytree(FOLDER, tmp_path / "kubernetes"))
+    path = copied / "kustomization.yaml"
+    text, changes = re.subn(r"(?m)^# (?=components: )", "", path.read_text(encoding="utf-8"))
+    assert changes == 1
+    if is_changed:
+        path.write_text(text, encoding="utf-8")
+    command = ["kubectl", "kustomize", copied]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    sets = [one for one in yaml.safe_load_all(ended.stdout) if one["kind"] == "StatefulSet"]
+    assert len(sets) == len(ROLES)
+    for one in sets:
+        volumes = {volume["name"] for volume in one["spec"]["template"]["spec"]["volumes"]}
+        assert ("kv" in volumes) is is_changed
+        assert len(one["spec"]["volumeClaimTemplates"]) == (1 if is_changed else 2)
 
 
 def test_images_are_targets_of_the_dockerfile() -> None:
@@ -443,6 +476,19 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
             assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
         scraped |= meant
     assert scraped == {*ROLES, "router"}
+
+
+def test_the_operator_gets_the_alert_rules_whole() -> None:
+    """What the page's command hands to ``kubectl``."""
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"(?m)^(awk .*?) \| kubectl .* apply -f -$", text)
+    made = subprocess.run(
+        ["bash", "-ceu", command], cwd=DEPLOY.parent, capture_output=True, check=True, timeout=30
+    )
+    rule = yaml.safe_load(made.stdout)
+    assert rule["kind"] == "PrometheusRule" and rule["metadata"]["name"]
+    alerts = DEPLOY.parent / "scripts/grafana/alerts.yaml"
+    assert rule["spec"] == yaml.safe_load(alerts.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

@@ -153,7 +153,7 @@ METRICS = _metrics(
     ("load_wait_seconds", HISTOGRAM, "", "waits.loads", "Time from when a request could have been admitted, but for its load, until it was; of requests whose load began."),
     ("verification_duration_seconds", HISTOGRAM, "tier", {"nvme": "nvme.verification_durations"}, "Time of the checksums of one read, which brings up to 1 MiB or one larger page."),
     # ---- What was decided, and why ----
-    ("load_decision_tokens", COUNTER, "decision", "planner.load_decisions", "Prompt tokens that host memory did not hold: absent in the tiers, loaded, declined because computing was expected to be cheaper, or abandoned while waiting for them.", _DECISIONS),
+    ("load_decision_tokens", COUNTER, "decision", "planner.load_decisions", "Prompt tokens that host memory did not hold: absent in the tiers, load (begun), declined because computing was expected to be cheaper; and gave_up, those of a begun load that were no longer waited for.", _DECISIONS),
     ("both_ends_requests", COUNTER, "", "planner.num_both_ends", "Requests that computed the front of their prefix while its back was loaded (`--tier-both-ends`)."),
     ("hints_begun", COUNTER, "", "hints.num_begun", "Conversations that `/tier/prefetch` began to bring to host memory."),
     ("hints_ended", COUNTER, "outcome", "hints.ended", "Those by their end: loaded (all that pays), withdrawn (memory was needed, a read failed, or its pages are no more), expired.", _each("loaded withdrawn expired")),
