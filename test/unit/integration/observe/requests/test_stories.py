@@ -188,6 +188,9 @@ def test_requests_that_never_end_are_bounded(
 def test_health_checks_are_no_requests(world: CacheWorld, path: Path) -> None:
     runs(world, arrives(world, "HEALTH_CHECK_1", COLD))
     assert lines(world, path) == {}
+    assert world.cache.process_stats().waits.requests.count == 0
+    runs(world, arrives(world, "r", COLD))
+    assert world.cache.process_stats().waits.requests.count == 1
 
 
 def test_nothing_is_kept_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
