@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
 from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
 from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
@@ -170,7 +172,8 @@ class Tiering:
 
     def begin_load(self, call: Prefetch) -> bool | None:
         """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
-        self.waits.arrives(call.request)
+        if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
+            self.waits.arrives(call.request)
         self.warm.name_keys(call.extra_key, call.cache_salt)
         self.returns.forget(call.request)
         storage = self._cache.storage

@@ -10,7 +10,7 @@ import pytest
 
 from kit.process_stats import FULL, STATS, timed, with_engine
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
-from sglang_tiered.integration.observe.exporter import MAX_OBSERVED, MetricsExporter
+from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.samples import samples, state_of
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations
@@ -225,22 +225,13 @@ def test_histogram_equals_what_was_recorded(value: Callable[..., float | None]) 
     assert value(f"{name}_count", tier="nvme") == len(took) + 1
 
 
-def test_flood_of_durations_arrives_with_later_exports(value: Callable[..., float | None]) -> None:
-    flood = DurationCounts(
-        (2 * MAX_OBSERVED + 7, *[0] * len(BOUNDS_S)), (0.1, *[0.0] * len(BOUNDS_S))
-    )
-    now = [0.0]
-    stats = with_engine(verification_durations=flood)
-    exporter = MetricsExporter(lambda: stats, clock=lambda: now[0], labels=RANK)
-    name, counts = "verification_duration_seconds", []
-    for _ in range(4):
-        exporter.export()
-        counts.append(value(f"{name}_count", tier="nvme"))
-        now[0] += 1.0
-    assert counts[0] is not None and counts[0] <= MAX_OBSERVED
-    assert counts[1:] == sorted(counts[1:]) and counts[-1] == flood.count
+def test_flood_of_durations_arrives_with_one_export(value: Callable[..., float | None]) -> None:
+    num = 10_000_000  # one by one they would take a minute
+    flood = DurationCounts((num, *[0] * len(BOUNDS_S)), (0.1, *[0.0] * len(BOUNDS_S)))
+    MetricsExporter(lambda: with_engine(verification_durations=flood), labels=RANK).export()
+    name = "verification_duration_seconds"
+    assert value(f"{name}_count", tier="nvme") == num
     assert value(f"{name}_sum", tier="nvme") == pytest.approx(0.1)
-    assert value("request_wait_seconds_count") == 1, "it waits behind the flood"
 
 
 def test_label_of_an_operator_gives_way_to_ours(value: Callable[..., float | None]) -> None:

@@ -65,7 +65,8 @@ def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
         yield "wait", _OUTER, began, ended, {"why": why}
     # Of what loads while the front of its prompt is computed, one part ends after the other.
     has_ended = story.load_ended_at is not None or story.given_up is not None
-    if story.load_queued_at is not None and (is_over or (has_ended and not story.parts)):
+    is_new = ("load", story.load_queued_at) not in story.told  # its reads are many
+    if story.load_queued_at is not None and is_new and (is_over or has_ended and not story.parts):
         yield from _load_spans(story, story.load_queued_at)
     if story.copied_at is not None and story.copy_ended_at is not None:
         copied = {"num_tokens": story.num_copied, "num_bytes": story.copy_bytes}

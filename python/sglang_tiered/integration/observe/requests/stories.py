@@ -193,17 +193,17 @@ class Stories(RequestNotes):
 
     def meter_of(self, request: Any) -> LoadMeter | None:
         story = self._stories.get(request)
-        return None if story is None else story.meter
+        return story.meter if story is not None and story.may_load else None
 
     def given_up(self, request: Any, cause: Cause, num_tokens: int = 0) -> None:
         story = self._stories.get(request)
-        if story is not None and story.given_up is None:
+        if story is not None and story.given_up is None and story.may_load:
             story.given_up = cause, self.clock(), num_tokens
             self._waits_for(story, None)
 
     def load_ended(self, request: Any, num_loaded: int) -> None:
         story = self._stories.get(request)
-        if story is not None and story.load_queued_at is not None:
+        if story is not None and story.load_queued_at is not None and story.may_load:
             story.load_ended_at = self.clock()
             story.num_loaded += num_loaded
             self._waits_for(story, None)
@@ -215,7 +215,7 @@ class Stories(RequestNotes):
         if is_ready:
             if story.waiting_since is not None:
                 story.stop_waiting(self.clock())
-        elif story.waiting_since is None and (story.admitted_at is None or story.has_back):
+        elif story.waiting_since is None and story.may_load:
             story.waiting_since = self.clock()
             if story.admitted_at is not None:
                 story.waits_for = "back"

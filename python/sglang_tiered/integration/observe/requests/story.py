@@ -129,6 +129,11 @@ class Story:
         """Whether its front is computed while its back loads."""
         return self.plan is not None and self.plan.is_back
 
+    @property
+    def may_load(self) -> bool:
+        """Whether a load is that of its line: one of a request that was retracted is not."""
+        return self.admitted_at is None or self.has_back
+
     def readings(self) -> dict[Tier, TierReading]:
         """Return what was read for it, by tier."""
         return {} if self.meter is None else self.meter.readings()

@@ -19,32 +19,22 @@ from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 from sglang_tiered.storage.meter import LoadMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from opentelemetry.sdk.trace import ReadableSpan
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
 UNIX_S = 1000.0
 
 
-_CONTEXTS: list[trace.TraceReqContext] = []
-
-
 @pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """SGLang's tracing, as ``process_tracing_init`` leaves it, into memory. What it left open it
-    would close as the process ends, which then crashes."""
+def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """SGLang's tracing, as ``process_tracing_init`` leaves it, into memory."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(id_generator=trace.TraceCustomIdGenerator())
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
     monkeypatch.setattr(trace, "tracer", provider.get_tracer("sglang server"))
     monkeypatch.setattr(trace, "threads_info", {})
-    yield exporter
-    while _CONTEXTS:
-        context = _CONTEXTS.pop()
-        context.abort()
-        context.trace_req_finish()
+    return exporter
 
 
 def traced(name: str = "r") -> Req:
@@ -54,9 +44,7 @@ def traced(name: str = "r") -> Req:
     sent.set_created_time()
     received = APIServerReqTimeStats()
     received.decode_json(sent.encode_json())
-    req = Req(name, "", [1, 2], SamplingParams(max_new_tokens=1), time_stats=received)
-    _CONTEXTS.extend([sent.trace_ctx, received.trace_ctx, req.time_stats.trace_ctx])
-    return req
+    return Req(name, "", [1, 2], SamplingParams(max_new_tokens=1), time_stats=received)
 
 
 def loaded(req: Req) -> Story:

@@ -162,6 +162,22 @@ def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     assert not world.cache.tiering.notes._stories
 
 
+def test_load_after_retraction_leaves_first_ones_figures(world: CacheWorld) -> None:
+    cache, notes = world.cache, world.cache.tiering.notes
+    req = arrives(world, "r", HELD)
+    handle = req.cache_request_handle
+    world.until(lambda: cache.check_prefetch_progress(handle))
+    cache.finish_storage_prefetch_admission(handle, len(HELD), None)
+    story = notes._stories[handle]
+    before = story.load_ended_at, story.num_loaded, story.given_up
+    notes.begun(handle)  # retracted, it was looked up once more
+    assert story.meter is not None and notes.meter_of(handle) is None
+    notes.given_up(handle, "late", PAGE)
+    notes.load_ended(handle, PAGE)
+    assert (story.load_ended_at, story.num_loaded, story.given_up) == before
+    assert story.num_loaded == len(HELD)
+
+
 def test_requests_that_never_end_are_bounded(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +197,9 @@ def test_id_of_any_length_makes_a_line(world: CacheWorld, path: Path) -> None:
 def test_health_checks_are_no_requests(world: CacheWorld, path: Path) -> None:
     runs(world, arrives(world, "HEALTH_CHECK_1", COLD))
     assert lines(world, path) == {}
+    assert world.cache.process_stats().waits.requests.count == 0
+    runs(world, arrives(world, "r", COLD))
+    assert world.cache.process_stats().waits.requests.count == 1
 
 
 def test_nothing_is_kept_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
