@@ -222,7 +222,7 @@ def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) 
     assert changes == 1
     if is_changed:
         path.write_text(text, encoding="utf-8")
-    command = ["kubectl", "kustomize", copied]
+    command = ["kubectl", "kustomize", str(copied)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     sets = [one for one in yaml.safe_load_all(ended.stdout) if one["kind"] == "StatefulSet"]
