@@ -104,7 +104,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ("min by (instance, tier) (tiered:tier_healthy)", "{{instance}} {{tier}}"),
             ("min by (instance) (tiered:peer_index_connected)", "{{instance}} index"),
         ), width=6),
-        Panel("Pages that failed", "`corrupt` and `io_error` on NVMe should be 0: `python -m sglang_tiered store verify DIR`. From the bucket `io_error` and `cancelled` are a slow or failing link. From other servers `missed`: evicted there a moment ago; `lost` and `late`: a server that is dead, stopped or overloaded; `damaged` should be 0.", (
+        Panel("Pages that failed", "`corrupt` and `io_error` on NVMe should be 0: `sglang-tiered store verify DIR`. From the bucket `io_error` and `cancelled` are a slow or failing link. From other servers `missed`: evicted there a moment ago; `lost` and `late`: a server that is dead, stopped or overloaded; `damaged` should be 0.", (
             ('sum by (tier, operation, reason) (rate(tiered:page_outcomes_total{reason!~"ok|duplicate"}[])) > 0', "{{tier}} {{operation}} {{reason}}"),
         ), is_stacked=True),
         Panel("Should be zero", "Regions that cannot be removed (the log names them), messages of other servers that break the protocol, handoff messages that are not admitted, damaged slabs, and lost lines of `--tier-log-requests`.", (

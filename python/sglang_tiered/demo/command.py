@@ -20,6 +20,7 @@ from sglang_tiered.demo.questions import AskingError, Client, Target, make_promp
 from sglang_tiered.demo.report import Row, document, make_table, verdict
 from sglang_tiered.demo.server import NotServingError, ServerProcess, demo_command, free_port
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import require_positive
 from sglang_tiered.tools.terminal import Parser, note
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _WHERE = {
 
 def run(arguments: Sequence[str], interruption: Interruption) -> int:
     options = make_parser().parse_args(arguments)
+    if options.max_tokens is not None:
+        require_positive("--max-tokens", options.max_tokens)
     if options.json is not None:
         _check_writable(options.json)
     demo = _Demo(interruption, Phases(Console()))

@@ -275,6 +275,7 @@ def refusal(
     [
         (["--what"], "--what"),
         (["--max-tokens", "many"], "invalid int value"),
+        (["--max-tokens", "0"], "--max-tokens 0 must be greater than zero"),
         (["--url", "localhost:30000"], "pass http://HOST:PORT"),
         (["--url", "http://"], "pass http://HOST:PORT"),
         (["--url", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9"),
