@@ -163,15 +163,17 @@ def test_two_files_are_all_there_is(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and writer.num_dropped == 0
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted"])
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
 def test_file_that_others_took_is_made_again(path: Path, how: str) -> None:
     writer = LineWriter(path, max_bytes=LARGE)
     writer.put(*ended("before"))
     eventually(lambda: path.exists() and path.stat().st_size, "written")
-    if how == "moved":
-        path.rename(path.with_name("elsewhere"))
-    else:
+    if how == "deleted":
         path.unlink()
+    else:
+        path.rename(path.with_name("elsewhere"))
+    if how == "replaced":
+        path.touch()
     writer.put(*ended("after"))
     writer.close()
     assert rids(path) == ["after"]
