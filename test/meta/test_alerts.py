@@ -77,8 +77,8 @@ CASES: dict[str, list[Change]] = {
     "RequestLogDrops": [("request_log_dropped_total", {}, "0x50 1x10")],
 }
 NEARLY: dict[str, list[Change]] = {
-    "a tier was sick for three minutes": [
-        ("tier_healthy", {"tier": "nvme"}, "1x40 0x3 1x17"),
+    "a tier has been sick for two minutes": [
+        ("tier_healthy", {"tier": "nvme"}, "1x57 0x3"),
     ],
     "a page in fifty is dropped": [
         ("admission_pages_total", {"outcome": "dropped_backlog"}, "0+1x60"),
