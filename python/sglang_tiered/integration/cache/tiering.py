@@ -384,8 +384,6 @@ class Tiering:
 
     def tree_was_reset(self) -> None:
         """Forget the nodes and locks of a tree that was emptied."""
-        self.waits.clear()
-        self.notes.clear()
         self.loads.clear()
         self.returns.clear()
         self.copies.clear()

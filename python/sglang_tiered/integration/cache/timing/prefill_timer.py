@@ -12,6 +12,8 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_tiered.integration.observe.requests.notes import NO_NOTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,16 +71,19 @@ class PrefillClock:
     def around_result(
         self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
-        returned = process(scheduler, batch, result)
-        ended = self._clock()
         tiering = _tiering_of(scheduler)
-        if batch.forward_iter in self._launched and batch.launch_ts is not None:
-            launched = self._launched.pop(batch.forward_iter)
-            if tiering is not None:
-                seconds = ended - max(batch.launch_ts, self._ended_at)
-                self._tell(tiering, batch, seconds, launched.num_copied)
-                if launched.is_prefill:
-                    tiering.prefill_ended(ended)
+        notes = NO_NOTES if tiering is None else tiering.notes
+        # SGLang releases requests that end with this batch before anybody can time it.
+        with notes.until_timed():
+            returned = process(scheduler, batch, result)
+            ended = self._clock()
+            if batch.forward_iter in self._launched and batch.launch_ts is not None:
+                launched = self._launched.pop(batch.forward_iter)
+                if tiering is not None:
+                    seconds = ended - max(batch.launch_ts, self._ended_at)
+                    self._tell(tiering, batch, seconds, launched.num_copied)
+                    if launched.is_prefill:
+                        tiering.prefill_ended(ended)
         self._ended_at = ended
         return returned
 

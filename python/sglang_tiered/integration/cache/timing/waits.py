@@ -68,10 +68,6 @@ class AdmissionWaits:
         """Forget a request that was aborted."""
         self._waiting.pop(request, None)
 
-    def clear(self) -> None:
-        """Forget all requests, but not what was counted."""
-        self._waiting.clear()
-
     def stats(self) -> WaitStats:
         """Take a snapshot."""
         return WaitStats(self._requests.take(), self._loads.take())

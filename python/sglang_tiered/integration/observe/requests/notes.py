@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from sglang_tiered.request_record import Cause, Why
     from sglang_tiered.storage.base import Meter
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["NO_NOTES", "RequestNotes"]
+
+_NOTHING = nullcontext()
 
 
 class RequestNotes:
@@ -78,6 +82,11 @@ class RequestNotes:
         """A prefill batch of these requests has ended; it took ``seconds``. ``copies_beside``: what
         it needed was copied to the device while it ran, and not before."""
 
+    def until_timed(self) -> AbstractContextManager[None]:
+        """Within it the results of a batch are processed, and the batch is timed: what is said of
+        the requests that end there is complete only at its own end."""
+        return _NOTHING
+
     def released(self, req: Any) -> None:
         """It gives its memory back, at its end or to come again."""
 
@@ -92,9 +101,6 @@ class RequestNotes:
     def num_dropped(self) -> int | None:
         """Return the lines that were lost; None where none is written."""
         return None
-
-    def clear(self) -> None:
-        """All requests are gone."""
 
     def close(self) -> None:
         """Write what is left. Waits for the disk."""

@@ -6,6 +6,7 @@ another thread (``writer``), and spans only where a request is traced (``spans``
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +24,7 @@ from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.meter import LoadMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.request_log import RequestLogConfig
@@ -77,6 +78,8 @@ class Stories(RequestNotes):
         self._wall_clock = wall_clock
         self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
         self._aborted: OrderedDict[Any, None] = OrderedDict()
+        # Of requests that ended while their batch is not timed yet; None while no batch is at that.
+        self._untimed: dict[Any, tuple[Story, End]] | None = None
 
     def clock(self) -> float:
         return self._clock()
@@ -264,10 +267,23 @@ class Stories(RequestNotes):
 
     # ---- It ends ----
 
+    @contextlib.contextmanager
+    def until_timed(self) -> Iterator[None]:
+        untimed: dict[Any, tuple[Story, End]] = {}
+        self._untimed = untimed
+        try:
+            yield
+        finally:
+            self._untimed = None
+            for handle, (story, end) in untimed.items():
+                self._write(handle, story, end)
+
     def released(self, req: Any) -> None:
         if not req.finished():
             return
         handle = req.cache_request_handle
+        if self._untimed is not None and handle in self._untimed:
+            return
         story = self._stories.get(handle)
         if story is None and (handle in self._aborted or _is_unseen(req)):
             return
@@ -291,8 +307,8 @@ class Stories(RequestNotes):
         now, offset_s = self.clock(), self._unix_minus_clock_s()
         story.stop_waiting(now)
         tracing.tell(story, offset_s, is_over=True)
-        self._forget(handle, story)
         if self._writer is None:
+            self._forget(handle, story)
             return
         tenant = self._tenant_of(req.extra_key, req.cache_salt)
         times = req.time_stats  # of ``time.perf_counter``; 0.0 is never
@@ -313,7 +329,15 @@ class Stories(RequestNotes):
             num_storage=req.cached_tokens_storage,
         )
         story.req = None  # its tokens need not wait for the disk
-        self._writer.put(story, end)
+        if self._untimed is None:
+            self._write(handle, story, end)
+        else:
+            self._untimed[handle] = story, end
+
+    def _write(self, handle: Any, story: Story, end: End) -> None:
+        self._forget(handle, story)
+        if self._writer is not None:
+            self._writer.put(story, end)
 
     def _forget(self, handle: Any, story: Story) -> None:
         self._stories.pop(handle, None)
@@ -326,10 +350,6 @@ class Stories(RequestNotes):
     @property
     def num_dropped(self) -> int | None:
         return None if self._writer is None else self._writer.num_dropped
-
-    def clear(self) -> None:
-        self._stories.clear()
-        self._aborted.clear()
 
     def close(self) -> None:
         if self._writer is not None:

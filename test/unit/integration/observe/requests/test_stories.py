@@ -162,6 +162,36 @@ def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     assert not world.cache.tiering.notes._stories
 
 
+def test_line_waits_for_the_time_of_its_batch(world: CacheWorld, path: Path) -> None:
+    """On an accelerator a batch is timed after SGLang has released what ended with it."""
+    req = arrives(world, "r", HELD)
+    cache, handle = world.cache, req.cache_request_handle
+    world.until(lambda: cache.check_prefetch_progress(handle))
+    cache.finish_storage_prefetch_admission(handle, len(HELD), None)
+    notes = cache.tiering.notes
+    with pytest.raises(RuntimeError, match="of SGLang"), notes.until_timed():
+        req.output_ids.append(1)
+        req.finished_reason = FINISH_LENGTH(1)
+        for _ in range(2):
+            cache.claim_kv_row(req)
+        notes.batch_ran([req], [(64, len(HELD) - 64)], 0.5, copies_beside=True)
+        raise RuntimeError("of SGLang")
+    assert not notes._stories
+    written = path.read_bytes() if lines(world, path) else b""
+    (line,) = map(json.loads, written.splitlines())
+    assert (line["end"], line["prefill"]["prefill_s"]) == ("length", 0.5)
+
+
+def test_flush_of_a_paused_server_keeps_what_waits(world: CacheWorld, path: Path) -> None:
+    """SGLang empties the tree under requests that wait, when weights change."""
+    req = arrives(world, "r", COLD)
+    world.cache.tiering.tree_was_reset()
+    runs(world, req)
+    line = lines(world, path)["r"]
+    assert line["num_ahead"] == 2 and line["plan"]["decision"] == "absent"
+    assert world.cache.tiering.waits.stats().requests.count == 1
+
+
 def test_load_after_retraction_leaves_first_ones_figures(world: CacheWorld) -> None:
     cache, notes = world.cache, world.cache.tiering.notes
     req = arrives(world, "r", HELD)
