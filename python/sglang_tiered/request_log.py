@@ -65,6 +65,8 @@ class RequestLogConfig(msgspec.Struct, frozen=True, kw_only=True):
         path = self.file_of(0)
         try:
             os.close(open_log(path))
+            if not os.access(path.parent, os.W_OK):
+                raise OSError(errno.EACCES, "its directory does not let it be renamed")
             if older(path).is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:

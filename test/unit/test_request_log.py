@@ -65,3 +65,12 @@ def test_replicas_share_no_file(tmp_path: Path) -> None:
 def test_tiny_files_are_refused() -> None:
     with pytest.raises(ConfigError, match="tier-log-requests-bytes 1000 must be at least 1MiB"):
         RequestLogConfig(path="/log", max_bytes=1000)
+
+
+def test_file_that_cannot_be_renamed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its size every line would be lost."""
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ConfigError, match="its directory does not let it be renamed"):
+        RequestLogConfig(path=str(tmp_path / "requests.jsonl")).check()
