@@ -63,18 +63,23 @@ def pages_found(server: Server) -> dict[str, int]:
 def see_sick_rank(server: Server, disk: Path, expected: list[list[int]]) -> str:
     """Let the disk of the second rank fail; return the scrape that tells of it. Each rank has its
     own series, from before anything fails."""
-    text = server.request("/metrics")
+    deadline = time.monotonic() + DEADLINE_S
+    held, arrived, text = {}, {}, ""
+    # Each rank publishes once a second, at its own moment.
+    while not (held and set(held.values()) == {server.tier_state()["tier_pages:nvme"]}) or (
+        arrived["0"] != arrived["1"]
+    ):
+        assert time.monotonic() < deadline, f"ranks tell of other pages or requests: {held}"
+        text = server.request("/metrics")
+        held = by_rank(text, "tier_pages", tier="nvme")
+        arrived = by_rank(text, "request_wait_seconds_count")
     assert by_rank(text, "tier_healthy", tier="nvme") == {"0": 1.0, "1": 1.0}
     assert by_rank(text, "page_outcomes_total", **FAILED_READS) == {"0": 0.0, "1": 0.0}
-    held = server.tier_state()["tier_pages:nvme"]
-    assert by_rank(text, "tier_pages", tier="nvme") == {"0": held, "1": held}
-    arrived = by_rank(text, "request_wait_seconds_count")
-    assert arrived["0"] == arrived["1"] >= 2 * len(PROMPTS)
+    assert set(held) == {"0", "1"} and arrived["0"] >= 2 * len(PROMPTS)
     loads = by_rank(text, "load_duration_seconds_count", tier="nvme")
     assert set(loads) == {"0", "1"} and min(loads.values()) > 0
 
     disk.write_text("0 shard-tp1of2")
-    deadline = time.monotonic() + DEADLINE_S
     while by_rank(text, "tier_healthy", tier="nvme") != {"0": 1.0, "1": 0.0}:
         assert time.monotonic() < deadline, "the failing disk of one rank is not seen"
         server.flush()
