@@ -53,6 +53,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWei
 
 _EVERY_SERVER = (
     "sglang_tiered.integration.hooks",
+    "sglang_tiered.integration.cache.factory",
     "sglang_tiered.integration.cache.radix_cache",
     "sglang_tiered.integration.storage.backend",
 )

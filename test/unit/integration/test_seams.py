@@ -125,8 +125,8 @@ def test_an_import_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.mem_cache import registry
 
     monkeypatch.delattr(registry, "create_unified_radix_cache")
-    monkeypatch.delitem(sys.modules, "sglang_tiered.integration.cache.radix_cache")
-    with pytest.raises(UnsupportedSGLangError, match=r"lacks what .*radix_cache imports \(.*; rei"):
+    monkeypatch.delitem(sys.modules, "sglang_tiered.integration.cache.factory")
+    with pytest.raises(UnsupportedSGLangError, match=r"lacks what .*factory imports \(.*; rei"):
         compat.check_imports()
 
 
