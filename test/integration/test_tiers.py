@@ -138,10 +138,16 @@ class TestAfterKill:
         assert state["page_outcomes:nvme:load:corrupt"] > 0
         warnings = [line for line in server.log.splitlines() if "damaged pages" in line]
         assert 1 <= len(warnings) <= len(regions), warnings
-        # What was found damaged was computed again and stored again.
-        again = server.generate_all(PROMPTS)
-        assert [answer.output_ids for answer in again] == expected
-        assert tokens_from(again, "device", "host", "storage") >= 0.97 * PAGE_TOKENS
+        # What was found damaged is computed again and stored again. A load is read in parts and
+        # ends with the first damaged one, so on a slow disk the next part is found a round later.
+        found = 0
+        for _ in range(4):
+            again = server.generate_all(PROMPTS)
+            assert [answer.output_ids for answer in again] == expected
+            found = tokens_from(again, "device", "host", "storage")
+            if found >= 0.97 * PAGE_TOKENS:
+                break
+        assert found >= 0.97 * PAGE_TOKENS
 
 
 def flip_bytes(path: Path, step: int = 96 * 1024) -> None:
