@@ -28,8 +28,9 @@ MAX_WAITING = 100_000
 
 @dataclass(slots=True)
 class _Rank:
-    """Describes the requests of one rank."""
+    """Describes the requests of one rank while any of it waits."""
 
+    num_waiting: int = 0
     total_s: float = 0.0  # prefill of those that wait
     gone_s: float = 0.0  # prefill of those that waited and do not any more
 
@@ -135,6 +136,7 @@ class QueueWait(Generic[Request]):
                 number=self._num_arrived,
             )
             self._num_arrived += 1
+            equals.num_waiting += 1
             equals.total_s += own_s
 
     def waits_for_more(self, request: Request) -> None:
@@ -168,10 +170,11 @@ class QueueWait(Generic[Request]):
         place = self._waiting.pop(request, None)
         if place is not None:
             equals = self._ranks[place.rank]
+            equals.num_waiting -= 1
             equals.total_s -= place.own_s
             equals.gone_s += place.own_s
-        if not self._waiting:
-            self._ranks.clear()  # no rounding is left over
+            if equals.num_waiting == 0:
+                del self._ranks[place.rank]  # and with it what rounding left over
         return place
 
     def clear(self) -> None:

@@ -54,6 +54,17 @@ def test_a_request_adds_what_those_before_it_did() -> None:
     assert queue.service_s == pytest.approx(0.2, rel=0.05)
 
 
+def test_priority_that_nobody_has_any_more_costs_nothing() -> None:
+    queue: QueueWait[str] = QueueWait()
+    queue.arrives("stays", 0.1, 0.0, is_busy=True)
+    for rank in range(1, 100):
+        queue.arrives("passes", 0.1, 0.0, is_busy=True, rank=rank)
+        queue.admitted("passes", 0.0)
+    assert list(queue._ranks) == [0]
+    queue.arrives("behind", 0.1, 0.0, is_busy=True, rank=5)
+    assert queue._ahead_of(5, queue._waiting["behind"]) == pytest.approx(0.1)
+
+
 def test_wait_for_a_load_teaches_nothing() -> None:
     queue: QueueWait[str] = QueueWait()
     queue.arrives("loads", 0.1, 0.0, is_busy=True)
