@@ -13,6 +13,10 @@ the place of residents worth less than itself; of chains never seen before, ever
 place of one that was never used. The least valuable is looked for among the ``NUM_CANDIDATES``
 that were used least recently: constant work, and exact while all cost the same.
 
+A chain's pages keep those of its beginnings too. So a chain that becomes a resident takes the place
+of the residents among its beginnings, and no token of one conversation counts twice. What several
+conversations begin with counts in each of them.
+
 Pure bookkeeping: the caller pins and unpins. Not thread-safe. Sizes, and the time that passes
 between two uses, are tokens: time is what the tier evicted meanwhile.
 """
@@ -22,7 +26,10 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Offer", "ResidentSet"]
 
@@ -42,6 +49,7 @@ class _Resident:
     last_used: int  # evicted tokens, of all time, when it was last used
     cost: float
     was_used: bool = False  # since it became a resident
+    beginnings: tuple[Any, ...] = ()  # shorter chains, whose pages it keeps
 
 
 class Offer(NamedTuple, Generic[Chain]):
@@ -60,6 +68,7 @@ class ResidentSet(Generic[Chain]):
         self._capacity = capacity
         self._residents: OrderedDict[Chain, _Resident] = OrderedDict()  # least recently used first
         self._last_used: OrderedDict[Chain, int] = OrderedDict()  # of all chains, likewise
+        self._longer: dict[Chain, Chain] = {}  # of a chain that a resident begins with, the latest
         self._num_tokens = 0
         self._evicted = 0
         self._num_refused_new = 0
@@ -71,11 +80,18 @@ class ResidentSet(Generic[Chain]):
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def offer_chain(self, chain: Chain, num_tokens: int, cost: float = 1.0) -> Offer[Chain]:
+    def offer_chain(
+        self,
+        chain: Chain,
+        num_tokens: int,
+        cost: float = 1.0,
+        beginnings: Sequence[Chain] = (),
+    ) -> Offer[Chain]:
         """Decide whether a chain stays that was used and is in the host tier now.
 
         ``cost`` is what a token of it costs to bring back once it is evicted, in any unit. Also
-        counts as a use of a chain that is a resident already, at that cost from now on.
+        counts as a use of a chain that is a resident already, at that cost from now on, and of the
+        residents among its ``beginnings``. What a resident begins with stays as long as that does.
         """
         last_used = self._last_used.pop(chain, None)
         self._last_used[chain] = self._evicted
@@ -86,14 +102,25 @@ class ResidentSet(Generic[Chain]):
             resident.last_used, resident.cost, resident.was_used = self._evicted, cost, True
             self._residents.move_to_end(chain)
             return Offer(False, [])
-        if num_tokens > self._capacity:
+        if num_tokens > self._capacity or chain in self._longer:
             return Offer(False, [])
-        dismissed = self._make_room(num_tokens, last_used, cost)
-        accepted = self._num_tokens + num_tokens <= self._capacity
+        replaced = [each for each in beginnings if each in self._residents]
+        for each in replaced:  # used now, so they are the last that make room
+            self._residents[each].last_used = self._evicted
+            self._residents.move_to_end(each)
+        num_more = num_tokens - sum(self._residents[each].num_tokens for each in replaced)
+        dismissed = self._make_room(num_more, last_used, cost)
+        accepted = self._num_tokens + num_more <= self._capacity
         if accepted:
-            self._residents[chain] = _Resident(num_tokens, self._evicted, cost)
+            was_used = any(self._residents[each].was_used for each in replaced)
+            for each in replaced:
+                self._remove(each)
+            self._residents[chain] = _Resident(
+                num_tokens, self._evicted, cost, was_used, tuple(beginnings)
+            )
+            self._longer.update(dict.fromkeys(beginnings, chain))
             self._num_tokens += num_tokens
-        return Offer(accepted, dismissed)
+        return Offer(accepted, dismissed + replaced * accepted)
 
     def price_chain(self, chain: Chain, cost: float) -> None:
         """Set what a token of a chain costs to bring back, if it is a resident."""
@@ -147,6 +174,7 @@ class ResidentSet(Generic[Chain]):
     def clear(self) -> None:
         """Forget all residents: the tier was emptied, and its pins with it."""
         self._residents.clear()
+        self._longer.clear()
         self._num_tokens = 0
 
     def check_integrity(self) -> None:
@@ -154,6 +182,13 @@ class ResidentSet(Generic[Chain]):
         total = sum(resident.num_tokens for resident in self._residents.values())
         assert total == self._num_tokens, (total, self._num_tokens)
         assert self._num_tokens <= self._capacity, (self._num_tokens, self._capacity)
+        for beginning, chain in self._longer.items():
+            assert beginning in self._residents[chain].beginnings, (beginning, chain)
+            assert beginning not in self._residents, beginning
 
     def _remove(self, chain: Chain) -> None:
-        self._num_tokens -= self._residents.pop(chain).num_tokens
+        resident = self._residents.pop(chain)
+        self._num_tokens -= resident.num_tokens
+        for each in resident.beginnings:
+            if self._longer.get(each) == chain:
+                del self._longer[each]

@@ -121,6 +121,28 @@ def test_memory_of_past_chains_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(residents._last_used) == 10
 
 
+def test_tokens_of_a_growing_conversation_count_once() -> None:
+    residents = ResidentSet[str](300)
+    assert residents.offer_chain("turn 1", 100).accepted
+    assert residents.offer_chain("turn 2", 200, beginnings=["turn 1"]) == (True, ["turn 1"])
+    assert residents.offer_chain("turn 3", 300, beginnings=["turn 1", "turn 2"]).accepted
+    assert residents.num_tokens == 300
+    assert not residents.offer_chain("turn 2", 200, beginnings=["turn 1"]).accepted
+    assert residents.num_tokens == 300
+    residents.check_integrity()
+    assert residents.evict_chain() == "turn 3"
+    assert residents.offer_chain("turn 2", 200, beginnings=["turn 1"]).accepted
+
+
+def test_conversation_too_long_keeps_its_beginning() -> None:
+    residents = ResidentSet[str](200)
+    assert residents.offer_chain("turn 1", 100).accepted
+    assert residents.offer_chain("turn 2", 201, beginnings=["turn 1"]) == (False, [])
+    assert residents.offer_chain("other", 100).accepted
+    assert residents.offer_chain("turn 2", 150, beginnings=["turn 1"]) == (False, [])
+    assert "turn 1" in residents and "other" in residents
+
+
 def test_set_without_capacity_keeps_nothing() -> None:
     residents: ResidentSet[str] = ResidentSet(0)
     assert residents.offer_chain("a", 1) == (False, [])
@@ -184,7 +206,10 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
     pinned: set[int] = set()
     for operation, number in operations:
         if operation == "offer":
-            offer = residents.offer_chain(number, number * 10 + 1, cost=1.0 + number % 3)
+            below = range(number - number % 5, number)  # four conversations that grow
+            offer = residents.offer_chain(
+                number, number * 10 + 1, cost=1.0 + number % 3, beginnings=below
+            )
             pinned -= set(offer.dismissed)
             if offer.accepted:
                 pinned.add(number)

@@ -49,7 +49,10 @@ class Residents:
         if chain is None or not path:
             return
         num_tokens = path[-1].path_end
-        offer = self._set.offer_chain(chain, num_tokens, self._cost_of(node_id, chain, num_tokens))
+        cost = self._cost_of(node_id, chain, num_tokens)
+        hashes = [self._core.get_last_hash_value(node.node_id) for node in path[:-1]]
+        beginnings = [each for each in hashes if each is not None]
+        offer = self._set.offer_chain(chain, num_tokens, cost, beginnings)
         for dismissed in offer.dismissed:
             self._pins.unlock(dismissed)
         if offer.accepted:

@@ -26,3 +26,13 @@ def test_residents_give_way_to_windows(tmp_path: Path, monkeypatch: pytest.Monke
         windows = cache.components[ComponentType.SWA]
         free_tokens = windows._swa_kv_pool_host.available_size()
         assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None
+
+
+def test_growing_conversation_is_one_resident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        residents = world.cache.tiering.residents
+        for num_pages in range(2, 15, 4):
+            world.compute(prompt(1, num_pages))
+            assert residents.num_tokens == num_pages * PAGE
