@@ -99,6 +99,7 @@ class Hint(Generic[Chain]):
     num_tokens: int  # of the bound: what is to be loaded, or was and has not been used
     until: float
     is_active: bool = True
+    num_passed: int = 0  # how often others went before it, since it could not be loaded
     why_dropped: str = ""  # empty while it is served, and once all that pays was loaded
 
 
@@ -140,8 +141,10 @@ class HintQueue(Generic[Chain]):
         return hint
 
     def next(self) -> Hint[Chain] | None:
-        """Return the hint that is served now: the first that is active."""
-        return next((hint for hint in self._hints.values() if hint.is_active), None)
+        """Return the hint that is served now: of those that are active the one that was passed the
+        fewest times, and of equal ones the first."""
+        active = (hint for hint in self._hints.values() if hint.is_active)
+        return min(active, key=lambda hint: hint.num_passed, default=None)
 
     def served(self, hint: Hint[Chain], num_tokens: int) -> None:
         """Note that nothing is left to load for a hint, which brought so many tokens."""

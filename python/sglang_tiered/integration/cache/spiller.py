@@ -347,6 +347,7 @@ class Spiller:
         """Offer one dropped node a step, while nothing else wants the disk."""
         node_id, store = next(iter(self._dropped.items()))
         if self._clock() < store.due:
+            self._dropped.move_to_end(node_id)
             return
         if self._cache.ongoing_prefetch or not storage.gate.takes_everything:
             return

@@ -164,7 +164,7 @@ class ChainLoader:
         if end - start < cache.prefetch_threshold:
             return self._ends(Outcome.NOTHING)
         if not (cache.is_root(node) or cache.is_backuped(node)):
-            return Outcome.LATER
+            return self._ends(Outcome.LATER)
         if self._asked is None:
             self._asked = CacheRequestHandle(f"{self._name}{next(self._numbers)}", ATTEMPT)
         handle = self._asked

@@ -194,7 +194,10 @@ class Hints:
             self._served = None
             hinted.release()
         elif outcome is Outcome.LATER:
+            assert hinted.hint is not None
             hinted.pause_steps = PAUSE_STEPS
+            hinted.hint.num_passed += 1  # the others go on meanwhile
+            self._served = None
 
     def _end_oldest(self) -> None:
         """End the hint whose life ends next, once it has ended on any rank."""
