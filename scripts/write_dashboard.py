@@ -178,6 +178,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Does the disk keep up?": (
         Panel("Throughput", "Compare with what the disk can do, which `fio` measures.", (
             ('sum (rate(tiered:loaded_bytes_total{tier="nvme"}[]))', "loaded"),
+            ('sum (rate(tiered:copied_bytes_total{tier="nvme"}[]))', "copied"),
             ('sum (rate(tiered:stored_bytes_total{tier="nvme"}[]))', "stored"),
             ('sum (rate(tiered:written_bytes_total{tier="nvme"}[]))', "written"),
             ("sum (rate(tiered:reinserted_bytes_total[]))", "reinserted"),
@@ -193,6 +194,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Pages per second", "Evicted about as fast as stored once the cap is reached.", (
             ('sum (rate(tiered:stored_pages_total{tier="nvme"}[]))', "stored"),
             ('sum (rate(tiered:loaded_pages_total{tier="nvme"}[]))', "loaded"),
+            ('sum (rate(tiered:copied_pages_total{tier="nvme"}[]))', "copied"),
             ('sum (rate(tiered:evicted_pages_total{tier="nvme"}[]))', "evicted"),
             ("sum (rate(tiered:reinserted_pages_total[]))", "reinserted"),
             ("sum (rate(tiered:purged_pages_total[]))", "purged"),

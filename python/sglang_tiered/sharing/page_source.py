@@ -111,7 +111,7 @@ class PageSource:
                     places[position] = None
             done(pages)
 
-        self._region.submit_load(run).call_at_end(ended)
+        self._region.submit_load(run, for_request=False).call_at_end(ended)
 
 
 def _slice(data: memoryview, place: Place | None) -> memoryview:

@@ -287,6 +287,8 @@ class EngineStats(TierStats):
     num_pages_purged: int  # forgotten by ``begin_purge``
     num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
+    num_pages_copied: int = 0  # read for the bucket or other servers, and not loaded
+    bytes_copied: int = 0
     store_durations: DurationCounts = DurationCounts()  # of jobs that made a page durable
     verification_durations: DurationCounts = DurationCounts()  # of the pages of one read
 

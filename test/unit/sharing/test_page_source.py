@@ -79,6 +79,14 @@ def test_pages_are_served_with_their_stored_checksum(
         assert read(source, run.keys, lengths_of(run)) == page_data(run)
 
 
+def test_pages_for_other_servers_are_not_loads(region: RegionEngine, make_run: MakeRun) -> None:
+    run = stored(region, make_run(1, SIZES))
+    assert None not in read(PageSource(region, max_free_bytes=1 << 20), run.keys, lengths_of(run))
+    stats = region.stats()
+    assert (stats.num_pages_loaded, stats.bytes_loaded) == (0, 0)
+    assert (stats.num_pages_copied, stats.bytes_copied) == (len(SIZES), run.num_bytes)
+
+
 def test_the_stores_checksum_is_the_protocols() -> None:
     """A holder passes it on without looking at the bytes again."""
     pieces = [b"abc", b"", b"x" * 5000]
@@ -133,9 +141,9 @@ def test_page_evicted_before_the_read_is_not_served(
     source = PageSource(region, max_free_bytes=1 << 20)
     load = region.submit_load
 
-    def purge_first(wanted: Run) -> Any:
+    def purge_first(wanted: Run, **how: Any) -> Any:
         is_true(region.begin_purge(None), 20.0)
-        return load(wanted)
+        return load(wanted, **how)
 
     monkeypatch.setattr(region, "submit_load", purge_first)
     assert read(source, run.keys, [4096, 4096]) == [None, None]

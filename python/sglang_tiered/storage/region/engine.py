@@ -294,8 +294,16 @@ class RegionEngine(WriteTier):
                 state.queue_store(job, positions, num_bytes)
         return job
 
-    def submit_load(self, run: Run, *, deadline_s: float | None = None, is_use: bool = True) -> Job:
-        """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them."""
+    def submit_load(
+        self,
+        run: Run,
+        *,
+        deadline_s: float | None = None,
+        is_use: bool = True,
+        for_request: bool = True,
+    ) -> Job:
+        """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them.
+        ``for_request``: of this server, which times it; what else is read counts as copied."""
         health = self._check_health()
         state = self._state
         with state.lock:
@@ -308,7 +316,7 @@ class RegionEngine(WriteTier):
             if wanted:
                 # The spans pin their regions from now on: a hit at submission is not evicted
                 # before it is read.
-                state.queue_load(job, plan_spans(wanted))
+                state.queue_load(job, plan_spans(wanted), for_request=for_request)
             else:
                 state.jobs.finish(job)
         return job
@@ -331,6 +339,8 @@ class RegionEngine(WriteTier):
                 bytes_stored=state.bytes_stored,
                 bytes_written=state.bytes_written,
                 bytes_loaded=state.bytes_loaded,
+                num_pages_copied=state.num_pages_copied,
+                bytes_copied=state.bytes_copied,
                 num_pages_reinserted=state.num_pages_reinserted,
                 bytes_reinserted=state.bytes_reinserted,
                 queued_store_bytes=state.queued_store_bytes,

@@ -107,6 +107,7 @@ class LoadTicket:
     job: Job
     namespace: bytes
     num_spans_left: int
+    for_request: bool
 
 
 @dataclass(eq=False, slots=True)

@@ -94,6 +94,8 @@ class StoreState:
         self.bytes_reinserted = 0
         self.num_pages_loaded = 0
         self.bytes_loaded = 0
+        self.num_pages_copied = 0
+        self.bytes_copied = 0
         self.bytes_written = 0
         self.num_pages_purged = 0
 
@@ -392,8 +394,8 @@ class StoreState:
             self.index.hit(rows[[item.position for item in wanted]])
         return wanted
 
-    def queue_load(self, job: Job, spans: Sequence[list[Wanted]]) -> None:
-        ticket = LoadTicket(job, self.namespace, len(spans))
+    def queue_load(self, job: Job, spans: Sequence[list[Wanted]], *, for_request: bool) -> None:
+        ticket = LoadTicket(job, self.namespace, len(spans), for_request)
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)
@@ -411,9 +413,12 @@ class StoreState:
         ticket = span.ticket
         for item, reason in zip(span.wanted, reasons, strict=True):
             ticket.job.reasons[item.position] = reason
-            if reason is Reason.OK:
+            if reason is Reason.OK and ticket.for_request:
                 self.num_pages_loaded += 1
                 self.bytes_loaded += item.length
+            elif reason is Reason.OK:
+                self.num_pages_copied += 1
+                self.bytes_copied += item.length
         ticket.num_spans_left -= 1
         if ticket.num_spans_left == 0:
             self.jobs.finish(ticket.job)

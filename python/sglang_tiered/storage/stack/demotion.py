@@ -280,7 +280,8 @@ class Demoter:
             buffers.append((memory[start : start + page.length],))
             start += padded(page.length)
         run = Run(tuple(p.key for p in batch.pages), tuple(buffers))
-        job = self._nvme.submit_load(run, is_use=False)  # reclaim would keep all that went down
+        # Reclaim would keep all that went down, if that counted as use.
+        job = self._nvme.submit_load(run, is_use=False, for_request=False)
         job.wait()  # NVMe ends every job, whatever its device does
         good = [i for i, is_ok in enumerate(job.ok) if is_ok]
         if not good:

@@ -81,7 +81,7 @@ def test_a_forget_during_a_copy_costs_others_nothing(
     def forget_behind_a_read(keys: Iterable[bytes]) -> object:
         tiers.bucket.known = True
         eventually(
-            lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied"
+            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
         )
         return forget(keys)
 

@@ -222,6 +222,22 @@ def test_pages_read_while_a_purge_begins_stay_down(
 # ---- Demotion ----
 
 
+def test_reads_to_be_copied_are_not_loads(
+    engine: TierStack, make_run: MakeRun, blank: Blank
+) -> None:
+    """Nobody times them, so a speed of loaded bytes over busy seconds would have no bound."""
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(run))
+    until(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
+    stats = engine.nvme.stats()
+    assert (stats.num_pages_loaded, stats.bytes_loaded) == (0, 0)
+    assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
+    finished(engine.submit_load(blank(run)))
+    stats = engine.nvme.stats()
+    assert (stats.num_pages_loaded, stats.bytes_loaded) == (4, run.num_bytes)
+    assert stats.num_pages_copied == 4
+
+
 def test_stores_go_down_in_order_under_their_tenant(
     engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
@@ -356,7 +372,7 @@ def test_no_copy_of_pages_read_before_a_purge(
 
     def begin_behind_a_read(tenant: bytes | None) -> object:
         tiers.bucket.known = True
-        until(lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        until(lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied")
         return begin(tenant)
 
     monkeypatch.setattr(engine.nvme, "begin_purge", begin_behind_a_read)
@@ -415,7 +431,7 @@ def test_no_copy_into_a_namespace_changed_while_reading(
 
     def change_behind_a_read(namespace: bytes) -> None:
         flush.start()
-        until(lambda: engine.nvme.stats().num_pages_loaded == 4, "nothing was read to be copied")
+        until(lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied")
         change(namespace)
 
     monkeypatch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
