@@ -244,6 +244,7 @@ SMALL_LINES = 60
 SMALL = {
     "demo.phases": "progress on a terminal; its caller only says what comes next",
     "integration.cpu.malloc": "before torch is imported",
+    "integration.cpu.number_format": "what a CPU computes in; the hooks only say where",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",

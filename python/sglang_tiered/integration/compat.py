@@ -258,6 +258,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "distributed",
         "cpu_group",
     ),
+    "sglang.srt.configs.model_config:_get_and_verify_dtype": ("config", "dtype"),
     "sglang.srt.entrypoints.engine:_scheduler_died_error": ("rank", "proc"),
     "sglang.srt.arg_groups.fields.model:Model": (  # every field of which is in the namespace
         "model_path",

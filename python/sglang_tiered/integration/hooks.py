@@ -18,6 +18,7 @@
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
+| configs.model_config._get_and_verify_dtype | AROUND, CPU only | SGLang makes float16 of a float32 checkpoint, which a CPU computes slowest of all formats (``cpu.number_format``) |
 | Scheduler.flush_cache | AFTER | a flush releases purged tenants |
 | SchedulerFlushWrapper.handle, Scheduler.detach_hicache_storage_wrapped | BEFORE | both need an idle scheduler; hints that load for no request would keep it busy |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
@@ -56,7 +57,7 @@ import torch
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
-from sglang_tiered.integration.cpu import memory
+from sglang_tiered.integration.cpu import memory, number_format
 from sglang_tiered.integration.identity import conversation_ids
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
@@ -152,6 +153,11 @@ def register() -> None:
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
             "._profile_available_bytes",
             memory.around_profile,
+            HookType.AROUND,
+        )
+        HookRegistry.register(
+            "sglang.srt.configs.model_config._get_and_verify_dtype",
+            number_format.around_dtype,
             HookType.AROUND,
         )
         HookRegistry.register(f"{_SCHEDULER}.on_idle", _rest_on_idle, HookType.AFTER)
