@@ -191,6 +191,9 @@ class Prefill(_Part, frozen=True, kw_only=True):
 
     at_s: Annotated[float, _is("when the first of them ended")]
     prefill_s: Annotated[float, _is("how long they took, copies they waited for included")]
+    others_s: Annotated[
+        float, _is("prefill batches of other requests between its admission and its first token")
+    ] = NO_TIME
     num_batches: Annotated[int, _is("batches")]
     num_tokens: Annotated[int, _is("tokens of this request that they computed")]
 

@@ -9,9 +9,9 @@ from sglang_tiered.flags import format_bytes
 if TYPE_CHECKING:
     from sglang_tiered.request_record import RequestRecord, TierLoad
 
-__all__ = ["GENERATE", "PREFILL", "QUEUE", "REST", "Part", "cause", "parts"]
+__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "Part", "cause", "parts"]
 
-QUEUE, PREFILL, REST, GENERATE = "queue", "prefill", "rest", "generate"
+QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest", "generate"
 """Parts of a request's time beside its waits, which are called by what was waited for."""
 
 _GIVEN_UP = {
@@ -57,7 +57,10 @@ def parts(record: RequestRecord) -> list[Part]:
         prefill = record.prefill
         prefill_s = 0.0 if prefill is None else min(prefill.prefill_s, running_s)
         found.append(Part(PREFILL, prefill_s, admitted_s))
-        found.append(Part(REST, running_s - prefill_s, admitted_s + prefill_s))
+        rest_s = running_s - prefill_s
+        others_s = 0.0 if prefill is None else min(prefill.others_s, rest_s)
+        found.append(Part(OTHERS, others_s, admitted_s + prefill_s))
+        found.append(Part(REST, rest_s - others_s, admitted_s + prefill_s + others_s))
         found.append(Part(GENERATE, max(0.0, end_s - first_s), first_s))
     return sorted((part for part in found if part.seconds > 0), key=lambda part: part.at_s)
 
@@ -103,6 +106,8 @@ def _why(record: RequestRecord, name: str) -> str:
         return _load(record, name)
     if name == PREFILL:
         return _prefill(record)
+    if name == OTHERS:
+        return "waited for prefills of other requests before its first token"
     if name == REST:
         return "other work between its batches and its first token"
     if name == GENERATE:

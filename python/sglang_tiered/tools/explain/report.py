@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_tiered.tools.explain.causes import GENERATE, PREFILL, QUEUE, REST, cause, parts, seconds
+from sglang_tiered.tools.explain.causes import (
+    GENERATE,
+    OTHERS,
+    PREFILL,
+    QUEUE,
+    REST,
+    cause,
+    parts,
+    seconds,
+)
 from sglang_tiered.tools.terminal import print_lines, print_table
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ _NAMES = {
     "others": "waiting for loads of others that were nearly there",
     "back": "waiting for its back",
     PREFILL: "computing its prompt",
+    OTHERS: "computing other prompts before its first token",
     REST: "other work before its first token",
     GENERATE: "generating the rest",
 }

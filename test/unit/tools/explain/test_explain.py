@@ -157,6 +157,10 @@ ALL = Sources(num_computed=5000)
             "1.8 of 2.3 s: computed 904 tokens; absent: no tier held them; expected to take 0.3 s.",
         ),
         (
+            {"prefill": msgspec.structs.replace(COMPUTED, prefill_s=0.2, others_s=1.9)},
+            "1.9 of 2.3 s: waited for prefills of other requests before its first token.",
+        ),
+        (
             {"prefill": msgspec.structs.replace(COMPUTED, prefill_s=0.2), "num_retractions": 2},
             "2.0 of 2.3 s: other work between its batches and its first token; gave its memory "
             "back 2 times meanwhile.",

@@ -77,6 +77,7 @@ class Stories(RequestNotes):
         self._clock = clock
         self._wall_clock = wall_clock
         self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
+        self._starting: dict[Any, Story] = {}  # admitted, and no first token yet
         self._aborted: OrderedDict[Any, None] = OrderedDict()
         # Of requests that ended while their batch is not timed yet; None while no batch is at that.
         self._untimed: dict[Any, tuple[Story, End]] | None = None
@@ -232,6 +233,7 @@ class Stories(RequestNotes):
         now = self.clock()
         story.stop_waiting(now)
         story.admitted_at = now
+        self._starting[request] = story
         tracing.tell(story, self._unix_minus_clock_s())
 
     def copied(self, req: Any, num_tokens: int) -> None:
@@ -251,6 +253,7 @@ class Stories(RequestNotes):
         copies_beside: bool,
     ) -> None:
         stories, now = self._stories, self.clock()
+        self._hold_up({req.cache_request_handle for req in reqs}, seconds)
         for req, (num_new, num_before) in zip(reqs, spans, strict=False):
             story = stories.get(req.cache_request_handle)
             if story is None or story.is_prefilled:
@@ -264,6 +267,17 @@ class Stories(RequestNotes):
             if story.copied_at is not None and story.copy_ended_at is None:
                 story.copy_ended_at = max(story.copied_at, now - (not copies_beside) * seconds)
                 tracing.tell(story, self._unix_minus_clock_s())
+
+    def _hold_up(self, handles: set[Any], seconds: float) -> None:
+        """Charge a prefill batch to those that are between admission and first token, and are not
+        in it. With overlap a batch's tokens come out only behind the launch of the next."""
+        for handle, story in list(self._starting.items()):
+            if handle in handles:
+                continue
+            if story.req is None or story.req.time_stats.prefill_finished_time:
+                del self._starting[handle]
+            else:
+                story.others_s += seconds
 
     # ---- It ends ----
 
@@ -341,6 +355,7 @@ class Stories(RequestNotes):
 
     def _forget(self, handle: Any, story: Story) -> None:
         self._stories.pop(handle, None)
+        self._starting.pop(handle, None)
         for part in story.parts:
             self._stories.pop(part, None)
 

@@ -113,6 +113,7 @@ class Story:
     copy_bytes: int = 0
     prefill_ended_at: float | None = None  # its first batch
     prefill_s: float = 0.0
+    others_s: float = 0.0  # prefill batches of others before its first token
     num_batches: int = 0
     num_prefilled: int = 0
     is_prefilled: bool = False
@@ -192,6 +193,7 @@ def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
         else Prefill(
             at_s=since(story.prefill_ended_at),
             prefill_s=_s(story.prefill_s),
+            others_s=_s(story.others_s),
             num_batches=story.num_batches,
             num_tokens=story.num_prefilled,
         ),

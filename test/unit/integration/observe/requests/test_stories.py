@@ -91,6 +91,24 @@ def test_loaded_request_tells_whence_and_how(world: CacheWorld, path: Path) -> N
     assert line["admitted_s"] <= line["total_s"]
 
 
+def test_prefill_of_another_before_its_first_token_is_told(world: CacheWorld, path: Path) -> None:
+    """With overlap a request's token comes out behind the launch of the batch after its own."""
+    cache, notes = world.cache, world.cache.tiering.notes
+    first, second = arrives(world, "first", HELD), arrives(world, "second", COLD)
+    notes.batch_ran([second], [(len(COLD), 0)], 9.0, copies_beside=False)  # before it was admitted
+    world.until(lambda: cache.check_prefetch_progress(first.cache_request_handle))
+    cache.finish_storage_prefetch_admission(first.cache_request_handle, 0, None)
+    notes.batch_ran([first], [(len(HELD), 0)], 0.5, copies_beside=False)
+    notes.batch_ran([second], [(len(COLD), 0)], 21.0, copies_beside=False)
+    first.time_stats.prefill_finished_time = notes.clock()
+    notes.batch_ran([second], [(len(COLD), 0)], 7.0, copies_beside=False)  # while it generates
+    first.output_ids.append(1)
+    first.finished_reason = FINISH_LENGTH(1)
+    assert not cache.claim_kv_row(first)
+    prefill = lines(world, path)["first"]["prefill"]
+    assert (prefill["prefill_s"], prefill["others_s"]) == (0.5, 21.0)
+
+
 def test_line_holds_no_key_or_token(world: CacheWorld, path: Path) -> None:
     runs(world, arrives(world, "r", HELD, extra_key="who", cache_salt="secret"))
     written = path.read_text() if lines(world, path) else ""
