@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
+from sglang_tiered.storage.object.names import ROOT, namespace_of
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
 
@@ -31,7 +32,7 @@ gives space back.
 
 PLACE is the --tier-dir of a server or one of the shard-* directories in it; or, for
 stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
-file URL of a directory), with credentials from the environment. Nothing is written,
+path of a shared directory), with credentials from the environment. Nothing is written,
 locked or removed, unless gc is told to --delete; everything works while servers use
 it, except gc --delete of a directory of the NVMe tier.
 """
@@ -110,12 +111,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     refuse_gone(sys.argv[1:] if arguments is None else arguments, _GONE)
     options = make_parser().parse_args(arguments)
+    if not _URL.match(options.place) and _is_bucket(Path(options.place)):
+        options.place = Path(options.place).absolute().as_uri()
     if _URL.match(options.place):
         return _bucket_command(options.command)(options)
     if options.command == "gc" and (options.ttl or options.max_bytes):
         raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
     options.directory = Path(options.place)
     return _command(options.command)(options)
+
+
+def _is_bucket(directory: Path) -> bool:
+    """Whether a directory is an object tier, which a server takes by its path."""
+    try:
+        names = os.listdir(directory / ROOT)
+    except OSError:
+        return False
+    return any(namespace_of(f"{ROOT}/{name}") is not None for name in names)
 
 
 def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:

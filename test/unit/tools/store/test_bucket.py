@@ -71,6 +71,19 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, bucket: Bucket) 
     assert "1 objects have no manifest" in out
 
 
+def test_path_of_a_bucket_is_taken_as_servers_do(
+    cli: Cli, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.make(num_pages=3, page_bytes=1000)
+    assert bucket.directory is not None
+    monkeypatch.chdir(bucket.directory.parent)
+    for place in (bucket.directory, bucket.directory.name):
+        assert answer(cli, "stat", place)["total"]["pages"] == 3
+        assert answer(cli, "verify", place)
+        assert answer(cli, "gc", place, "--ttl", "14d")
+    assert cli("dump", bucket.directory).code == 2
+
+
 def test_tokens_of_a_bucket_are_those_servers_noted(
     cli: Cli, bucket: Bucket, tmp_path: Path, open_engine: Open
 ) -> None:
