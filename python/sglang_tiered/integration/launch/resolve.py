@@ -146,6 +146,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     added |= {
         "--radix-cache-backend": CACHE_BACKEND,
         "--enable-hierarchical-cache": None,
+        "--enable-cache-report": None,  # or no OpenAI client sees what came from a tier
         "--page-size": str(DEFAULT_PAGE_SIZE),
     }
 
