@@ -307,6 +307,11 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "action_version",
         "payload",
     ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request": (
+        "self",
+        "obj",
+        "request",
+    ),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._tokenize_one_request": (
         "self",
         "obj",

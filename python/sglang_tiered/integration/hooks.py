@@ -26,6 +26,7 @@
 | Scheduler.on_idle | BEFORE | the last record of ``/tier/costs`` must not show work while the scheduler rests |
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
+| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
@@ -58,7 +59,7 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory, number_format
-from sglang_tiered.integration.identity import conversation_ids
+from sglang_tiered.integration.identity import conversation_ids, named_in_body
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
     refuse_placeholder_tokens,
@@ -161,6 +162,11 @@ def register() -> None:
             HookType.AROUND,
         )
         HookRegistry.register(f"{_SCHEDULER}.on_idle", _rest_on_idle, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        _before_generating,
+        HookType.BEFORE,
+    )
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         _before_tokenizing,
@@ -475,6 +481,10 @@ def _rest_on_idle(_: Any, scheduler: Any) -> None:
     handoff = manager_of(scheduler)
     if handoff is not None:
         handoff.rest()
+
+
+def _before_generating(_: Any, obj: Any, request: Any = None) -> None:
+    named_in_body.carry(obj, request)
 
 
 def _before_tokenizing(manager: Any, request: Any) -> None:

@@ -1,0 +1,79 @@
+"""Names of a tenant or a conversation in a request's body that an endpoint of SGLang drops.
+
+SGLang's own endpoints and OpenAI's know ``extra_key``, ``cache_salt``, ``session_id`` and ``rid``;
+those of Anthropic's and Ollama's API build SGLang's request without them, so a salted prompt would
+share pages with everybody's. ``conversation_id`` is known to ``/generate`` alone. All of them hand
+the HTTP request on to the tokenizer manager, where what its body names is put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+__all__ = ["Refused", "carry"]
+
+_TENANT = ("extra_key", "cache_salt")
+_IDS = ("session_id", "conversation_id", "rid")
+
+
+class Refused(HTTPException, ValueError):
+    """Answered with 400 and one sentence: some endpoints catch one of its classes, others the
+    other."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(400, sentence)
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
+def carry(request: Any, raw_request: Any) -> None:
+    """Give SGLang's request the names of its HTTP body that its endpoint dropped.
+
+    request: what is about to be tokenized; names it has already stay. raw_request: Starlette's
+    request, whose body the endpoint has read; None or one without a body has no names. Raises
+    ``Refused`` where a tenant is named that the request cannot carry, or not by a text.
+    """
+    body = _body_of(raw_request)
+    rows = body.get("instances")
+    for row in rows if isinstance(rows, list) else ():  # of Vertex, whose names are of all rows
+        if isinstance(row, dict) and any(row.get(name) for name in _TENANT):
+            raise Refused(
+                "extra_key or cache_salt is in one of the instances, where it separates nothing; "
+                "pass it in parameters."
+            )
+    for name in _TENANT:
+        value = body.get(name)
+        if not value or getattr(request, name, None):
+            continue
+        if not isinstance(request, GenerateReqInput):
+            raise Refused(
+                f"{name} cannot separate tenants here, since this endpoint's prompts share one "
+                f"cache; leave it out, or use an endpoint that generates."
+            )
+        if not isinstance(value, str):
+            raise Refused(f"{name} is {value!r:.40}, not a text.")
+        setattr(request, name, value)
+    for name in _IDS:
+        value = body.get(name)
+        if isinstance(value, str) and value and getattr(request, name, "known") is None:
+            setattr(request, name, value)
+
+
+def _body_of(raw_request: Any) -> dict[str, Any]:
+    """The parsed body that an endpoint has read, without waiting; empty where there is none."""
+    read = getattr(raw_request, "json", None)
+    if read is None:  # an engine in a program, or gRPC, whose messages hold no unknown names
+        return {}
+    reading = read()
+    try:
+        reading.send(None)
+    except StopIteration as done:  # it was read before, so nothing was waited for
+        return done.value if isinstance(done.value, dict) else {}
+    except (RuntimeError, ValueError, RecursionError):  # a form, or no JSON
+        return {}
+    reading.close()
+    return {}
