@@ -71,7 +71,7 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, bucket: Bucket) 
     assert "1 objects have no manifest" in out
 
 
-def test_path_of_a_bucket_is_taken_as_servers_do(
+def test_bucket_path_is_taken_as_servers_do(
     cli: Cli, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.make(num_pages=3, page_bytes=1000)

@@ -91,7 +91,7 @@ def test_loaded_request_tells_whence_and_how(world: CacheWorld, path: Path) -> N
     assert line["admitted_s"] <= line["total_s"]
 
 
-def test_prefill_of_another_before_its_first_token_is_told(world: CacheWorld, path: Path) -> None:
+def test_prefills_of_others_before_first_token_are_told(world: CacheWorld, path: Path) -> None:
     """With overlap a request's token comes out behind the launch of the batch after its own."""
     cache, notes = world.cache, world.cache.tiering.notes
     first, second = arrives(world, "first", HELD), arrives(world, "second", COLD)
