@@ -235,8 +235,8 @@ def test_files_harmed_while_running(
     after = make_run(50, [4096])
     reasons = finished(engine.submit_store(after))
     if harm == "remove directory":
-        assert reasons == [Reason.IO_ERROR]
-        assert engine.stats().health is Health.RUNNING
+        assert reasons == [Reason.REJECTED]
+        assert engine.stats().health is Health.MISS_ONLY
     else:
         assert reasons == [Reason.OK]
         assert loaded(engine, after, blank) == [True]

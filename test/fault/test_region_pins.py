@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from typing import TYPE_CHECKING, Any
@@ -237,3 +238,81 @@ def test_what_a_dying_pin_left_goes(tmp_path: Path) -> None:
     with running(tmp_path, device, **LIMITS):
         pass
     assert file_of("p") + ".tmp" not in device.list_names()
+
+
+@pytest.mark.parametrize("operation", ["sync", "sync_directory"])
+def test_a_lost_sync_loses_no_flushed_pin(tmp_path: Path, operation: Any) -> None:
+    """The copy that reclaim made may be lost then, so the one it was made of must stay."""
+    counting = FaultyDevice(SimulatedDevice())
+    with running(tmp_path, counting, **LIMITS) as engine:
+        workload(engine, [])
+    num_calls = counting.calls.count(operation)
+    num_tried = 0
+    for at in range(num_calls // 4, num_calls, 1 + num_calls // 60):
+        clock, told = Clock(1000.0), list[str]()
+        inner = SimulatedDevice()
+        device = FaultyDevice(inner)
+
+        def lose(called: Any, device: Any = device, inner: Any = inner, at: int = at) -> None:
+            if called == operation and device.calls.count(operation) == at + 1:
+                inner.lossy_syncs += called == "sync"
+                if called == "sync_directory":
+                    raise OSError(errno.EIO, "lost")
+
+        device.before = lose
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            with contextlib.suppress(AssertionError):  # a store may be refused
+                workload(engine, told)
+            clock.now += 100.0
+            if "kept" in told:
+                fill(engine, 8000, 8)
+            assert drained(engine, TIMEOUT_S)
+            engine.flush(TIMEOUT_S)  # that files are gone is durable too
+            files = inner.crash("drop")
+        if "kept" not in told:
+            continue
+        num_tried += 1
+        with running(tmp_path, SimulatedDevice(files), **LIMITS) as engine:
+            expect_kept(engine, f"{operation} {at}")
+    assert num_tried > num_calls // 100, "the faults come too early"
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_reads_that_fail_cost_no_pinned_page(tmp_path: Path, times: int) -> None:
+    """An error is no damage: what cannot be read now stays in its file, and a restart finds it."""
+    counting = FaultyDevice(SimulatedDevice())
+    with running(tmp_path, counting, **LIMITS) as engine:
+        workload(engine, [])
+    num_calls = counting.calls.count("readv")
+    num_tried = 0
+    for at in range(0, num_calls, 1 + num_calls // 60):
+        clock, told = Clock(1000.0), list[str]()
+        inner = SimulatedDevice()
+        device = FaultyDevice(inner, [Fault(at, "readv", times=times, error=errno.EIO)])
+        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+            workload(engine, told)
+            assert "kept" in told
+            clock.now += 100.0
+            fill(engine, 8000, 12)
+            assert drained(engine, TIMEOUT_S)
+            engine.check_integrity()
+        with running(tmp_path, inner.restart(), **LIMITS) as engine:
+            expect_kept(engine, f"readv {at}")
+        num_tried += 1
+    assert num_tried > 10
+
+
+def test_a_kept_region_goes_with_its_pin(tmp_path: Path) -> None:
+    """Once nothing wants the page that could not be read, its room is given back."""
+    device = FaultyDevice(SimulatedDevice())
+    with running(tmp_path, device, **LIMITS) as engine:
+        Ledger().store(engine, KEPT[:1])
+        assert pin(engine, "kept", KEPT[:1])
+        device.faults = [Fault(device.calls.count("readv"), "readv", times=2, error=errno.EIO)]
+        assert Ledger().load(engine, KEPT[:1]) == [Reason.IO_ERROR]
+        first = min(name for name in device.list_names() if name.startswith("region-"))
+        fill(engine, 1000, 30)
+        assert first in device.list_names()
+        assert is_true(engine.unpin("kept"), TIMEOUT_S)
+        fill(engine, 2000, 30)
+        assert first not in device.list_names()

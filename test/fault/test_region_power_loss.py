@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 from simulation.device import MODES, CrashMode, SimulatedDevice
 from simulation.engine import running
-from simulation.ledger import TIMEOUT_S, Ledger, keys
+from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 from simulation.lives import check_after, live_below_capacity, live_full, owed_after, run
 
+from kit.runs import NAMESPACE
+from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -152,6 +154,28 @@ def test_a_failed_sync_stays_failed(tmp_path: Path, num_lost: int) -> None:
         assert ledger.sync(engine), "no barrier completes any more"
         files = device.crash("drop")
     check_after(tmp_path, files, ledger, set(after))
+
+
+def test_a_lost_sync_leaves_no_hit_behind(tmp_path: Path) -> None:
+    """The barriers behind it succeed, and the checkpoint must not say that they cover its pages."""
+    device, ledger = SimulatedDevice(), Ledger()
+    lost, later = keys(range(4)), keys(range(4, 8))
+    with running(tmp_path, device) as engine:
+        ledger.store(engine, lost)
+        device.lossy_syncs = 1
+        assert not ledger.sync(engine)
+        ledger.store(engine, later)
+        for _ in range(2):
+            assert not ledger.sync(engine)
+        files = device.crash("kill")
+    for each in lost:  # of each page, its bytes, but not what the extent says of it
+        bytes_lost = content(NAMESPACE, each)
+        files = {
+            name: data.replace(bytes_lost, bytes(len(bytes_lost))) for name, data in files.items()
+        }
+    with running(tmp_path / "after", SimulatedDevice(files)) as engine:
+        assert engine.contains(lost) == [False] * 4
+        assert ledger.load(engine, later) == [Reason.OK] * 4
 
 
 class Watched(SimulatedDevice):

@@ -161,9 +161,12 @@ class FaultyDevice(Device):
             self._reserved[name] = len(data)
         self.inner.replace_file(name, data)
 
-    def unlink(self, name: str) -> None:
+    def file_bytes(self, name: str) -> int:
+        return self.inner.file_bytes(name)
+
+    def unlink(self, name: str, fd: int | None = None) -> None:
         self._enter("unlink")
-        self.inner.unlink(name)
+        self.inner.unlink(name, fd)
         if self.writable_bytes is not None:
             self.writable_bytes += self._reserved.pop(name, 0)
 

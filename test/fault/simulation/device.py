@@ -299,10 +299,17 @@ class SimulatedDevice(Device):
             self._durable_names = dict(self._names)
             self._name_changes.clear()
 
-    def unlink(self, name: str) -> None:
+    def file_bytes(self, name: str) -> int:
+        with self._lock:
+            self._check_power()
+            return len(self._named(name).cached)
+
+    def unlink(self, name: str, fd: int | None = None) -> None:
         with self._lock:
             in_flight = self._begin_change()
             file = self._named(name)
+            if fd is not None and self._file(fd, "unlink") is not file:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), name)
             self._change_name(name, None, complete=not in_flight)
             self._end_change(in_flight)
             self._graveyard = bytes(file.cached)

@@ -22,7 +22,7 @@ __all__ = ["REGION", "open_engine", "running", "small_steps"]
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, device: Device, **changes: Any) -> RegionEngine:
+def open_engine(directory: Path, device: Device | None, **changes: Any) -> RegionEngine:
     """Few threads, small regions, room for everything, and no barrier but those of the test."""
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
@@ -50,7 +50,7 @@ def small_steps() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(directory: Path, device: Device, **changes: Any) -> Iterator[RegionEngine]:
+def running(directory: Path, device: Device | None, **changes: Any) -> Iterator[RegionEngine]:
     """An engine that takes small steps, for as long as the block takes; every thread it started
     must be gone then."""
     before = set(threading.enumerate())

@@ -15,9 +15,11 @@ import mmap
 import os
 import stat
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
+from sglang_tiered.storage.filesystem import FULL_ERRNOS, NOT_OFFERED_ERRNOS, sync_names
 from sglang_tiered.storage.region.files import PROBE_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -37,7 +39,6 @@ logger = logging.getLogger(__name__)
 _BOUNCE_BYTES = 1 << 20
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -45,10 +46,12 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-def read_small_file(path: Path) -> bytes:
-    """Read all of a regular file; never follows a symlink. Raises ``OSError``."""
+def read_small_file(path: Path | str, directory: int | None = None) -> bytes:
+    """Read all of a regular file, in an open directory if one is given; never follows a symlink.
+    Raises ``OSError``."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(_regular(os.open(path, flags), path.name), "rb") as file:
+    fd = os.open(path, flags, dir_fd=directory)
+    with open(_regular(fd, os.path.basename(path)), "rb") as file:
         return file.read()
 
 
@@ -100,7 +103,13 @@ class Device(ABC):
         old or the new bytes."""
 
     @abstractmethod
-    def unlink(self, name: str) -> None: ...
+    def file_bytes(self, name: str) -> int:
+        """Return the size of a file, which need not be readable."""
+
+    @abstractmethod
+    def unlink(self, name: str, fd: int | None = None) -> None:
+        """Remove a file; with a descriptor, only the one that it is of. Raises
+        ``FileNotFoundError`` where that is not there."""
 
     @abstractmethod
     def close(self, fd: int) -> None: ...
@@ -111,13 +120,22 @@ class Device(ABC):
 
 
 class FileDevice(Device):
-    """Region files in a local directory, mode 0600.
+    """Region files in a local directory, mode 0600, which is the same one wherever it is moved.
 
     ``direct=None`` probes ``O_DIRECT``; ``False`` forces buffered I/O. The mode is logged once.
+    ``lock`` is the descriptor of the directory as it was locked, which stays the caller's; without
+    it the directory is opened by its name.
     """
 
-    def __init__(self, directory: Path, *, direct: bool | None = None) -> None:
-        self._directory = directory
+    def __init__(
+        self, directory: Path, *, direct: bool | None = None, lock: int | None = None
+    ) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        name = directory if lock is None else "."
+        self._fd = os.open(name, flags, dir_fd=lock)
+        self._closing = weakref.finalize(self, os.close, self._fd)
+        self._directory = directory  # for the log
+        self._syncs_names = True
         self._bounce = threading.local()
         self._memory_alignment = 1 if direct is False or not _DIRECT else self._probe()
         self.direct = self._memory_alignment > 1
@@ -128,6 +146,11 @@ class FileDevice(Device):
         )
         logger.info("%s uses %s", directory, mode)
 
+    def release(self) -> None:
+        """Close the directory; every later call for a name raises ``OSError``. Idempotent."""
+        self._fd = -1
+        self._closing()
+
     def _probe(self) -> int:
         """Return the alignment of memory that direct I/O needs here; 1 when it is refused.
 
@@ -137,7 +160,7 @@ class FileDevice(Device):
         try:
             fd = self._open(PROBE_NAME, os.O_CREAT | os.O_TRUNC | _DIRECT)
         except OSError as error:
-            if error.errno in (*_REFUSED, errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (*NOT_OFFERED_ERRNOS, *FULL_ERRNOS):
                 return 1
             raise
         try:
@@ -148,9 +171,9 @@ class FileDevice(Device):
                     os.pwritev(fd, [memory[alignment : alignment + BLOCK_BYTES]], 0)
                     return alignment
                 except OSError as error:
-                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    if error.errno in FULL_ERRNOS:
                         return BLOCK_BYTES  # opened, so not refused; the finer answer must wait
-                    if error.errno not in _REFUSED:
+                    if error.errno not in NOT_OFFERED_ERRNOS:
                         raise
             return 1
         finally:
@@ -158,21 +181,22 @@ class FileDevice(Device):
 
     def _open(self, name: str, flags: int) -> int:
         flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self._directory / name, flags, 0o600)
+        return os.open(name, flags, 0o600, dir_fd=self._fd)
 
     def list_names(self) -> list[str]:
-        return os.listdir(self._directory)
+        return os.listdir(self._fd)
 
     def create(self, name: str, nbytes: int) -> int:
         flags = os.O_CREAT | os.O_EXCL | (_DIRECT if self.direct else 0)
         fd = self._open(name, flags)
         try:
-            os.fchmod(fd, 0o600)
+            with contextlib.suppress(PermissionError):  # drvfs and SMB may keep no modes
+                os.fchmod(fd, 0o600)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
             except OSError as error:
                 # glibc emulates fallocate by small writes, which O_DIRECT answers with EINVAL.
-                if error.errno not in _REFUSED:
+                if error.errno not in NOT_OFFERED_ERRNOS:
                     raise
                 os.ftruncate(fd, nbytes)
         except OSError:
@@ -235,39 +259,48 @@ class FileDevice(Device):
         os.fdatasync(fd)
 
     def sync_directory(self) -> None:
-        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        if self._syncs_names and not sync_names(self._fd):
+            self._syncs_names = False
+            logger.warning(
+                "%s cannot make names durable, as its filesystem does not offer it: loss of power "
+                "may take files that were just made, and bring back what was just removed",
+                self._directory,
+            )
 
     def read_file(self, name: str) -> bytes:
-        return read_small_file(self._directory / name)
+        return read_small_file(name, self._fd)
+
+    def file_bytes(self, name: str) -> int:
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
 
     def replace_file(self, name: str, data: bytes) -> None:
         temporary = f"{name}{TEMPORARY_SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._directory / temporary, flags, 0o600)
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
         try:
             with open(fd, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(self._directory / temporary, self._directory / name)
+            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except OSError:
             with contextlib.suppress(OSError):
                 self.unlink(temporary)
             raise
         self.sync_directory()
 
-    def unlink(self, name: str) -> None:
-        os.unlink(self._directory / name)
+    def unlink(self, name: str, fd: int | None = None) -> None:
+        if fd is not None:
+            there = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            if not os.path.samestat(there, os.fstat(fd)):
+                raise FileNotFoundError(errno.ENOENT, "another file has its name", name)
+        os.unlink(name, dir_fd=self._fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def free_bytes(self) -> int:
-        status = os.statvfs(self._directory)
+        status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
     @staticmethod

@@ -32,6 +32,7 @@ from sglang_tiered.errors import (
     StoreFormatError,
     StoreLockedError,
 )
+from sglang_tiered.storage.filesystem import FULL_ERRNOS, sync_names
 from sglang_tiered.storage.region.files import (
     IGNORED_NAMES,
     LOCK_NAME,
@@ -47,6 +48,7 @@ from sglang_tiered.storage.region.format import (
     other_version,
     parse_region_name,
 )
+from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, persist
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +69,9 @@ __all__ = [
 
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S = 0.05
+_MAX_LOCKS = 10
 _RESERVED = 512  # of a process, for sockets, libraries and the other files of its tiers
 
 
@@ -122,7 +126,7 @@ def prepare(path: Path) -> DirectoryState:
         # root passes every permission check and a read-only mount fails none of them.
         _write_manifest(path)
     except OSError as error:
-        if state is DirectoryState.OURS and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if state is DirectoryState.OURS and error.errno in FULL_ERRNOS:
             return state  # a full disk must not keep a server with a good store from starting
         raise StoreError(
             f"{path} is not writable ({error.strerror}); "
@@ -145,11 +149,11 @@ def remove_shards(path: Path, *, keep: Callable[[str], bool], timeout_s: float =
         if not _is_ours(shard) or keep(name):
             continue
         try:
-            with DirectoryLock(shard, timeout_s=timeout_s):
-                for file in shard.iterdir():
-                    if is_shard_file(file.name) and file.name != LOCK_NAME:
-                        file.unlink()
-                (shard / LOCK_NAME).unlink()
+            with DirectoryLock(shard, timeout_s=timeout_s) as lock:
+                for file in os.listdir(lock.directory):
+                    if is_shard_file(file) and file != LOCK_NAME:
+                        os.unlink(file, dir_fd=lock.directory)
+                os.unlink(LOCK_NAME, dir_fd=lock.directory)
             shard.rmdir()
         except StoreLockedError:
             continue
@@ -204,11 +208,16 @@ def _inspect_shard(shard: Path) -> None:
 
 
 def _manifest_version(path: Path) -> int | None:
-    """Return the version a manifest states; ``None`` when it is missing or does not verify."""
+    """Return the version a manifest states; ``None`` when it is missing or does not verify. Raises
+    ``OSError`` for one that cannot be read."""
     try:
         with _reading(path / MANIFEST_NAME) as fd:
-            text = os.read(fd, 256)
-    except OSError:
+            text = persist(lambda: os.read(fd, 256))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in NOT_A_FILE_ERRNOS:
+            raise
         return None
     match = _MANIFEST.fullmatch(text)
     if match is None or xxhash.xxh3_64_hexdigest(match[1]).encode() != match[3]:
@@ -225,7 +234,8 @@ def _write_manifest(path: Path) -> None:
     fd = os.open(temporary, flags, 0o600)
     try:
         try:
-            os.fchmod(fd, 0o600)
+            with contextlib.suppress(PermissionError):  # drvfs and SMB may keep no modes
+                os.fchmod(fd, 0o600)
             if os.write(fd, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(fd)
@@ -236,9 +246,9 @@ def _write_manifest(path: Path) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, _OPEN_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync_names(fd)
     finally:
         os.close(fd)
 
@@ -307,39 +317,56 @@ class DirectoryLock:
     """One process per directory: holds ``path/LOCK`` from construction until ``release``, or until
     the kernel drops it because the process died. Usable as a context manager.
 
-    ``timeout_s`` waits that long for the present holder, such as a server that is shutting down.
-    Raises ``StoreLockedError`` when the time is up and ``StoreError`` when the lock file cannot
-    be made. The file itself stays: unlinking it would let two processes hold different ones.
+    ``directory`` is a descriptor of what is locked, which stays the lock's: the name may come to
+    mean another directory. ``timeout_s`` waits that long for the present holder, such as a server
+    that is shutting down. Raises ``StoreLockedError`` when the time is up and ``StoreError`` when
+    the lock file cannot be made. The file itself stays: unlinking it would let two processes hold
+    different ones.
     """
 
     def __init__(
         self, path: Path, *, timeout_s: float = 0.0, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._path = path
+        self.directory, self._fd = -1, -1
         file = path / LOCK_NAME
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        deadline = time.monotonic() + timeout_s
         try:
-            self._fd: int | None = os.open(file, flags, 0o600)
+            self._open(deadline, sleep)
+        except StoreLockedError:
+            self.release()
+            raise
         except OSError as error:
+            is_open = self._fd >= 0
+            self.release()
+            what, way_out = ("taken", "pass a --tier-dir on a local filesystem")
+            if not is_open:
+                what, way_out = ("opened", "make the directory writable or pass another --tier-dir")
             raise StoreError(
-                f"the lock {file} cannot be opened ({error.strerror}); "
-                "make the directory writable or pass another --tier-dir"
+                f"the lock {file} cannot be {what} ({error.strerror}); {way_out}"
             ) from error
         try:
-            self._acquire(self._fd, time.monotonic() + timeout_s, sleep)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             # The pid only serves the message of others; a full disk must not keep the lock away.
-            if error.errno != errno.ENOSPC:
+            if error.errno not in FULL_ERRNOS:
                 self.release()
                 raise StoreError(
-                    f"the lock {file} cannot be taken ({error.strerror}); "
-                    "pass a --tier-dir on a local filesystem"
+                    f"the lock {file} cannot be written ({error.strerror}); "
+                    "make the directory writable or pass another --tier-dir"
                 ) from error
-        except StoreLockedError:
-            self.release()
-            raise
+
+    def _open(self, deadline: float, sleep: Callable[[float], None]) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        for _ in range(_MAX_LOCKS):
+            self.directory = os.open(self._path, _OPEN_DIRECTORY)
+            self._fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.directory)
+            self._acquire(self._fd, deadline, sleep)
+            if self.is_held():
+                return
+            self.release()  # its last holder removed it; there may be a new one
+        raise OSError(errno.ESTALE, "it is removed again and again")
 
     def _acquire(self, fd: int, deadline: float, sleep: Callable[[float], None]) -> None:
         while True:
@@ -355,12 +382,23 @@ class DirectoryLock:
                     ) from None
             sleep(_POLL_S)
 
+    def is_held(self) -> bool:
+        """Return whether the lock keeps others away: the directory and its ``LOCK`` are those that
+        were locked. Asks the filesystem, on any thread."""
+        try:
+            there = os.stat(LOCK_NAME, dir_fd=self.directory, follow_symlinks=False)
+            return os.path.samestat(there, os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Let the next process in. Idempotent."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        held = self.directory, self._fd
+        self.directory, self._fd = -1, -1
+        for fd in held:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
 
     def __enter__(self) -> DirectoryLock:
         return self

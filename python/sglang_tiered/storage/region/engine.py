@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError
@@ -31,6 +32,7 @@ from sglang_tiered.storage.base import (
     unique_keys,
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
+from sglang_tiered.storage.region.barrier import Barrier
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
 from sglang_tiered.storage.region.format import (
@@ -150,17 +152,19 @@ class RegionEngine(WriteTier):
         for pin in report.pins:
             state.adopt(pin)
         self._first_sequence = report.next_sequence
+        self._has_unread_pins = bool(report.unread_pins)  # which may name what is purged
         device = self._device
         self.notes = Notes(device)
         self._reader = reader = RegionReader(device, health)
         self._reclaimer = reclaimer = Reclaimer(
             directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
         )
+        barrier = Barrier(device, health)
         writer = RegionWriter(
             device,
             health,
             reclaimer,
-            Rescuer(device, health, state, reader),
+            Rescuer(device, health, barrier, state, reader),
             state,
             region_bytes,
             report.next_sequence,
@@ -168,12 +172,15 @@ class RegionEngine(WriteTier):
         )
         purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
         pin_files = PinFiles(directory, state, health, log, device, reclaimer)
+        check_lock = partial(health.check_lock, self._directory_lock.is_held)
         store_worker = StoreWorker(
-            directory, state, health, log, writer, reclaimer, purger, pin_files
+            directory, state, health, log, writer, reclaimer, purger, pin_files, check_lock
         )
         chunk_worker = ChunkWorker(state, health, device)
-        sync_worker = SyncWorker(directory, state, health, log, device, reclaimer, sync_interval_s)
-        load_worker = LoadWorker(directory, state, health, log, reader, reclaimer)
+        sync_worker = SyncWorker(
+            directory, state, health, log, device, barrier, reclaimer, sync_interval_s
+        )
+        load_worker = LoadWorker(directory, state, health, log, reader, reclaimer, check_lock)
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),
@@ -191,10 +198,12 @@ class RegionEngine(WriteTier):
             raise _unusable(self._directory, error) from error
         self._directory_lock = DirectoryLock(self._directory)
         state = self._state
+        self._own_device: FileDevice | None = None
         try:
             if device is None:
                 allow_regions(self._directory, self._capacity_bytes, region_bytes)
-                device = FileDevice(self._directory)
+                lock = self._directory_lock.directory
+                device = self._own_device = FileDevice(self._directory, lock=lock)
             self._device = device
             report = recover(
                 self._device,
@@ -205,10 +214,10 @@ class RegionEngine(WriteTier):
                 num_threads=num_threads,
             )
         except OSError as error:
-            self._directory_lock.release()
+            self._let_go()
             raise _unusable(self._directory, error) from error
         except BaseException:
-            self._directory_lock.release()
+            self._let_go()
             raise
         logger.info("%s recovered: %s", self._directory, report)
         state.any_dirty = any(region.dirty for region in state.regions)
@@ -399,7 +408,8 @@ class RegionEngine(WriteTier):
                 state.stores.appendleft(order)
             state.store_ready.notify()
             jobs = state.jobs.inflight
-        return self._promises.watch(all_true([order.durable, *pins], jobs))
+        unread = [ended(False)] if self._has_unread_pins else []
+        return self._promises.watch(all_true([order.durable, *pins, *unread], jobs))
 
     def forget(self, keys: Iterable[bytes]) -> Future[bool]:
         """Forget single pages as ``begin_purge`` does those of a tenant, under every namespace;
@@ -417,7 +427,8 @@ class RegionEngine(WriteTier):
             state.stores.appendleft(order)
             state.store_ready.notify()
             jobs = state.jobs.inflight
-        return self._promises.watch(all_true([order.durable, *pins], jobs))
+        unread = [ended(False)] if self._has_unread_pins else []
+        return self._promises.watch(all_true([order.durable, *pins, *unread], jobs))
 
     def pin(
         self,
@@ -533,6 +544,11 @@ class RegionEngine(WriteTier):
         for region in state.regions:
             with contextlib.suppress(OSError):
                 self._device.close(region.fd)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._own_device is not None:
+            self._own_device.release()
         self._directory_lock.release()
 
     def check_integrity(self) -> None:
@@ -560,8 +576,9 @@ class RegionEngine(WriteTier):
             return health
         self._log.report(
             "device",
-            "%s fails or hangs; every lookup misses until it works again",
+            "%s cannot be used (%s); every lookup misses until it can",
             self._directory,
+            self._health.diagnosis()[1],
         )
         with state.lock:
             state.shed(Reason.REJECTED, Reason.IO_ERROR)
@@ -575,5 +592,5 @@ def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
 def _unusable(directory: Path, error: OSError) -> StoreError:
     return StoreError(
         f"{directory} cannot be used as a store ({error.strerror}); "
-        "check its permissions and limits or pass another --tier-dir"
+        "check the disk, its permissions and limits, or pass another --tier-dir"
     )

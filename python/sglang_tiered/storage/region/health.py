@@ -22,7 +22,8 @@ _READ_FAILURES_TOLERATED = 2
 
 
 class HealthMonitor:
-    """RUNNING while reads work and nothing hangs; MISS_ONLY otherwise, with automatic retry.
+    """RUNNING while reads work and nothing hangs; MISS_ONLY otherwise, with automatic retry, or for
+    good once what the engine has is no longer its own.
 
     Failed stores pause stores only. Every method is thread-safe and returns at once.
     """
@@ -37,6 +38,7 @@ class HealthMonitor:
         self._device = Backoff()  # guarded by _lock
         self._num_read_failures = 0  # in a row; guarded by _lock
         self._cause = ""  # of the last failure of the device; guarded by _lock
+        self._lost = ""  # why it is not used again; guarded by _lock
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -60,6 +62,8 @@ class HealthMonitor:
     def diagnosis(self) -> tuple[Health, str]:
         """Return the state of now and why; the reason is empty while RUNNING."""
         with self._lock:
+            if self._lost:
+                return Health.MISS_ONLY, self._lost
             now = self._clock()
             waited_s = now - min(self._started.values(), default=now)
             if waited_s > self._io_timeout_s:
@@ -70,7 +74,7 @@ class HealthMonitor:
 
     def accepts_stores(self) -> bool:
         with self._lock:
-            return self._stores.is_over(self._clock())
+            return not self._lost and self._stores.is_over(self._clock())
 
     def store_failed(self) -> None:
         """Pause stores; loads go on."""
@@ -88,6 +92,19 @@ class HealthMonitor:
             # After one incident a single failed retry is enough to back off again.
             if self._num_read_failures > _READ_FAILURES_TOLERATED or self._device.num_failures:
                 self._device.fail(self._clock())
+
+    def check_lock(self, is_held: Callable[[], bool]) -> bool:
+        """Return whether the directory is still the engine's alone, and answer misses from now on
+        where it is not. ``is_held`` asks the filesystem."""
+        try:
+            with self.watch():
+                if is_held():
+                    return True
+        except OSError:
+            return True  # which says nothing about who has it
+        with self._lock:
+            self._lost = "its directory or the lock in it was removed"
+        return False
 
     def fault(self, cause: str) -> None:
         """Answer misses for a while: the engine failed, not the device."""

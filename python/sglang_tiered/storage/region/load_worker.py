@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.base import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
@@ -35,6 +35,7 @@ class LoadWorker:
         log: OnceLog,
         reader: RegionReader,
         reclaimer: Reclaimer,
+        check_lock: Callable[[], bool],
     ) -> None:
         self._directory = directory
         self._state = state
@@ -42,6 +43,7 @@ class LoadWorker:
         self._log = log
         self._reader = reader
         self._reclaimer = reclaimer
+        self._check_lock = check_lock
 
     def run(self) -> None:
         """Load until the store is closed."""
@@ -68,6 +70,9 @@ class LoadWorker:
             self._state.finish_span(span, [reason] * len(span.wanted))
 
     def _load(self, span: LoadSpan) -> None:
+        if not self._check_lock():  # who has it now may have purged the pages
+            self._skip(span, Reason.IO_ERROR)
+            return
         try:
             ticket = span.ticket
             reasons, error = self._reader.read(ticket.namespace, span.wanted, ticket.job.run.meter)
@@ -84,7 +89,7 @@ class LoadWorker:
             self._health.read_failed(error)
             self._log.report(
                 "read",
-                "%s cannot be read (%s); pages that fail are forgotten and computed again",
+                "%s cannot be read (%s); pages that fail are hidden and computed again",
                 self._directory,
                 error,
             )
@@ -98,11 +103,9 @@ class LoadWorker:
         with state.lock:
             for item, reason in zip(span.wanted, reasons, strict=True):
                 if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not region.retired:
-                    state.index.drop(item.key, region.slot, item.offset)
+                    state.hide(item, reason)
                 if reason is Reason.IO_ERROR:
-                    # An unreadable page goes, or a bad sector would fail the same load for ever;
-                    # the pages behind it were not tried again and stay.
-                    break
+                    break  # the pages behind it were not tried again and stay
             if Reason.CORRUPT in reasons:
                 report, region.corruption_reported = not region.corruption_reported, True
             state.finish_span(span, reasons)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.region.device import read_small_file
 from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME, TEMPORARY_SUFFIX
+from sglang_tiered.storage.region.walk import persist
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ class PageSize(NamedTuple):
 def read_note(shard: Path, name: str) -> bytes:
     """Read a note as ``Notes.read`` does, of a shard that need not be open."""
     try:
-        return read_small_file(shard / name)
+        return persist(lambda: read_small_file(shard / name))
     except OSError:
         return b""
 
@@ -49,7 +50,7 @@ class Notes:
     def read(self, name: str) -> bytes:
         """Return what was written last; empty where the note is missing or cannot be read."""
         try:
-            return self._device.read_file(name)
+            return persist(lambda: self._device.read_file(name))
         except OSError:
             return b""
 

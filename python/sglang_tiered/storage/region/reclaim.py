@@ -281,6 +281,9 @@ class Reclaimer:
     def evict(self, victim: Region, besides: bytes | None = None) -> bool | None:
         """Remove a region, and put what is hot or pinned in it, or not of the tenant ``besides``,
         back into the queue of stores; false when its readers keep its space, None when it stays."""
+        with self._state.lock:
+            if self._state.holds_unread(victim):
+                return None
         saved = self._save(victim, besides)
         if saved is None or not self._unlink(victim):
             return None
@@ -292,8 +295,11 @@ class Reclaimer:
             return not region.retired and self._pinned_in(region) > 0
 
     def _may_try(self, region: Region) -> bool:
+        """Return whether a region may be tried. The caller holds the lock."""
         pause = self._stuck.get(region)
-        return pause is None or pause.is_over(self._clock())
+        if pause is not None and not pause.is_over(self._clock()):
+            return False
+        return not self._state.holds_unread(region)
 
     def remove_useless(self) -> None:
         """Give back every region in which a purge left nothing."""
@@ -304,7 +310,9 @@ class Reclaimer:
 
     def _is_useless(self, region: Region) -> bool:
         """Return whether a purge left nothing in the region. The caller holds the lock."""
-        return not region.num_foreign and not self._state.index.num_live(region.slot)
+        if region.num_foreign or self._state.index.num_live(region.slot):
+            return False
+        return not self._state.holds_unread(region)
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved] | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches,
@@ -341,6 +349,11 @@ class Reclaimer:
             reasons, error = self._reader.read(namespace, span)
             good += [w for w, r in zip(span, reasons, strict=True) if r is Reason.OK]
             if error is not None:
+                with state.lock:
+                    if Reason.IO_ERROR in reasons:
+                        state.hide(span[reasons.index(Reason.IO_ERROR)], Reason.IO_ERROR)
+                    if state.holds_unread(victim) or self._pinned_in(victim):
+                        return None
                 break
         by_tenant: dict[bytes, list[Wanted]] = {}
         for item in good:
@@ -359,7 +372,7 @@ class Reclaimer:
         """Unlink a region's file; false when it cannot be removed, which holds up no other."""
         try:
             with self._health.watch(), contextlib.suppress(FileNotFoundError):
-                self._device.unlink(region.name)
+                self._device.unlink(region.name, region.fd)
         except OSError as error:
             self._stuck.setdefault(region, Backoff()).fail(self._clock())
             self._log.report(

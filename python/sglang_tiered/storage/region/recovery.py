@@ -7,21 +7,25 @@ The steps, as in ``README.md``:
 2. Open each region and read its header. A newer format refuses the store; nothing was touched so
    far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
-   in their name; and pins that do not verify.
+   in their name; and pins that do not verify. Leave those that cannot be read where they are.
 4. Remove the oldest regions while the rest exceeds the cap.
 5. Read trailer and footer of each. Where they do not verify, walk the extents from block 1, up to
    the first that does not verify: with their payloads, but for what the checkpoint says was synced.
-6. Seal a walked region as it now is, or remove it when the walk found nothing.
+6. Seal a walked region as it now is, or remove it when the walk found nothing; but for one of which
+   something could not be read, which stays as it is and is not reclaimed.
 7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
    met again points to the later one. Remove a region that was purged altogether.
 
-Damage never raises: it is counted. ``OSError`` means the process may not use its own directory
-(permissions, descriptors), in which case no file was removed for that reason.
+Damage never raises: it is counted. Nor does a region or pin that cannot be read, which is tried
+again by the next start. ``OSError`` means that the store cannot be opened: the process may not use
+its own directory (permissions, descriptors), or the purges or most of the regions cannot be read.
+No file was removed for that reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections import deque
@@ -51,7 +55,13 @@ from sglang_tiered.storage.region.pinning import pins
 from sglang_tiered.storage.region.purging import purges
 from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
-from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS, read_run, walk
+from sglang_tiered.storage.region.walk import (
+    NOT_A_FILE_ERRNOS,
+    UNREADABLE_ERRNOS,
+    persist,
+    read_run,
+    walk,
+)
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
@@ -64,7 +74,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
-    from sglang_tiered.storage.region.pinning.pins import Pin
+    from sglang_tiered.storage.region.pinning.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
 __all__ = ["LateProgress", "RecoveryReport", "recover"]
@@ -84,12 +94,14 @@ class RecoveryReport:
     num_damaged: int = 0  # removed: header did not verify
     num_outdated: int = 0  # removed: an older format
     num_over_cap: int = 0  # removed: the cap is lower than it was
+    num_unread: int = 0  # kept, in part or whole unread: the device fails
     num_pages: int = 0
     num_foreign_pages: int = 0  # of other namespaces: kept, not indexed
     num_purged_pages: int = 0  # dead: kept until reclaimed, not indexed
     bytes_written: int = 0
     purges: Purges = field(default_factory=Purges, repr=False)
     pins: list[Pin] = field(default_factory=list, repr=False)
+    unread_pins: list[str] = field(default_factory=list, repr=False)
 
 
 @dataclass(slots=True)
@@ -99,6 +111,7 @@ class _Found:
     region: Region
     contents: Contents | None = None
     is_walked: bool = False  # its footer did not verify
+    error: OSError | None = None  # of what could not be read
 
 
 def recover(
@@ -128,6 +141,7 @@ class _Recovery:
     report: RecoveryReport = field(default_factory=RecoveryReport)
     found: list[_Found] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
+    unread: dict[int, OSError] = field(default_factory=dict)  # sequences of files to leave alone
     has_durable_names: bool = False
 
     def run(
@@ -142,7 +156,7 @@ class _Recovery:
         known = checkpoint.read(device)
         report.purges = purges.read(device)
         found_pins = pins.read_all(device, names)
-        report.pins = found_pins.pins
+        report.pins, report.unread_pins = found_pins.pins, found_pins.unread
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
         with (
             LateProgress(2 * len(sequences)) as progress,
@@ -157,24 +171,26 @@ class _Recovery:
                 if entry is not None:
                     item.region.durable_tail = entry.durable_tail
             # 3
+            self._set_unread_aside(capacity_bytes, regions)
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
-            for name in found_pins.newer:
-                logger.warning("%s is a pin of a newer version: its pages are not kept", name)
-            for name in found_pins.damaged:
-                logger.warning("%s is damaged and removed: what it pinned is not kept", name)
+            self._tell_of_pins(found_pins)
             for name in (*found_pins.damaged, *found_pins.unfinished):
                 _unlink(device, name)
             # 4
-            self._shrink(capacity_bytes)
+            self._shrink(capacity_bytes - regions.physical_bytes)
             pages = _Pages(index)
             for item in self._read_ahead(pool):  # 5
                 report.num_walked += item.is_walked
-                if item.contents is None:
+                if item.error is not None:
+                    self._keep(item, item.error)
+                elif item.contents is None:
                     self._remove(item)
                     continue
-                if item.is_walked:
+                elif item.is_walked:
                     self._seal(item, item.contents)  # 6
+                if item.contents is None:
+                    item.contents = Contents.of([])
                 self._index(item, item.contents, namespace, regions, pages)  # 7
                 item.contents = None  # those of all together may take as much as the index
                 progress.advance()
@@ -182,6 +198,16 @@ class _Recovery:
         self._settle_purges()
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
+
+    def _tell_of_pins(self, found: FoundPins) -> None:
+        for name in found.newer:
+            logger.warning("%s is a pin of a newer version: its pages are not kept", name)
+        for name in found.damaged:
+            logger.warning("%s is damaged and removed: what it pinned is not kept", name)
+        for name in found.unread:
+            logger.warning(
+                "%s cannot be read: what it pins is not kept until a start can read it", name
+            )
 
     def _next_purged_sequence(self) -> int:
         known = self.report.purges
@@ -212,18 +238,28 @@ class _Recovery:
         """Open a region file and read its header. Several threads at once."""
         device, name = self.device, region_name(sequence)
         try:
-            fd = device.open(name)
+            fd = persist(lambda: device.open(name))
         except FileNotFoundError:
             return
         except OSError as error:
-            if error.errno not in DAMAGE_ERRNOS:
+            if error.errno in NOT_A_FILE_ERRNOS:
+                self._discard(sequence)
+            elif error.errno in UNREADABLE_ERRNOS:
+                self.unread[sequence] = error
+            else:
                 raise
-            self._discard(sequence)
             return
         item = None
         try:
             block = aligned_buffer(BLOCK_BYTES)
-            if not read_run(device, fd, block, 0):
+            try:
+                is_whole = read_run(device, fd, block, 0)
+            except OSError as error:
+                if error.errno not in UNREADABLE_ERRNOS:
+                    raise
+                self.unread[sequence] = error
+                return
+            if not is_whole:
                 self._discard(sequence)
                 return
             version = other_version(block)
@@ -251,9 +287,34 @@ class _Recovery:
         else:
             self.report.num_damaged += 1
 
+    def _set_unread_aside(self, capacity_bytes: int, regions: RegionTable) -> None:
+        """Take no room twice: a file that is left where it is counts. Raises ``OSError`` where
+        too little would be left for a store."""
+        for sequence, error in sorted(self.unread.items()):
+            name = region_name(sequence)
+            try:
+                nbytes = self.device.file_bytes(name)
+            except OSError:
+                nbytes = 0
+            regions.set_aside(nbytes)
+            _warn_unread(name, error)
+        self.report.num_unread = len(self.unread)
+        if 2 * regions.physical_bytes > capacity_bytes:
+            raise OSError(
+                errno.EIO,
+                f"{len(self.unread)} of its region files cannot be read, and take "
+                f"{regions.physical_bytes} of the {capacity_bytes} bytes it may take; remove them "
+                "if the disk has lost them",
+            )
+
+    def _keep(self, item: _Found, error: OSError) -> None:
+        item.region.kept = True
+        self.report.num_unread += 1
+        _warn_unread(item.region.name, error)
+
     def _shrink(self, capacity_bytes: int) -> None:
         excess = sum(item.region.nbytes for item in self.found) - capacity_bytes
-        while excess > 0:
+        while excess > 0 and self.found:
             item = self.found.pop(0)
             _close(self.device, item.region)
             _unlink(self.device, item.region.name)
@@ -274,12 +335,18 @@ class _Recovery:
         """Read the footer of a region, or find its extents without one. Several threads at
         once."""
         region = item.region
-        item.contents = _read_footer(self.device, region)
+        try:
+            item.contents = _read_footer(self.device, region)
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRNOS:
+                raise
+            item.error = error
         if item.contents is not None:
             return
         # The checkpoint speaks of the file as we left it, not of one that was cut since.
         intact = self.device.is_intact(region.fd, region.nbytes)
-        extents = walk(self.device, region, region.durable_tail if intact else 0)
+        extents, failure = walk(self.device, region, region.durable_tail if intact else 0)
+        item.error = item.error or failure
         item.is_walked = True
         if extents:
             region.tail = extents[-1].end
@@ -289,14 +356,19 @@ class _Recovery:
         region = item.region
         try:
             self.report.bytes_written += write_footer(self.device, region, contents)
+        except OSError as error:
+            # The pages are served all the same; the next recovery walks the region again.
+            logger.warning("%s could not be sealed (%s); it stays unsealed", region.name, error)
+            return
+        try:
             self.device.sync(region.fd)
             if not self.has_durable_names:  # none comes while we recover
                 self.device.sync_directory()
                 self.has_durable_names = True
             region.durable_tail = region.tail
         except OSError as error:
-            # The pages are served all the same; the next recovery walks the region again.
-            logger.warning("%s could not be sealed (%s); it stays unsealed", region.name, error)
+            region.suspect = True
+            logger.warning("%s could not be synced (%s)", region.name, error)
 
     def _index(
         self,
@@ -311,7 +383,7 @@ class _Recovery:
         purged = self.report.purges
         alive = ~purged.dead_pages(region.sequence, contents)
         self.report.num_purged_pages += int((~alive).sum())
-        if not alive.any():
+        if not alive.any() and not region.kept:
             self._remove(item)
             return
         regions.reserve(region.nbytes)
@@ -400,6 +472,15 @@ def _read_footer(device: Device, region: Region) -> Contents | None:
 def _close(device: Device, region: Region) -> None:
     with contextlib.suppress(OSError):
         device.close(region.fd)
+
+
+def _warn_unread(name: str, error: OSError) -> None:
+    logger.warning(
+        "%s cannot be read (%s): it is kept, takes its room, and is read again by the next start; "
+        "remove it if the disk has lost it",
+        name,
+        error.strerror or error,
+    )
 
 
 def _unlink(device: Device, name: str) -> None:

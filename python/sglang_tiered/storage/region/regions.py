@@ -42,6 +42,8 @@ class Region:
     corruption_reported: bool = False
     num_foreign: int = 0  # pages that no lookup finds now, but another namespace may later
     tenant_bytes: dict[bytes, int] = field(default_factory=dict)  # payload placed, with padding
+    unread: set[bytes] = field(default_factory=set)  # pinned pages whose read failed; hidden
+    kept: bool = False  # not all of it could be read when it was opened: it does not go
 
     @property
     def name(self) -> str:
@@ -52,8 +54,8 @@ class RegionTable:
     """The regions that exist, and the bytes they take on the disk.
 
     ``physical_bytes`` also counts room reserved for a region about to be created, files left over
-    from failed attempts, and regions already unlinked that a thread still holds open: the disk has
-    not got those back yet.
+    from failed attempts, files that cannot be read, and regions already unlinked that a thread
+    still holds open: the disk has not got those back yet.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class RegionTable:
         self.physical_bytes = 0
         self.retiring_bytes = 0
         self.leftovers: dict[str, int] = {}  # files that could not be removed yet, with their bytes
+        self.aside_bytes = 0  # of files that cannot be read: neither served nor removed
         self.tenant_bytes: Counter[bytes] = Counter()  # the regions' together
 
     def __iter__(self) -> Iterator[Region]:
@@ -102,6 +105,11 @@ class RegionTable:
     def unreserve(self, nbytes: int) -> None:
         self.physical_bytes -= nbytes
 
+    def set_aside(self, nbytes: int) -> None:
+        """Count a file that takes room and is no region of the table."""
+        self.aside_bytes += nbytes
+        self.physical_bytes += nbytes
+
     def pin(self, region: Region) -> None:
         """Keep the region's descriptor open until the matching ``unpin``."""
         assert not region.retired, f"{region.name} is retired"
@@ -130,6 +138,7 @@ class RegionTable:
 
     def check_integrity(self, *, idle: bool) -> None:
         taken = sum(region.nbytes for region in self) + sum(self.leftovers.values())
+        taken += self.aside_bytes
         assert self.physical_bytes >= taken + self.retiring_bytes, (
             f"physical {self.physical_bytes} < regions {taken} + retiring {self.retiring_bytes}"
         )

@@ -103,8 +103,10 @@ class StoreState:
         """Empty the index; stores under way finish, but their pages stay invisible. ``keep``: the
         namespace may be opened again, so its pages are of use."""
         self.generation += 1
-        for region in self.regions if keep else ():
-            region.num_foreign += self.index.num_live(region.slot)
+        for region in self.regions:
+            region.unread.clear()
+            if keep:
+                region.num_foreign += self.index.num_live(region.slot)
         self.index.clear()
         self.pending.clear()
 
@@ -140,6 +142,21 @@ class StoreState:
                 self._finish_if_settled(ticket)
         for key in gone:
             del self.pending[key]
+
+    def hide(self, item: Wanted, reason: Reason) -> None:
+        """Hide a page that could not be loaded, or a bad sector would fail the same load for ever.
+        An error is no damage, though: where a pin wants the page, its region is to stay."""
+        self.index.drop(item.key, item.region.slot, item.offset)
+        if reason is Reason.IO_ERROR:
+            item.region.unread.update(self.pins.wanted([item.key]))
+
+    def holds_unread(self, region: Region) -> bool:
+        """Return whether a region holds what may be the only copy of a page that a pin wants, and
+        cannot be read now."""
+        if region.kept or not region.unread:
+            return region.kept
+        wanted = self.pins.wanted(list(region.unread))
+        return bool(wanted) and bool((self.index.find(key_words(wanted)) < 0).any())
 
     # ---- Pins ----
 

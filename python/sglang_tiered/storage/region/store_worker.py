@@ -19,6 +19,7 @@ from sglang_tiered.storage.region.writer import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
@@ -52,6 +53,7 @@ class StoreWorker:
         reclaimer: Reclaimer,
         purger: Purger,
         pin_files: PinFiles,
+        check_lock: Callable[[], bool],
     ) -> None:
         self._directory = directory
         self._state = state
@@ -61,6 +63,7 @@ class StoreWorker:
         self._reclaimer = reclaimer
         self._purger = purger
         self._pin_files = pin_files
+        self._check_lock = check_lock
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -120,9 +123,10 @@ class StoreWorker:
             orders = list(state.pin_orders)
             state.pin_orders.clear()
         try:
-            if expired:
+            is_ours = self._check_lock()
+            if expired and is_ours:
                 self._pin_files.settle(expired)
-            while orders:
+            while orders and is_ours:
                 keep(orders[0].durable, self._pin_files.settle(orders[0].names))
                 del orders[0]
         except Exception:
@@ -142,12 +146,13 @@ class StoreWorker:
 
     def _place(self) -> None:
         state = self._state
+        is_ours = self._check_lock()
         with state.lock:
             head = state.stores[0] if state.stores else None
             if not isinstance(head, StoreTicket):
                 return
             reason = None
-            if not self._health.accepts_stores():
+            if not self._health.accepts_stores() or not is_ours:
                 reason = Reason.REJECTED
             elif head.job.cancelled:
                 reason = Reason.CANCELLED
@@ -315,6 +320,8 @@ class StoreWorker:
         bound = self._writer.log_end()
         durable = False
         try:
+            if not self._check_lock():
+                return
             if order.keys:
                 keys = list(dict.fromkeys(key for each in orders for key in each.keys))
                 durable = self._purger.forget(keys, bound)

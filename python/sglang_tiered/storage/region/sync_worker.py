@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
+    from sglang_tiered.storage.region.barrier import Barrier
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -45,6 +46,7 @@ class SyncWorker:
         health: HealthMonitor,
         log: OnceLog,
         device: Device,
+        barrier: Barrier,
         reclaimer: Reclaimer,
         interval_s: float,
     ) -> None:
@@ -53,6 +55,7 @@ class SyncWorker:
         self._health = health
         self._log = log
         self._device = device
+        self._barrier = barrier
         self._reclaimer = reclaimer
         self._interval_s = interval_s
         self._checkpoint_at = time.monotonic() + _CHECKPOINT_INTERVAL_S
@@ -72,7 +75,7 @@ class SyncWorker:
             state.to_seal.clear()
             orders, state.syncs = state.syncs, []
             dirty = [region for region in state.regions if region.dirty] if due else []
-            tails = {region: region.published_tail for region in dirty}
+            tails = {region: region.published_tail for region in dirty if not region.suspect}
             state.any_dirty = state.any_dirty and not due
             state.syncing = True
             for region in dirty:
@@ -138,17 +141,25 @@ class SyncWorker:
         """Sync the regions and their names; true when all that is published is durable now."""
         state = self._state
         failure: OSError | None = None
+        synced = []
         for region in tails:
-            failure = self._sync(region) or failure
+            try:
+                self._barrier.sync(region)
+                synced.append(region)
+            except OSError as error:
+                failure = error
+        names_synced = True
         if tails:
-            failure = self._sync_names() or failure
+            try:
+                self._barrier.sync_names(synced)
+            except OSError as error:
+                failure, names_synced = error, False
         with state.lock:
-            for region, tail in tails.items():
-                if failure is None:
-                    region.durable_tail = max(region.durable_tail, tail)
+            for region in synced:
+                if names_synced:
+                    region.durable_tail = max(region.durable_tail, tails[region])
                 elif not region.suspect:
                     region.dirty = state.any_dirty = True
-            # After a failed fsync the next one succeeds, and what the first lost stays lost.
             any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
         if failure is not None:
             # Stores go on: what cannot be written says so itself, and a page that is not durable
@@ -182,23 +193,6 @@ class SyncWorker:
             region.extents = []
             region.dirty = self._state.any_dirty = True
             self._state.bytes_written += written
-
-    def _sync(self, region: Region) -> OSError | None:
-        try:
-            with self._health.watch():
-                self._device.sync(region.fd)
-        except OSError as error:
-            region.suspect = True
-            return error
-        return None
-
-    def _sync_names(self) -> OSError | None:
-        try:
-            with self._health.watch():
-                self._device.sync_directory()
-        except OSError as error:
-            return error
-        return None
 
     def _unpin(self, region: Region) -> None:
         with self._state.lock:

@@ -1,9 +1,13 @@
-"""Finds the extents of a region that has no valid footer, and reads bytes that may be damaged."""
+"""Finds the extents of a region that has no valid footer, and reads what may not be readable.
+
+A read that fails says nothing about the bytes: it is tried again, and what still cannot be read is
+kept as it is. Only what was read and does not verify is damaged.
+"""
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
@@ -17,42 +21,62 @@ from sglang_tiered.storage.region.format import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["DAMAGE_ERRNOS", "read_run", "walk"]
+__all__ = ["NOT_A_FILE_ERRNOS", "UNREADABLE_ERRNOS", "persist", "read_run", "walk"]
 
 _WINDOW_BYTES = 4 << 20
 
-# Errors that say "these bytes are lost". Any other, such as too many open files, says something
-# about this process, and must not cost the user his data.
-DAMAGE_ERRNOS = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA, errno.EBADMSG)
+_NUM_TRIES = 3
+_T = TypeVar("_T")
+
+# What bears one of our names is no file of ours, and never was.
+NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
+# Errors of the device, which concern one file. Any other, such as too many open files, says
+# something about this process or the whole directory.
+UNREADABLE_ERRNOS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+
+
+def persist(read: Callable[[], _T]) -> _T:
+    """Return what ``read`` does, which is tried again where the device fails. Raises
+    ``OSError``."""
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRNOS:
+                raise
+    return read()
 
 
 def read_run(device: Device, fd: int, buffer: memoryview, offset: int) -> bool:
-    """Fill the buffer; false where the bytes are damaged, missing or cannot be had."""
-    try:
-        return device.readv(fd, [buffer], offset) == buffer.nbytes
-    except OSError as error:
-        if error.errno in DAMAGE_ERRNOS:
-            return False
-        raise
+    """Fill the buffer; false where the file ends before. Raises ``OSError`` for what cannot be
+    read, however often it is tried."""
+    return persist(lambda: device.readv(fd, [buffer], offset)) == buffer.nbytes
 
 
-def walk(device: Device, region: Region, durable_tail: int) -> list[Extent]:
-    """Return the extents that verify, from block 1 to the first that does not. Payloads before
-    ``durable_tail`` are known to have been on the device and are not read: every load verifies its
-    page anyway."""
+def walk(device: Device, region: Region, durable_tail: int) -> tuple[list[Extent], OSError | None]:
+    """Return the extents that verify, from block 1 to the first that does not; with an error, to
+    the first that cannot be read. Payloads before ``durable_tail`` are known to have been on the
+    device and are not read: every load verifies its page anyway."""
     extents: list[Extent] = []
     tail = BLOCK_BYTES
     header = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
     window = aligned_buffer(_WINDOW_BYTES)
     while True:
-        extent = _read_extent_header(device, region, tail, len(extents), header)
-        if extent is None or not (
-            extent.end <= durable_tail or _payload_verifies(device, region, extent, window)
-        ):
-            return extents
+        try:
+            extent = _read_extent_header(device, region, tail, len(extents), header)
+            if extent is None or not (
+                extent.end <= durable_tail or _payload_verifies(device, region, extent, window)
+            ):
+                return extents, None
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRNOS:
+                raise
+            return extents, error
         extents.append(extent)
         tail = extent.end
 

@@ -153,10 +153,9 @@ class RegionWriter:
         try:
             self._rescuer.copy(victim, region)
         except OSError:
-            self._num_failures += 1
+            self.roll()
             raise
-        finally:
-            self._num_pages = sum(len(extent.pages) for extent in region.extents)
+        self._num_pages = sum(len(extent.pages) for extent in region.extents)
         return not self._reclaimer.has_pinned(victim)
 
     def take(self) -> list[Part]:

@@ -155,6 +155,11 @@ def _read(target: Target, entry: _Entry) -> bytes | None:
         try:
             if not read_run(reader.device, fd, buffer, entry.offset):
                 return None
+        except OSError as error:
+            raise StoreError(
+                f"the page at {entry.offset} of region {entry.region} of {shard.path} cannot be "
+                f"read ({error.strerror}); check the disk"
+            ) from error
         finally:
             reader.device.close(fd)
     page = buffer[: entry.length]

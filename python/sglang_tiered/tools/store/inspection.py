@@ -35,7 +35,7 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.walk import read_run
+from sglang_tiered.storage.region.walk import UNREADABLE_ERRNOS, read_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -367,7 +367,12 @@ class _Inspection:
         return buffer if self._fill(buffer, offset) else None
 
     def _fill(self, buffer: memoryview, offset: int) -> bool:
-        filled = read_run(self._device, self._fd, buffer, offset)
+        try:
+            filled = read_run(self._device, self._fd, buffer, offset)
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRNOS:
+                raise
+            filled = False
         if filled:
             self._advance(buffer.nbytes)
         return filled

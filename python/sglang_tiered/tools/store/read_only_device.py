@@ -105,7 +105,10 @@ class ReadOnlyDevice(Device):
     def replace_file(self, name: str, data: bytes) -> None:
         _refuse()
 
-    def unlink(self, name: str) -> None:
+    def file_bytes(self, name: str) -> int:
+        return self.status(name).st_size
+
+    def unlink(self, name: str, fd: int | None = None) -> None:
         _refuse()
 
 

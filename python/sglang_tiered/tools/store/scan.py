@@ -71,8 +71,13 @@ class ShardReader:
             self.purges = purges.read(self.device)
             self.names = sorted(self.device.list_names())
             self.pins = pins.read_all(self.device, self.names)
-        except BaseException:
+        except BaseException as error:
             self.device.release()
+            if isinstance(error, OSError):
+                raise StoreError(
+                    f"{shard.path} cannot be read ({error.strerror}); check the disk and its "
+                    "permissions"
+                ) from error
             raise
         self.regions = [name for name in self.names if parse_region_name(name) is not None]
         self._newest = self.regions[-1] if self.regions else ""

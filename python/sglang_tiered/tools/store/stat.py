@@ -125,6 +125,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
             "pages": len({key for pin in pins.pins for key in pin.keys}),
             "damaged": len(pins.damaged),
             "newer": len(pins.newer),
+            "unread": len(pins.unread),
         },
         **{
             field + "s": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -137,10 +137,10 @@ def test_filesystem_without_fallocate(
 def test_refused_direct_io_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
-    def refuse(path: object, flags: int, mode: int = 0o777) -> int:
+    def refuse(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "refused")
-        return real(path, flags, mode)  # type: ignore[call-overload, no-any-return]
+        return real(path, flags, *arguments, **named)
 
     monkeypatch.setattr(device_module.os, "open", refuse)
     device = FileDevice(tmp_path)

@@ -218,6 +218,27 @@ def test_a_full_disk_still_opens_a_good_store(store: Path, monkeypatch: pytest.M
     assert prepare(store) is DirectoryState.OURS
 
 
+@pytest.mark.parametrize(("times", "opens"), [(2, True), (3, False)])
+def test_an_unread_manifest_is_not_missing(
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: int, opens: bool
+) -> None:
+    """It may be of a newer version; a read that fails is tried again, and then refuses."""
+    real, left = os.read, [times]
+
+    def read(fd: int, nbytes: int) -> bytes:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, nbytes)
+
+    monkeypatch.setattr(directory_module.os, "read", read)
+    if opens:
+        assert inspect(store) is DirectoryState.OURS
+    else:
+        with pytest.raises(StoreError, match=r"cannot be read \(Input/output error\)"):
+            inspect(store)
+
+
 def test_parent_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="another --tier-dir"):

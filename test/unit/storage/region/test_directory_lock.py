@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sglang_tiered.errors import StoreError, StoreLockedError
+from sglang_tiered.storage.region import directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
 
@@ -60,3 +62,29 @@ def test_symlinked_lock_file_is_refused(tmp_path: Path) -> None:
 def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot be opened \(No such file"):
         DirectoryLock(tmp_path / "absent")
+
+
+def test_a_lock_that_was_removed_is_not_taken(tmp_path: Path) -> None:
+    """Its last holder removes it and goes: who waited must not lock what nobody else can find."""
+    first = DirectoryLock(tmp_path)
+
+    def nap(_: float) -> None:
+        (tmp_path / LOCK_NAME).unlink()
+        first.release()
+
+    with DirectoryLock(tmp_path, timeout_s=60.0, sleep=nap) as second:
+        assert second.is_held()
+        with pytest.raises(StoreLockedError):
+            DirectoryLock(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_keeps_no_lock_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(directory.os, "pwrite", refuse)
+    with DirectoryLock(tmp_path) as lock:
+        assert lock.is_held()

@@ -90,11 +90,13 @@ def test_errors_of_this_process_cost_no_data(directory: Path, code: int) -> None
     assert run_recovery(directory).num_pages == 9
 
 
-def test_unreadable_header_is_damage(directory: Path) -> None:
-    device = FaultyDevice(FileDevice(directory), [Fault(0, "readv", error=errno.EIO)])
+def test_unreadable_header_is_no_damage(directory: Path) -> None:
+    device = FaultyDevice(FileDevice(directory), [Fault(0, "readv", times=3, error=errno.EIO)])
     regions, index = RegionTable(), PageIndex()
     report = recover(device, NAMESPACE, CAPACITY, regions, index)
-    assert (report.num_damaged, report.num_pages) == (1, 6)
+    assert (report.num_damaged, report.num_unread, report.num_pages) == (0, 1, 6)
+    assert len(list(directory.glob("*.kv"))) == 3
+    assert regions.aside_bytes == REGION
     for region in regions:
         device.close(region.fd)
 

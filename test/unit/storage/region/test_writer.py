@@ -294,10 +294,10 @@ class StickyDevice(FaultyDevice):
         super().__init__(FileDevice(directory))
         self.sticky = {*names}
 
-    def unlink(self, name: str) -> None:
+    def unlink(self, name: str, fd: int | None = None) -> None:
         if name in self.sticky:
             self.faults = [Fault(self.calls.count("unlink"), "unlink", error=errno.EPERM)]
-        super().unlink(name)
+        super().unlink(name, fd)
 
 
 def test_an_irremovable_region_does_not_wedge_reclaim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -18,7 +19,7 @@ from sglang_tiered.storage.base import (
     unique_keys,
 )
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
-from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
+from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -127,23 +128,27 @@ class FoundPins(NamedTuple):
     damaged: list[str]
     newer: list[str]  # that verify, but are of a later version: left alone
     unfinished: list[str]
+    unread: list[str]  # that cannot be read: left alone
 
 
 def read_all(device: Device, names: Iterable[str]) -> FoundPins:
     """Read the pins among files of these names. Raises ``OSError`` for conditions of this
     process."""
-    found = FoundPins([], [], [], [])
+    found = FoundPins([], [], [], [], [])
     for name in sorted(names):
         if name.endswith(TEMPORARY_SUFFIX) and is_pin_name(name.removesuffix(TEMPORARY_SUFFIX)):
             found.unfinished.append(name)
         if not is_pin_name(name):
             continue
         try:
-            data = device.read_file(name)
+            data = persist(functools.partial(device.read_file, name))
         except FileNotFoundError:
             continue  # unpinned, beside a tool that looks
         except OSError as error:
-            if error.errno not in DAMAGE_ERRNOS:
+            if error.errno in UNREADABLE_ERRNOS:
+                found.unread.append(name)
+                continue
+            if error.errno not in NOT_A_FILE_ERRNOS:
                 raise
             data = b""
         pin, body = unpack(data), _verified(data)

@@ -1,7 +1,7 @@
 """Writes the pinned pages of a region again before it goes. On the writer thread.
 
-They are in the log twice, durably, before the region's file is unlinked: whenever the process dies
-or the power goes, one copy is found.
+The new copy is found only once it is durable, and the region's file goes only then: whenever the
+process dies, a sync fails or the power goes, one copy is found.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from sglang_tiered.storage.region.reader import Wanted, plan_spans
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
+    from sglang_tiered.storage.region.barrier import Barrier
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
@@ -39,111 +43,114 @@ __all__ = ["Rescuer"]
 _MAX_BYTES = 8 << 20  # in memory at once, as an extent of stores
 
 
-class _Batch(NamedTuple):
-    """Pinned pages of one tenant that fit the region they go to as one extent."""
+class _Copy(NamedTuple):
+    """Pages that lie in an extent of the region they go to, and are not found there yet."""
 
-    wanted: list[Wanted]
-    tenant: bytes
-    namespace: bytes
-    generation: int
+    keys: list[bytes]
+    extent: Extent
 
 
 class Rescuer:
     """Copies pinned pages from a region that is about to go to the end of the log."""
 
     def __init__(
-        self, device: Device, health: HealthMonitor, state: StoreState, reader: RegionReader
+        self,
+        device: Device,
+        health: HealthMonitor,
+        barrier: Barrier,
+        state: StoreState,
+        reader: RegionReader,
     ) -> None:
         self._device = device
         self._health = health
+        self._barrier = barrier
         self._state = state
         self._reader = reader
 
     def copy(self, victim: Region, region: Region) -> None:
         """Copy as many as fit behind the extents of ``region``, which has none under way; they are
-        durable on return, and found in their new place. A page that cannot be read any more is
-        forgotten. Raises ``OSError`` when the device fails: nothing is lost."""
-        copied = False
-        while True:
-            with self._state.lock:
-                batch = self._next(victim, region)
-            if batch is None:
-                break
-            good = self._read(batch)
-            if good:
-                self._write(batch, good, victim, region)
-                copied = True
-        if not copied:
+        durable, and found in their new place, on return. A page that does not verify any more is
+        forgotten; one whose read fails keeps its region. Raises ``OSError`` when the device fails:
+        nothing has moved then, and ``region`` takes no more, for bytes lie behind its tail."""
+        state = self._state
+        with state.lock:
+            rows = state.index.pinned_rows(victim.slot)
+            pages = _pages_of(state.index, rows, victim)
+            namespace, generation = state.namespace, state.generation
+        copies: list[_Copy] = []
+        for tenant, wanted in pages.items():
+            while wanted:
+                batch = self._leading(wanted, region, [copy.extent for copy in copies])
+                if not batch:
+                    break
+                del wanted[: len(batch)]
+                good = self._read(namespace, batch)
+                if good:
+                    tail = copies[-1].extent.end if copies else region.tail
+                    table = page_table((item.key, item.length, item.checksum) for item in good)
+                    extent = Extent(tail, namespace, table, tenant)
+                    self._write(extent, good, region, len(region.extents) + len(copies))
+                    copies.append(_Copy([item.key for item in good], extent))
+        if not copies:
             return
-        try:
-            with self._health.watch():
-                self._device.sync(region.fd)
-        except OSError:
-            region.suspect = True
-            raise
-        with self._health.watch():
-            self._device.sync_directory()
-        with self._state.lock:
+        self._barrier.sync(region)
+        self._barrier.sync_names([region])
+        with state.lock:
+            for copy in copies:
+                self._publish(copy, victim, region, is_of_now=generation == state.generation)
             region.durable_tail = max(region.durable_tail, region.tail)
 
-    def _next(self, victim: Region, region: Region) -> _Batch | None:
-        """Return what to copy next; None when nothing is left or fits. The caller holds the
-        lock."""
-        state, index = self._state, self._state.index
-        rows = index.pinned_rows(victim.slot)
-        if not rows.size:
-            return None
-        tenants = index.tenants_of(rows)
-        of_one = np.flatnonzero([tenant == tenants[0] for tenant in tenants])
-        rows = rows[of_one[:MAX_EXTENT_PAGES]]
-        keys, places = index.keys(rows), index.places(rows)
-        num_extents = len(region.extents) + 1
-        num_pages = sum(len(extent.pages) for extent in region.extents)
+    def _leading(
+        self, wanted: Sequence[Wanted], region: Region, placed: Sequence[Extent]
+    ) -> list[Wanted]:
+        """Return the first of these that fit the region as one extent behind those ``placed``, in
+        memory of their own."""
+        num_extents = len(region.extents) + len(placed) + 1
+        num_pages = sum(len(extent.pages) for extent in (*region.extents, *placed))
+        tail = placed[-1].end if placed else region.tail
         payload = count = 0
-        for length in places.lengths:
-            size = payload + padded(length)
-            end = region.tail + extent_header_bytes(count + 1) + size
+        for item in wanted[:MAX_EXTENT_PAGES]:
+            size = payload + padded(item.length)
+            end = tail + extent_header_bytes(count + 1) + size
             fits = fits_region(region.nbytes, end, num_extents, num_pages + count + 1)
             if not fits or (count and size > _MAX_BYTES):
                 break
             payload, count = size, count + 1
         if not count:
-            return None
+            return []
         memory = aligned_buffer(payload)
-        wanted, start = [], 0
-        for i in range(count):
-            length = places.lengths[i]
-            page = (memory[start : start + length],)
-            start += padded(length)
-            at = places.offsets[i], length, places.checksums[i]
-            wanted.append(Wanted(i, keys[i], victim, *at, page))
-        return _Batch(wanted, tenants[0], state.namespace, state.generation)
+        batch, start = [], 0
+        for item in wanted[:count]:
+            batch.append(item._replace(page=(memory[start : start + item.length],)))
+            start += padded(item.length)
+        return batch
 
-    def _read(self, batch: _Batch) -> list[Wanted]:
-        """Return the pages that verify; the others are forgotten."""
+    def _read(self, namespace: bytes, batch: Sequence[Wanted]) -> list[Wanted]:
+        """Return the pages that verify; the others are hidden."""
         good: list[Wanted] = []
-        for span in plan_spans(batch.wanted):
+        left = list(batch)
+        while left:
+            span = plan_spans(left)[0]
             if self._health.state() is not Health.RUNNING:
                 raise OSError(errno.EIO, "pinned pages cannot be read")
-            reasons, error = self._reader.read(batch.namespace, span)
+            reasons, error = self._reader.read(namespace, span)
             if error is not None:
                 self._health.read_failed(error)
+            num_done = 0
             with self._state.lock:
                 for item, reason in zip(span, reasons, strict=True):
+                    num_done += 1
                     if reason is Reason.OK:
                         good.append(item)
                         continue
-                    region = item.region
-                    self._state.index.drop(item.key, region.slot, item.offset)
+                    self._state.hide(item, reason)
                     if reason is Reason.IO_ERROR:
-                        break  # those behind it were not tried again, and will be
+                        break  # those behind it were not tried again, and are now
+            del left[:num_done]
         return good
 
-    def _write(self, batch: _Batch, good: Sequence[Wanted], victim: Region, region: Region) -> None:
-        state = self._state
-        table = page_table((item.key, item.length, item.checksum) for item in good)
-        extent = Extent(region.tail, batch.namespace, table, batch.tenant)
-        packed = pack_extent_header(extent, region.nonce, len(region.extents))
+    def _write(self, extent: Extent, good: Sequence[Wanted], region: Region, ordinal: int) -> None:
+        packed = pack_extent_header(extent, region.nonce, ordinal)
         data = aligned_buffer(len(packed) + extent.payload_bytes)
         data[: len(packed)] = packed
         start = len(packed)
@@ -152,26 +159,40 @@ class Rescuer:
             start += padded(item.length)
         with self._health.watch():
             written = self._device.writev(region.fd, [data], extent.offset)
+        with self._state.lock:
+            self._state.bytes_written += written
         if written != data.nbytes:
             raise OSError(errno.EIO, f"short write, {written} of {data.nbytes} bytes")
-        keys = [item.key for item in good]
-        with state.lock:
-            region.extents.append(extent)
-            region.tail = region.published_tail = extent.end
-            region.dirty = state.any_dirty = True
-            state.sync_ready.notify()
-            state.regions.charge(region, extent.tenant, extent.payload_bytes)
-            state.bytes_written += written
-            state.num_pages_reinserted += len(good)
-            state.bytes_reinserted += sum(item.length for item in good)
-            if batch.generation != state.generation:
-                return
-            # Some may have been purged or forgotten since they were read.
-            alive = np.flatnonzero(state.index.are_in(victim.slot, key_words(keys)))
-            state.put_pages(
-                [keys[i] for i in alive.tolist()],
-                region,
-                extent.page_offsets()[alive],
-                table[alive],
-                batch.tenant,
-            )
+
+    def _publish(self, copy: _Copy, victim: Region, region: Region, *, is_of_now: bool) -> None:
+        """Make what is durable found in its new place. The caller holds the lock."""
+        state, extent = self._state, copy.extent
+        region.extents.append(extent)
+        region.tail = region.published_tail = extent.end
+        state.regions.charge(region, extent.tenant, extent.payload_bytes)
+        state.num_pages_reinserted += len(copy.keys)
+        state.bytes_reinserted += int(extent.pages["length"].sum())
+        if not is_of_now:
+            return
+        # Some may have been purged or forgotten since they were read.
+        alive = np.flatnonzero(state.index.are_in(victim.slot, key_words(copy.keys)))
+        state.put_pages(
+            [copy.keys[i] for i in alive.tolist()],
+            region,
+            extent.page_offsets()[alive],
+            extent.pages[alive],
+            extent.tenant,
+        )
+
+
+def _pages_of(
+    index: PageIndex, rows: npt.NDArray[np.int64], victim: Region
+) -> dict[bytes, list[Wanted]]:
+    """Return pages of a region by tenant, in its order, without memory to read them to."""
+    places = index.places(rows)
+    columns = index.keys(rows), places.offsets, places.lengths, places.checksums
+    by_tenant: dict[bytes, list[Wanted]] = {}
+    for tenant, key, offset, length, checksum in zip(index.tenants_of(rows), *columns, strict=True):
+        wanted = by_tenant.setdefault(tenant, [])
+        wanted.append(Wanted(0, key, victim, offset, length, checksum, ()))
+    return by_tenant

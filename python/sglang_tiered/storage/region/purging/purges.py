@@ -24,7 +24,7 @@ from sglang_tiered.storage.region.format import (
 )
 from sglang_tiered.storage.region.purging.bound import NOWHERE, Bound
 from sglang_tiered.storage.region.purging.forgotten import FORGOTTEN_BYTES, Forgotten
-from sglang_tiered.storage.region.walk import DAMAGE_ERRNOS
+from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -201,13 +201,17 @@ def compact(device: Device, purges: Purges) -> bool:
 
 def read(device: Device) -> Purges:
     """Return what the file says. One that is damaged purges everything there is, and says so.
-    Raises ``OSError`` for conditions of this process and ``StoreFormatError`` as ``unpack``."""
+    Raises ``OSError`` for one that cannot be read and for conditions of this process, and
+    ``StoreFormatError`` as ``unpack``."""
     try:
-        data = device.read_file(PURGES_NAME)
+        data = persist(lambda: device.read_file(PURGES_NAME))
     except FileNotFoundError:
         return Purges()
     except OSError as error:
-        if error.errno not in DAMAGE_ERRNOS:
+        if error.errno in UNREADABLE_ERRNOS:
+            why = f"{PURGES_NAME}, which says what was purged, cannot be read: {error.strerror}"
+            raise OSError(error.errno, why) from error
+        if error.errno not in NOT_A_FILE_ERRNOS:
             raise
         data = b""
     purges = unpack(data)

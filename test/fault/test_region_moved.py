@@ -1,0 +1,97 @@
+"""Names change under a running store: its directory, its lock, its files."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from simulation.engine import REGION, running
+from simulation.ledger import TIMEOUT_S, Ledger, keys
+
+from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.files import LOCK_NAME, PURGES_NAME
+from sglang_tiered.storage.region.format import region_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAPACITY = 4 * REGION
+FIRST, SECOND = keys(range(6)), keys(range(100, 106))
+
+
+def test_a_moved_store_meets_no_other(tmp_path: Path) -> None:
+    """Another server finds the old name free. Neither reads, purges or removes what is the
+    other's."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with running(here, None, capacity_bytes=CAPACITY) as moved:
+        Ledger().store(moved, FIRST)
+        here.rename(there)
+        with running(here, None, capacity_bytes=CAPACITY) as other:
+            Ledger().store(other, FIRST + SECOND)
+            assert is_true(other.forget(SECOND), TIMEOUT_S)
+            said = (here / PURGES_NAME).read_bytes()
+            assert is_true(moved.begin_purge(None), TIMEOUT_S)
+            for start in range(1000, 1120, 3):
+                Ledger().store(moved, keys(range(start, start + 3)))
+            assert moved.health is Health.RUNNING
+            moved.check_integrity()
+            assert (here / PURGES_NAME).read_bytes() == said
+            assert (there / PURGES_NAME).exists()
+            assert Ledger().load(other, FIRST) == [Reason.OK] * 6
+            other.check_integrity()
+    with running(there, None, capacity_bytes=CAPACITY) as again:
+        assert not any(again.contains(FIRST))
+        assert any(again.contains(keys(range(1000, 1120))))
+
+
+@pytest.mark.parametrize("what", ["directory", "lock"])
+def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
+    """Another server could have the files by now: what it purged must not be served."""
+    home = tmp_path / "store"
+    with running(home, None, capacity_bytes=CAPACITY) as engine:
+        Ledger().store(engine, FIRST)
+        if what == "directory":
+            shutil.rmtree(home)
+        else:
+            (home / LOCK_NAME).unlink()
+        with running(home, None, capacity_bytes=CAPACITY) as other:
+            Ledger().store(other, SECOND)
+            assert is_true(other.forget(FIRST), TIMEOUT_S)
+            said = (home / PURGES_NAME).read_bytes()
+            assert Reason.OK not in Ledger().load(engine, FIRST)
+            assert engine.health is Health.MISS_ONLY
+            assert "was removed" in engine.stats().health_reason
+            assert set(Ledger().store(engine, keys([7]))) == {Reason.REJECTED}
+            assert not is_true(engine.begin_purge(None), TIMEOUT_S)
+            pinned = engine.pin("p", FIRST)
+            assert not is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
+            assert (home / PURGES_NAME).read_bytes() == said
+            assert Ledger().load(other, SECOND) == [Reason.OK] * 6
+            other.check_integrity()
+    with running(home, None, capacity_bytes=CAPACITY) as again:
+        assert Ledger().load(again, SECOND) == [Reason.OK] * 6
+
+
+def test_a_purge_alone_notices_a_lost_lock(tmp_path: Path) -> None:
+    with running(tmp_path, None, capacity_bytes=CAPACITY) as engine:
+        Ledger().store(engine, FIRST)
+        (tmp_path / LOCK_NAME).unlink()
+        assert not is_true(engine.forget(FIRST), TIMEOUT_S)
+        assert not (tmp_path / PURGES_NAME).exists()
+
+
+def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:
+    """Something else has been put under the name of a region that goes."""
+    home = tmp_path / "store"
+    with running(home, None, capacity_bytes=CAPACITY) as engine:
+        Ledger().store(engine, FIRST)
+        first = home / region_name(0)
+        first.rename(tmp_path / "moved")
+        first.write_bytes(b"precious")
+        for start in range(1000, 1120, 3):
+            Ledger().store(engine, keys(range(start, start + 3)))
+        assert not any(engine.contains(FIRST))
+        assert first.read_bytes() == b"precious"
+        first.unlink()
