@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.filesystem import NOT_OFFERED_ERRNOS, sync_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,10 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Directory"]
 
+logger = logging.getLogger(__name__)
+
 # Not through a link, and never waiting for the writer of a named pipe: objects are files.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE)
-_NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
 
@@ -27,6 +31,7 @@ class Directory:
         self.root = root
         self._synced: set[Path] = set()
         self._offers_cached = _NO_WAIT is not None
+        self._syncs_names = True
 
     def read(self, path: str, room: memoryview, start: int) -> int:
         """Fill the room as far as the file goes; returns how far. Plain reads into memory that is
@@ -68,26 +73,39 @@ class Directory:
             finally:
                 os.close(fd)
         except OSError as error:
-            if error.errno in _NOT_OFFERED:
+            if error.errno in NOT_OFFERED_ERRNOS:
                 self._offers_cached = False
         return filled
 
     def sync(self, path: str) -> None:
-        """Make a file and its name survive loss of power, and the folders it is in, once."""
+        """Make a file and its name survive loss of power, and the folders it is in, once. Where
+        names cannot be synced (SMB, 9p, drvfs) the file alone, with a line in the log. Raises
+        ``OSError``."""
         file = self.root / path
-        _fsync(file)
-        _fsync(file.parent)
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._sync_names(file.parent)
         if file.parent not in self._synced:
             for folder in file.parent.parents:
-                _fsync(folder)
+                self._sync_names(folder)
                 if folder == self.root:
                     break
             self._synced.add(file.parent)
 
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _sync_names(self, folder: Path) -> None:
+        if not self._syncs_names:
+            return
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._syncs_names = sync_names(fd)
+        finally:
+            os.close(fd)
+        if not self._syncs_names:
+            logger.warning(
+                "%s cannot make names durable, as its filesystem does not offer it: loss of power "
+                "may take objects that were just stored",
+                self.root,
+            )
