@@ -64,6 +64,7 @@ class PageLender:
                 self._socket.bind(path)
                 os.chmod(path, 0o600)
                 self._socket.listen()
+                self._ours = os.lstat(path)
         except OSError as error:
             self._socket.close()
             raise StoreError(
@@ -97,7 +98,8 @@ class PageLender:
                 each.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with contextlib.suppress(OSError), short_path(self._shard) as path:
-            os.unlink(path)
+            if os.path.samestat(os.lstat(path), self._ours):  # not that of who found our name free
+                os.unlink(path)
         deadline = time.monotonic() + JOIN_S
         for thread in (self._thread, *connections.values()):
             thread.join(max(deadline - time.monotonic(), 0.0))

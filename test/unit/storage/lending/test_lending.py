@@ -15,6 +15,7 @@ from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.files import LENDING_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,3 +237,15 @@ def test_only_the_servers_user_can_ask(lending: PageLender, owner: RegionEngine)
     assert (owner.directory / "LENDING").stat().st_mode & 0o777 == 0o600
     lending.close()
     assert not (owner.directory / "LENDING").exists()
+
+
+def test_closing_leaves_the_socket_of_others(owner: RegionEngine) -> None:
+    """The shard was moved, and another server has one of the same name by now."""
+    lends = PageLender(owner.directory, owner.submit_load)
+    owner.directory.rename(owner.directory.parent / "moved")
+    owner.directory.mkdir()
+    others = PageLender(owner.directory, owner.submit_load)
+    lends.close()
+    assert (owner.directory / LENDING_NAME).exists()
+    others.close()
+    assert not (owner.directory / LENDING_NAME).exists()
