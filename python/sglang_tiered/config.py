@@ -189,6 +189,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
 
+    memory_bytes: int = 0  # what it may still take of memory: its directory is on a tmpfs
+
     def __post_init__(self) -> None:
         require_positive("--tier-nvme-bytes", self.capacity_bytes)
         require_positive("tier-nvme-region-bytes", self.region_bytes)

@@ -43,7 +43,7 @@ def register() -> None:
     """Register the ``tiered`` cache, the attention backends and the hooks."""
     from sglang_tiered.integration import compat, hooks
     from sglang_tiered.integration.attention import reference, registration
-    from sglang_tiered.integration.cache import factory
+    from sglang_tiered.integration.cache import factory, host_size
     from sglang_tiered.integration.launch import accelerator
 
     compat.check_version()
@@ -63,5 +63,6 @@ def register() -> None:
 
         native_platform.prepare()
     compat.check_signatures()
+    host_size.reserve_for_tier()
     factory.register()
     hooks.register()

@@ -28,6 +28,7 @@ __all__ = [
     "check_host_bytes",
     "is_small",
     "least_of_ranks",
+    "reserve_for_tier",
     "target_host_bytes",
 ]
 
@@ -110,6 +111,16 @@ def around_ranks_per_host(original: Callable[[], int]) -> int:
     each would size its host tier by the whole machine's memory."""
     config = TieredConfig.from_environment()
     return original() if config is None else config.num_ranks
+
+
+def reserve_for_tier() -> None:
+    """Keep free what an NVMe tier in memory (``--tier-dir`` on a tmpfs) may still take, beside what
+    SGLang keeps free. Once in a process."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    config = TieredConfig.from_environment()
+    if config is not None and config.nvme is not None:
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES += config.nvme.memory_bytes
 
 
 def check_asked_size(target: Any, drafts: Iterable[Any]) -> None:

@@ -39,6 +39,7 @@ from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, tr
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.tiers import rank_settings
 from sglang_tiered.request_log import RequestLogConfig
+from sglang_tiered.storage.filesystem import filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ __all__ = [
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_DISK_FRACTION = 0.25
 DEFAULT_DISK_MAX_BYTES = 256 * GiB
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 # How long a request may wait for its load before it is prefilled instead. A backstop for a disk
 # that hangs: a tier that reports itself unhealthy ends the wait at once.
@@ -164,7 +166,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
                 f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
                 "does not describe; drop it, or pass --tier-mode host."
             )
-        nvme = _resolve_nvme(explicit, num_ranks, notes)
+        nvme = _resolve_nvme(explicit, num_ranks, host_bytes or 0, notes)
         added |= _storage_arguments(page_size)
     else:
         refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
@@ -264,7 +266,9 @@ def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | 
     return host_bytes
 
 
-def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str]) -> NvmeConfig:
+def _resolve_nvme(
+    explicit: Mapping[str, Any], num_ranks: int, host_bytes: int, notes: list[str]
+) -> NvmeConfig:
     for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
         if explicit.get(name) is not None:
             raise ConfigError(
@@ -273,26 +277,44 @@ def _resolve_nvme(explicit: Mapping[str, Any], num_ranks: int, notes: list[str])
             )
     values = values_of(NvmeConfig, explicit)
     directory = Path(values.setdefault("directory", str(default_tier_directory().absolute())))
-    disk = shutil.disk_usage(_existing_parent(directory))
+    parent = _existing_parent(directory)
+    free = shutil.disk_usage(parent).free
+    kind = filesystem_type(parent)
+    if kind in MEMORY_FILESYSTEMS:
+        there = max(0, allocatable_bytes() - host_bytes)
+        free = min(free, there) if kind == "tmpfs" else there  # a ramfs tells no size
     held = _held_bytes(directory)
     capacity = values.get("capacity_bytes")
     if capacity is None:
-        quarter = int((disk.free + held) * DEFAULT_DISK_FRACTION)
+        quarter = int((free + held) * DEFAULT_DISK_FRACTION)
         capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
         if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
             raise ConfigError(
-                f"--tier-dir {directory} has only {format_bytes(disk.free)} of free disk space; "
+                f"--tier-dir {directory} has only {format_bytes(free)} of free disk space; "
                 "pass another --tier-dir, or --tier-mode host."
             )
         values["capacity_bytes"] = capacity
-    elif capacity > disk.free + held:
+    elif kind in MEMORY_FILESYSTEMS and capacity > free + held:
+        raise ConfigError(
+            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
+            f"{format_bytes(free + held)} of memory that {directory} can take, which is on {kind}; "
+            "lower it or --tier-host-bytes, or pass a --tier-dir on a disk."
+        )
+    elif capacity > free + held:
         notes.append(
             f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
-            f"{format_bytes(disk.free + held)} that {directory} can take now; the tier stops "
+            f"{format_bytes(free + held)} that {directory} can take now; the tier stops "
             "growing when the disk is full."
         )
+    if kind in MEMORY_FILESYSTEMS:
+        values["memory_bytes"] = max(0, capacity - held)
+        notes.append(
+            f"--tier-dir {directory} is on {kind}, which is memory: the NVMe tier may take "
+            f"{format_bytes(capacity)} of it beside the host tier, and loses its pages with a "
+            "reboot; pass a --tier-dir on a disk to keep them."
+        )
     # A region must also fit a disk that is smaller than the cap.
-    room = min(capacity, disk.free + held) / num_ranks * values.get("tenant_share", 1)
+    room = min(capacity, free + held) / num_ranks * values.get("tenant_share", 1)
     per_rank, most = capacity // num_ranks, max_regions()
     region = values.get("region_bytes")
     if region is None:

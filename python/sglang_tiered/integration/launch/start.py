@@ -147,7 +147,8 @@ def check(server_args: Any, config: TieredConfig) -> Any:
     check_model(settings, config)
     if settings.device == "cpu":
         needed = memory.working_set(settings, config.host_bytes)
-        memory.check_memory(needed, memory.allocatable_bytes())
+        there = memory.allocatable_bytes() - (config.nvme.memory_bytes if config.nvme else 0)
+        memory.check_memory(needed, max(0, there))
     return settings
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_tiered.config import (
+    ENVIRONMENT_VARIABLE,
     GiB,
     IndexConfig,
     MiB,
@@ -20,12 +23,12 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of
+from sglang_tiered.integration.cache import host_size
+from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.storage import tiers
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from sglang_tiered.storage.filesystem import filesystem_type
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,48 @@ def test_bad_combination_is_one_sentence(
 def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
     resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 900TiB")
     assert "stops growing when the disk is full" in resolved.notes[0]
+
+
+@pytest.fixture
+def in_memory() -> Path:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or filesystem_type(shm) != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    return shm / "no-such-store"
+
+
+def test_a_tier_in_memory_counts_as_memory(resolve: Any, in_memory: Path) -> None:
+    nvme = resolve(f"--tier-dir {in_memory}").config.nvme
+    there = allocatable_bytes()
+    assert nvme.memory_bytes == nvme.capacity_bytes < there / 2
+    resolved = resolve(f"--tier-dir {in_memory} --tier-nvme-bytes 1GiB")
+    assert resolved.config.nvme.memory_bytes == GiB
+    assert "is on tmpfs, which is memory: the NVMe tier may take 1GiB of it" in resolved.notes[0]
+    for beyond in ("900TiB", f"{there // MiB - 256}MiB --tier-host-bytes 1GiB"):
+        with pytest.raises(ConfigError, match=r"of memory that .* can take, which is on tmpfs"):
+            resolve(f"--tier-dir {in_memory} --tier-nvme-bytes {beyond}")
+    assert not in_memory.exists()
+
+
+def test_a_tier_on_a_disk_takes_no_memory(resolve: Any, tmp_path: Path) -> None:
+    if filesystem_type(tmp_path) in server_args.MEMORY_FILESYSTEMS:
+        pytest.skip("temporary files lie in memory here")
+    assert resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB").config.nvme.memory_bytes == 0
+
+
+def test_sglang_leaves_a_tier_in_memory_its_room(
+    resolve: Any, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache.pool_host import base
+
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", GiB)
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    host_size.reserve_for_tier()
+    before = allocatable_bytes()
+    config = resolve(f"--tier-dir {in_memory} --tier-nvme-bytes 1GiB").config
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, msgspec.json.encode(config).decode())
+    host_size.reserve_for_tier()
+    assert abs(before - allocatable_bytes() - GiB) < GiB / 2
 
 
 def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None:
