@@ -9,11 +9,9 @@ or a tier is touched.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import shlex
-import socket
 import sys
 import textwrap
 from contextlib import ExitStack
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _resolve(arguments: list[str]) -> Resolved:
     parser = make_parser()
-    from sglang_tiered.integration.launch import flags
+    from sglang_tiered.integration.launch import flags, ports
     from sglang_tiered.integration.launch.resolve import explicit_arguments
 
     flags.refuse_settings(arguments)
@@ -62,8 +60,7 @@ def _resolve(arguments: list[str]) -> Resolved:
     flags.refuse_gone_flags(arguments)
     arguments = flags.join_tier_values(arguments)
     explicit = explicit_arguments(parser, arguments)
-    if not explicit.get("node_rank"):  # only the first node of several listens
-        _check_address(explicit.get("host", "127.0.0.1"), explicit.get("port", 30000))
+    ports.check_ports(explicit)
     return start.resolve(explicit, arguments)
 
 
@@ -99,24 +96,6 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
     return flags.as_words(merged)
-
-
-def _check_address(host: str, port: int) -> None:
-    """SGLang binds only once the model is loaded, and hangs when the port is taken."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is not a port from 0 to 65535.")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        # Anything else about the address is SGLang's to judge: the host may be a name.
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"--port {port} is in use on {host}; stop what listens there or pass another "
-                "--port."
-            ) from error
 
 
 class _Parser(argparse.ArgumentParser):

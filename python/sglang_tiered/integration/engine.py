@@ -46,7 +46,7 @@ from sglang.srt.runtime_context import num_dp_ranks_of  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes  # noqa: E402
 
-from sglang_tiered.integration.launch import flags, resolve  # noqa: E402
+from sglang_tiered.integration.launch import flags, ports, resolve  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -208,6 +208,7 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
     num_nodes: Any = explicit.get("nnodes", 1)
     if num_nodes > 1:
         raise ConfigError(f"nnodes={num_nodes} needs a server; an engine has one machine.")
+    ports.check_ports(explicit, serves_http=False)
     resolved = start.resolve(explicit, ())
     model = f"--model-path={explicit['model_path']}"  # which the parser asks for
     added = resolve.explicit_arguments(parser, [model, *resolved.sglang_arguments])

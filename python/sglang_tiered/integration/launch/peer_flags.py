@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import socket
@@ -14,6 +13,7 @@ from sglang_tiered.config import IndexConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.flags import flags_of, refuse_given, values_of
+from sglang_tiered.integration.launch.ports import try_port
 from sglang_tiered.integration.storage.tiers import peer_settings
 from sglang_tiered.wire.keys import PEER, load_keys
 
@@ -108,17 +108,10 @@ def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
 
 def _try(host: str, port: int) -> None:
     """Raise ``ConfigError`` where this machine cannot listen."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"--tier-peer-port {port} is in use on {host}; pass another, or drop it for "
-                    "any free one."
-                ) from error
-            raise ConfigError(
-                f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an "
-                "address of this machine."
-            ) from error
+    try:
+        try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
+    except OSError as error:
+        raise ConfigError(
+            f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an address of "
+            "this machine."
+        ) from error
