@@ -22,6 +22,7 @@ from transfer_pair import (
 )
 
 from kit.waiting import eventually
+from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer.decode.endpoint import Target
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
@@ -165,7 +166,9 @@ def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     sender.endpoint.expect_room(5)
     sender.endpoint.fail_room(5, "no memory")
     receiver.open(5, [sender], [1], state_rows=[None, None])
-    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == "PD peer failed: no memory"
+    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == (
+        "PD peer failed: no memory; for another try, draw another bootstrap_room."
+    )
 
     receiver.open(6, [sender], [1], state_rows=[None, None])
     eventually(lambda: sender.endpoint.num_rooms == 1)
@@ -173,6 +176,41 @@ def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     eventually(lambda: sender.endpoint.stats.num_rooms_failed == 2)
     sender.endpoint.expect_room(6)
     assert "the request ended" in sender.events.wait_for("failed", 6, timeout_s=5)[2]
+
+
+def test_room_opened_twice_keeps_its_first_pages(pair: Pair) -> None:
+    """The second took the place of the first, whose request then waited for ever."""
+    sender, receiver = pair
+    sender.endpoint.expect_room(8)
+    receiver.open(8, [sender], [1, 2], state_rows=[None, None])
+    with pytest.raises(TransferError, match="open for another request"):
+        receiver.open(8, [sender], [3, 4], state_rows=[None, None])
+    before = receiver.pool.pages([3, 4]).copy()
+    sender.events.wait_for("ready", 8)
+    sender.send(8, [5, 6], is_last=True)
+    receiver.events.wait_for("received", 8)
+    assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([5, 6]))
+    assert np.array_equal(receiver.pool.pages([3, 4]), before)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_retry_with_a_failed_room_asks_for_another(pair: Pair, is_ready: bool) -> None:
+    """It was told the old reason for a minute, as if it had failed itself."""
+    sender, receiver = pair
+    if is_ready:
+        sender.endpoint.expect_room(9)
+    receiver.open(9, [sender], [1], state_rows=[None, None])
+    if is_ready:
+        sender.events.wait_for("ready", 9)
+    eventually(lambda: sender.endpoint.num_rooms == 1)
+    receiver.endpoint.close_room(9)
+    receiver.open(9, [sender], [2], state_rows=[None, None])
+    told = [receiver.events.wait_for("failed", 9)[2]]
+    if not is_ready:
+        sender.endpoint.expect_room(9)
+        told.append(sender.events.wait_for("failed", 9)[2])
+    for reason in told:
+        assert "the request ended; for another try, draw another bootstrap_room." in reason
 
 
 def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:

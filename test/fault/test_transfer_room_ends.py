@@ -86,7 +86,8 @@ def test_prefill_gives_up(state: str, sender: Prefill, receiver: Decode) -> None
     elif state == "expected":
         receiver.open(1, [sender], [1, 2])
     if state != "concluded":
-        assert receiver.events.wait_for("failed", 1, 5)[2] == "PD peer failed: out of memory"
+        said = receiver.events.wait_for("failed", 1, 5)[2]
+        assert said.startswith("PD peer failed: out of memory")
     receiver.endpoint.close_room(1)
     nothing_is_left(sender, receiver)
     assert sender.events.kinds(1).count("failed") == 0, "it knows"
@@ -137,30 +138,6 @@ def test_a_received_room_survives_losing_prefill() -> None:
         assert receiver.events.kinds(1) == ["received"]
         receiver.endpoint.close_room(1)
         eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
-
-
-def test_a_room_opened_again_while_served_fails(sender: Prefill, receiver: Decode) -> None:
-    bring(sender, receiver, "last_queued")
-    receiver.open(1, [sender], [3, 4])
-    for events in (sender.events, receiver.events):
-        assert "serves this room number already" in events.wait_for("failed", 1)[2]
-
-
-def test_a_room_opened_twice_early_is_served_once(sender: Prefill, receiver: Decode) -> None:
-    bring(sender, receiver, "opened")
-    receiver.open(1, [sender], [3, 4])
-
-    def is_replaced() -> bool:
-        room = sender.endpoint._rooms.get(1)
-        return room is not None and [one.generation for one in room.opens.values()] == [2]
-
-    eventually(is_replaced)
-    sender.endpoint.expect_room(1)
-    sender.events.wait_for("ready", 1)
-    sender.send(1, [8, 9])
-    receiver.events.wait_for("received", 1)
-    assert np.array_equal(receiver.pool.pages([3, 4]), sender.pool.pages([8, 9]))
-    assert not receiver.pool.pages([1, 2]).any()
 
 
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:

@@ -238,6 +238,27 @@ def test_a_wrong_proof_joins_no_session(sender: Prefill, tmp_path: Path) -> None
             assert session.links == [None]
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_second_open_in_a_session_replaces_nothing(sender: Prefill, is_ready: bool) -> None:
+    with strange_decode(sender.address) as stranger:
+        stranger.greet()
+        stranger.join()
+        stranger.open(1)
+        if is_ready:
+            sender.endpoint.expect_room(1)
+            sender.events.wait_for("ready", 1)
+        stranger.open(1, generation=2)
+        refused = stranger.hear(messages.Failed)
+        assert (refused.room, refused.generation) == (1, 2)
+        assert "serves this room number already" in refused.reason
+        if not is_ready:
+            sender.endpoint.expect_room(1)
+        sender.events.wait_for("ready", 1)
+        (opened,) = sender.endpoint._rooms.get(1).opens.values()
+        assert opened.generation == 1
+        assert sender.events.kinds(1) == ["ready"]
+
+
 def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: Decode) -> None:
     with strange_decode(sender.address) as stranger:
         stranger.greet()

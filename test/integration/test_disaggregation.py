@@ -6,13 +6,13 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from conftest import make_prompts
 from kit.scrapes import by_rank, labels_of
-from prefill_decode import PrefillDecode, transfer_state
+from prefill_decode import PrefillDecode, post, transfer_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,6 +106,55 @@ def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: 
     got = pair.generate_all(prompts, concurrency=64)
     want = stock.generate_all(prompts, concurrency=64)
     assert [reply.output_ids for reply in got] == [answer.output_ids for answer in want]
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+def test_samples_and_lists_equal_those_of_one_server(
+    pair: Pair, stock: Server, num_samples: int
+) -> None:
+    """SGLang gives all samples of a prompt one room; the second ended in 500 on both sides."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": num_samples}
+    first, *prompts = make_prompts(90 + num_samples, 3, 150)
+    lists = {"bootstrap_room": [700 + num_samples, 800 + num_samples]}
+    for prompt, rooms in ((first, {}), (prompts, {}), (prompts[::-1], lists)):
+        asked = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        reply = pair.both(prompt, **asked, **rooms)[1]
+        assert reply.status == 200, reply.error
+        want = post(stock, asked).body
+        assert said(reply.body) == said(want)
+        assert pair.generate(make_prompts(99, 1, 20)[0]).status == 200
+
+
+def said(body: Any) -> list[list[int]]:
+    """Tokens of every choice, in order."""
+    return [choice["output_ids"] for choice in (body if isinstance(body, list) else [body])]
+
+
+@pytest.mark.parametrize("field", ["bootstrap_room", "bootstrap_host", "bootstrap_port"])
+def test_list_for_one_prompt_ends_nothing(pair: Pair, field: str) -> None:
+    """Upstream it ends the schedulers of both instances."""
+    prompt = make_prompts(89, 1, 20)[0]
+    for given in ([1], [[1]], -1):
+        replies = pair.both(prompt, **{field: given})
+        assert [reply.status for reply in replies] == [400, 400], [r.error for r in replies]
+    short = pair.both(prompt, input_ids=[prompt, prompt], **{field: [1]})
+    assert [reply.status for reply in short] == [400, 400]
+    assert pair.generate(prompt).status == 200
+
+
+def test_prompt_without_a_token_ends_nothing(pair: Pair) -> None:
+    for given in ([[], [65]], [[65], []]):
+        assert [reply.status for reply in pair.both([], input_ids=given)] == [400, 400]
+    assert pair.generate(make_prompts(87, 1, 20)[0]).status == 200
+
+
+def test_one_room_for_two_prompts_serves_both(pair: Pair, stock: Server) -> None:
+    """Prefill may hear of one first and decode of the other; each got the other's KV then."""
+    prompts = make_prompts(88, 8, 200)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(pair.generate, prompt, bootstrap_room=7) for prompt in prompts]
+        got = [future.result(60).output_ids for future in asked]
+    assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
 
 
 def test_nothing_is_kept_of_requests_that_ended(pair: Pair) -> None:

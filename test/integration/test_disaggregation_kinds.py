@@ -6,13 +6,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from instances import Instances, hands_over_what_one_server_computes
 
-from conftest import SENT_ON_ONE_HOST, make_prompts
+from conftest import SENT_ON_ONE_HOST, ask, make_prompts
 from kit.waiting import eventually
 from prefill_decode import post, transfer_state, wait_until_healthy
 from server_process import Server, free_port
@@ -21,6 +22,8 @@ from sglang_tiered.wire.keys import make_keys
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from prefill_decode import PrefillDecode
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -96,20 +99,64 @@ def test_other_page_size_fails_only_the_request(
     assert pair.decode.process.poll() is None
 
 
-def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_path: Path) -> None:
-    pair = instances.pair(PAGE_16, PAGE_16)
+@contextmanager
+def router_of(pair: PrefillDecode, log: Path) -> Iterator[Server]:
+    """SGLang's router before the pair."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warn"),
         *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
     ]
-    router = None
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        with (tmp_path / "router.log").open("wb") as log:
-            router = subprocess.Popen(command, stdout=log, stderr=log)
-        front = Server(port, router, tmp_path / "router.log")
+        front = Server(port, process, log)
         wait_until_healthy(front, "/readiness")  # it has found both
+        yield front
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_samples_through_the_router_keep_its_circuit_closed(
+    instances: Instances, stock: Server, tmp_path: Path
+) -> None:
+    """One client's ``n`` was 500 after 500, and then every client's request 503."""
+    pair = instances.pair(PAGE_16, PAGE_16)
+    text = "a prompt of some length, so that it fills pages " * 3
+    with router_of(pair, tmp_path / "router.log") as front:
+        for num_samples in (1, 2, 4) * 3:
+            asked = {"model": "m", "n": num_samples, "max_tokens": 6, "temperature": 0}
+            message = {"role": "user", "content": f"{num_samples} {text}"}
+            tokens = [[num_samples] * 40, [65] * 70]
+            sampling = {"temperature": 0, "max_new_tokens": 6, "n": num_samples}
+            for path, body in (
+                ("/v1/chat/completions", {**asked, "messages": [message]}),
+                ("/v1/completions", {**asked, "prompt": text}),
+                ("/v1/completions", {**asked, "prompt": [text, text[5:], text[9:]]}),
+                ("/generate", {"text": text, "sampling_params": sampling}),
+                ("/generate", {"input_ids": tokens, "sampling_params": sampling}),
+            ):
+                status, answer = ask(front, path, body)
+                assert status == 200, (path, num_samples, answer)
+                assert choices_of(answer) == choices_of(ask(stock, path, body)[1])
+            assert ask(front, "/generate", {"text": "plain"})[0] == 200
+        for server in (pair.prefill, pair.decode):
+            eventually(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
+
+
+def choices_of(answer: Any) -> list[str]:
+    """The texts of an answer of ``/generate`` or of OpenAI's calls, in order."""
+    if isinstance(answer, dict) and "choices" in answer:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [one["text"] if "text" in one else one["message"]["content"] for one in choices]
+    return [one["text"] for one in (answer if isinstance(answer, list) else [answer])]
+
+
+def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_path: Path) -> None:
+    pair = instances.pair(PAGE_16, PAGE_16)
+    with router_of(pair, tmp_path / "router.log") as front:
         prompt = make_prompts(9, 1, 1500)[0]
         expected = pair.generate(prompt).output_ids
         assert front.generate(prompt).output_ids == expected
@@ -120,7 +167,7 @@ def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_pat
             ]
             broken = [pool.submit(post, front, body) for body in bodies]
             eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
-            router.kill()
+            front.process.kill()
             for future in broken:
                 future.result(60)
         for server in (pair.prefill, pair.decode):
@@ -128,7 +175,3 @@ def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_pat
                 lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
             )
         assert pair.generate(prompt).output_ids == expected
-    finally:
-        if router is not None:
-            router.kill()
-            router.wait(30)

@@ -72,7 +72,7 @@ INTEGRATION = {
     "engine": {"admin", "launch"},
     "launch": {"attention", "compat", "cpu", "names", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
-    "disaggregation": {"cache", "compat", "observe"},
+    "disaggregation": {"cache", "compat", "identity", "names", "observe"},
     "cpu": {"cache", "identity"},
     "cuda_native": {"cpu"},
     "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},

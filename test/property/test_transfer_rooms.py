@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill import rooms as prefill_rooms
-from sglang_tiered.transfer.prefill.rooms import RoomTable
+from sglang_tiered.transfer.prefill.rooms import ANOTHER_NUMBER, RoomTable
 
 MAX_ORPHANS, MAX_TOMBSTONES = 3, 4
 ORPHAN_TIMEOUT_S, TOMBSTONE_S = 10.0, 30.0
@@ -45,7 +45,9 @@ class RoomMachine(RuleBasedStateMachine):
 
     def failure_of(self, number: int) -> str | None:
         at, reason = self.buried.get(number, (0.0, None))
-        return reason if reason is not None and self.now - at < TOMBSTONE_S else None
+        if reason is None or self.now - at >= TOMBSTONE_S:
+            return None
+        return f"{reason}; for another try, {ANOTHER_NUMBER}"
 
     @rule(number=numbers)
     def expect(self, number: int) -> None:
@@ -69,13 +71,13 @@ class RoomMachine(RuleBasedStateMachine):
         message = Open(number, self.generation, 1, [], 0, num_receivers, False)
         was_here = number in self.expected or number in self.opens
         known = self.table.get(number)
-        was_ready = known is not None and known.is_ready
+        is_taken = known is not None and (known.is_ready or session in known.opens)
         room = self.table.open_room(session, message, self.now)
         reason = self.failure_of(number)
         if reason is not None:
             assert room == reason
-        elif was_ready:
-            assert isinstance(room, str)
+        elif is_taken:
+            assert isinstance(room, str), "nobody's pages are replaced"
         elif isinstance(room, str):
             assert not was_here
             assert self.table.num_orphans == MAX_ORPHANS

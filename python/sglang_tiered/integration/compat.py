@@ -300,6 +300,19 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "input_text",
         "input_ids",
     ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request": (
+        "self",
+        "tokenized_obj",
+    ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_batch_request": (
+        "self",
+        "tokenized_objs",
+    ),
+    "sglang.srt.managers.io_struct:GenerateReqInput.normalize_batch_and_arguments": ("self",),
+    "sglang.srt.managers.io_struct:GenerateReqInput": (
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("lora_path", "image_data", "video_data", "audio_data"),
+    ),
     "sglang.srt.managers.kv_hints:KvHintsEnvelope": ("protocol_version", "message_id", "actions"),
     "sglang.srt.managers.kv_hints:KvHintAction": (
         "action_id",

@@ -29,6 +29,8 @@
 | TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
+| GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
+| TokenizerManager._create_tokenized_object, TokenizerManager.{_send_one_request, _send_batch_request} | AFTER, BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RepeatFilter", "register"]
 
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -162,20 +166,12 @@ def register() -> None:
             HookType.AROUND,
         )
         HookRegistry.register(f"{_SCHEDULER}.on_idle", _rest_on_idle, HookType.AFTER)
+    HookRegistry.register(f"{_TOKENIZER}.generate_request", _before_generating, HookType.BEFORE)
     HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        _before_generating,
-        HookType.BEFORE,
+        f"{_TOKENIZER}._tokenize_one_request", _before_tokenizing, HookType.BEFORE
     )
     HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
-        _before_tokenizing,
-        HookType.BEFORE,
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        conversation_ids.after_tokenizing,
-        HookType.AFTER,
+        f"{_TOKENIZER}._create_tokenized_object", conversation_ids.after_tokenizing, HookType.AFTER
     )
     _register_control()
     _register_transfer_backend()
@@ -210,6 +206,8 @@ def _register_transfer_backend() -> None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_tiered.integration.disaggregation import request_rooms
+
     name, backends = TRANSFER_BACKEND, utils.TransferBackend
     if name not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
         choices.add_disagg_transfer_backend_choices([name])
@@ -225,6 +223,13 @@ def _register_transfer_backend() -> None:
     HookRegistry.register(
         "sglang.srt.disaggregation.utils.get_kv_class", _around_get_kv_class, HookType.AROUND
     )
+    for target, hook, kind in (
+        (f"{_REQUEST}.normalize_batch_and_arguments", request_rooms.check_rooms, HookType.AFTER),
+        (f"{_TOKENIZER}._create_tokenized_object", request_rooms.after_tokenizing, HookType.AFTER),
+        (f"{_TOKENIZER}._send_one_request", request_rooms.before_sending, HookType.BEFORE),
+        (f"{_TOKENIZER}._send_batch_request", request_rooms.before_batch, HookType.BEFORE),
+    ):
+        HookRegistry.register(target, hook, kind)
     HookRegistry.register(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue.__init__",
         _after_decode_queue,

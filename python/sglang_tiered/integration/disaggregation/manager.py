@@ -8,6 +8,7 @@ The endpoint's thread writes each status and the scheduler's reads it, as in SGL
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -40,6 +41,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     is_wildcard,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
+from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
@@ -68,9 +70,8 @@ __all__ = [
 
 REST_S = 0.005
 
-NUM_ROOMS = 2**63
-"""A request may name its room by a number from 0 up to this: SGLang's tensors hold no larger one.
-"""
+_NO_ROOMS = itertools.count(-1, -1)
+"""Numbers that no room has."""
 
 _COMMON = "sglang.srt.disaggregation.common.conn:CommonKV"
 _QUEUE = "sglang.srt.disaggregation.decode:DecodePreallocQueue"
@@ -82,6 +83,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_COMMON}Manager.register_to_bootstrap": ("self",),
     f"{_COMMON}Manager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
     f"{_COMMON}Manager._resolve_rank_mapping": ("self", "info"),
+    f"{_COMMON}Manager.submit_prefill_recompute": ("self", "kv_receiver", "payload"),
     f"{_COMMON}Manager.update_status": ("self", "bootstrap_room", "status"),
     f"{_COMMON}Sender.send": ("self", "kv_indices", "state_indices"),
     f"{_COMMON}Sender.abort": ("self",),
@@ -156,6 +158,17 @@ class KVManagerRole:
         if self.endpoint.num_rooms:
             self._happened.wait(REST_S)
             self._happened.clear()
+
+    def why_refused(self, room: int) -> str | None:
+        """Why a new request may not have the room that a client named; None if it may. A room
+        belongs to one request, from here until SGLang clears it. On the scheduler's thread."""
+        # A larger number ends prefill's scheduler, which writes it into a tensor, and no message
+        # holds one beyond 64 bits.
+        if not 0 <= room < NUM_ROOMS:
+            return "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
+        if room in self.request_status:
+            return "this request is under way with this bootstrap_room; draw another number"
+        return None
 
     def room_failed(self, room: int, reason: str) -> None:
         self._conclude(room, KVPoll.Failed, reason)
@@ -305,6 +318,10 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         """Whether the prefill server is known by now. Asks it in the background."""
         return self.bootstrap_client.ensure_known(bootstrap_addr)
 
+    def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
+        """Have prefill compute again what a pause took from a request, in the room it has here."""
+        super().submit_prefill_recompute(kv_receiver, payload | {"bootstrap_pair_key": READY_MADE})
+
     def _resolve_rank_mapping(self, info: Any) -> None:
         check_num_ranks(info)
         super()._resolve_rank_mapping(info)
@@ -333,13 +350,22 @@ class _End:
     conclude_state: Any
     _failure: KVTransferError | None = None
 
-    def __init__(self, mgr: KVManagerRole, *args: Any, **kwargs: Any) -> None:
-        super().__init__(mgr, *args, **kwargs)  # type: ignore[call-arg]
-        # A client chooses the number. A larger one ends prefill's scheduler, which writes it into
-        # a tensor, and no message holds a number beyond 64 bits.
-        if not 0 <= self.bootstrap_room < NUM_ROOMS:
-            reason = "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
-            self.kv_mgr.room_failed(self.bootstrap_room, reason)
+    def __init__(
+        self,
+        mgr: KVManagerRole,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        reason = mgr.why_refused(bootstrap_room)
+        if reason is not None:
+            # A number of its own, so that its end touches no other request's room.
+            bootstrap_room = next(_NO_ROOMS)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)  # type: ignore[call-arg]
+        if reason is not None:
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
@@ -400,7 +426,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     def __init__(self, mgr: DecodeKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
         if self.conclude_state is not None:
-            self.abort_notified = True  # prefill refuses the number too
+            self.abort_notified = True  # prefill knows no such number
 
     @property
     def supports_host_destination(self) -> bool:

@@ -21,10 +21,10 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
 from sglang_tiered.config import TieredConfig
 
-__all__ = ["drop_client_hashes", "refuse_placeholder_tokens"]
+__all__ = ["HASHES", "drop_client_hashes", "refuse_placeholder_tokens"]
 
 _MEDIA = ("image_data", "video_data", "audio_data")
-_HASHES = frozenset({"hash", "identity", "pad_value", "pad_values"})
+HASHES = frozenset({"hash", "identity", "pad_value", "pad_values"})
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ def _first_unknown_token(token_ids: Any, limit: int) -> Any:
 def _without_hashes(media: Any) -> Any:
     """Return media without hashes; the same object if it has none."""
     if isinstance(media, Mapping):
-        if not _HASHES & media.keys():
+        if not HASHES & media.keys():
             return media
-        return {name: value for name, value in media.items() if name not in _HASHES}
+        return {name: value for name, value in media.items() if name not in HASHES}
     if isinstance(media, (list, tuple)):
         kept = [_without_hashes(each) for each in media]
         return kept if any(a is not b for a, b in zip(kept, media, strict=True)) else media

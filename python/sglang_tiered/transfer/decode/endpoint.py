@@ -148,7 +148,7 @@ class DecodeEndpoint:
         returned.
 
         ``num_receivers``: decode ranks that each target serves. Raises ``TransferError`` for
-        pages that do not exist.
+        pages that do not exist, and for a room that is open: it keeps its pages.
         """
         memory = memory or self._memories.kv
         check_pages(memory, pages, "the scheduler")
@@ -170,10 +170,8 @@ class DecodeEndpoint:
             num_expected=sum(not target.is_dummy for target in targets),
         )
         with self._table_lock:
-            replaced = self._rooms.get(room)
-            self._rooms[room] = receiving
-        if replaced is not None:
-            replaced.close()
+            if self._rooms.setdefault(room, receiving) is not receiving:
+                raise TransferError("this room is open for another request already.")
         self._loop.call(self._open, receiving, list(targets), prefix_tokens, num_receivers)
 
     def close_room(self, room: int) -> None:
@@ -295,13 +293,11 @@ class DecodeEndpoint:
             )
 
     def _forget(self, room: ReceiveRoom) -> None:
-        if self._rooms.get(room.number) is None:
-            links = self._senders.pop(room.number, ())
-            if not room.is_concluded:
-                for link in links:
-                    link.send_control(
-                        messages.Abort(room.number, room.generation, "the request ended")
-                    )
+        # Before a later room of this number is opened, whose senders are not known here yet.
+        links = self._senders.pop(room.number, ())
+        if not room.is_concluded:
+            for link in links:
+                link.send_control(messages.Abort(room.number, room.generation, "the request ended"))
 
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None

@@ -224,9 +224,6 @@ class PrefillEndpoint:
         if isinstance(room, str):
             failed = messages.Failed(message.room, message.generation, room)
             self._peers.send(peer.identity, failed)
-            known = self._rooms.get(message.room)
-            if known is not None and peer in known.opens:  # it has dropped what it opened first
-                self._fail(message.room, room, True)
             return
         self._check_ready(room)
 

@@ -3,7 +3,7 @@
 A room is complete when its request is here (``expect_room``) and every decode rank has opened it.
 Either may come first; a decode rank claims a room when its request comes, and opens it when it has
 the memory. A failure is remembered for a while, so that the half that comes late learns it at once
-instead of waiting for its timeout.
+instead of waiting for its timeout; another request with the number learns it too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Room", "RoomTable"]
 
 MAX_TOMBSTONES = 16384
+
+ANOTHER_NUMBER = "draw another bootstrap_room."
+"""What a client does whose number is taken. SGLang's router draws one for every try."""
 
 SessionT = TypeVar("SessionT", bound="Hashable")
 
@@ -115,10 +118,11 @@ class RoomTable(Generic[SessionT]):
         room = self.claim_room(session, message.room, now)
         if isinstance(room, str):
             return room
-        if room.is_ready and message != room.opens.get(session):
-            # Another rank's room, or a second try while the first is being served.
-            return "prefill serves this room number already; use another for another request."
-        room.opens[session] = message
+        if not room.is_ready:
+            room.opens.setdefault(session, message)
+        if message != room.opens.get(session):
+            # Another rank's room, or another request's, whose pages replace nobody's.
+            return f"prefill serves this room number already; {ANOTHER_NUMBER}"
         return room
 
     def remove_room(self, number: int) -> Room[SessionT] | None:
@@ -153,4 +157,6 @@ class RoomTable(Generic[SessionT]):
                 break
             self._tombstones.popitem(last=False)
         tombstone = self._tombstones.get(number)
-        return None if tombstone is None else tombstone[1]
+        if tombstone is None:
+            return None
+        return f"{tombstone[1].rstrip('.')}; for another try, {ANOTHER_NUMBER}"

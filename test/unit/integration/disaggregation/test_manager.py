@@ -46,7 +46,7 @@ def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     manager.required_prefill_response_num_table = {}
     manager.prefill_response_tracker, manager.addr_to_rooms_tracker = {}, defaultdict(set)
     manager.defer_decode_allocation = False
-    manager.deferred_bootstrap = None
+    manager.deferred_bootstrap, manager.bootstrap_timeout = None, 300.0
     manager._happened = threading.Event()
     manager._deferred_ack_targets, manager._deferred_ack_poisoned_rooms = {}, set()
     manager.transfer_infos, manager.req_to_decode_prefix_len = {}, {}
@@ -119,6 +119,27 @@ def test_oversized_room_number_fails_the_request(kind: type[Any], room: int) -> 
 def test_largest_valid_room_number_is_served(kind: type[Any], room: int) -> None:
     with get_parallel().override(num_dp_ranks=1):
         assert kind(manager_of(kind), SERVER, room).conclude_state is None
+
+
+@BOTH
+def test_second_request_leaves_a_taken_room_alone(kind: type[Any]) -> None:
+    """It polled Success for pages that were never sent, and clearing the first ended the scheduler
+    at the next poll of the second."""
+    manager = manager_of(kind)
+    with get_parallel().override(num_dp_ranks=1):
+        first, second = kind(manager, SERVER, ROOM), kind(manager, SERVER, ROOM)
+        assert (first.poll(), second.poll()) == (KVPoll.Bootstrapping, KVPoll.Failed)
+        assert "draw another number" in reason_of(second).failure_reason
+        manager.endpoint.reset_mock()
+        second.abort()
+        second.clear()
+        assert not [call for call in manager.endpoint.method_calls if ROOM in call.args]
+        manager._conclude(ROOM, KVPoll.Success)
+        assert first.poll() == KVPoll.Success
+        first.clear()
+        assert second.poll() == KVPoll.Failed
+        third = kind(manager, SERVER, ROOM)
+        assert third.poll() == KVPoll.Bootstrapping, "the number is free again"
 
 
 def test_request_without_a_replica_fails_with_reason() -> None:

@@ -1,0 +1,159 @@
+"""Prefill and decode give each request the same room, and no two requests one room."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.runtime_context import get_context, get_disagg
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_tiered.integration.disaggregation import request_rooms
+from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
+
+NUMBER = 2**62 + 12345
+
+
+@pytest.fixture(autouse=True)
+def apart(request: pytest.FixtureRequest) -> Any:
+    mode = "null" if "alone" in request.node.name else "decode"
+    named = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "zmq"}
+    with (
+        get_context().override_server_args(model_path="none", device="cpu"),
+        get_disagg().override(**named),
+    ):
+        yield
+
+
+def rooms_of(num_samples: int, prompt: list[int] | None = None, **named: Any) -> list[int]:
+    """What is sent of one prompt, as SGLang copies it: a first request, and one a sample."""
+    fields = {
+        "input_ids": [1, 2, 3] if prompt is None else prompt,
+        "bootstrap_room": NUMBER,
+        **named,
+    }
+    request = GenerateReqInput(**fields)
+    tokenized = TokenizedGenerateReqInput(
+        input_text="",
+        input_ids=array("q", fields["input_ids"]),
+        input_embeds=None,
+        mm_inputs=None,
+        sampling_params=SamplingParams(),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        token_type_ids=None,
+        stream=False,
+        bootstrap_room=request.bootstrap_room,
+    )
+    request_rooms.after_tokenizing(tokenized, None, request)
+    sent = []
+    for _ in range(num_samples):
+        sample = copy.copy(tokenized)
+        request_rooms.before_sending(None, sample)
+        sent.append(sample.bootstrap_room)
+    assert all(type(room) is int for room in sent if room is not None), "what messages can hold"
+    return sent
+
+
+def test_samples_of_one_prompt_have_distinct_rooms() -> None:
+    rooms = rooms_of(65)
+    assert len(set(rooms)) == 65
+    assert all(0 < room < NUM_ROOMS for room in rooms)
+    assert rooms == rooms_of(65), "as the other instance makes them"
+
+
+def test_one_number_for_different_prompts_never_meets() -> None:
+    """Prefill may hear of one of two requests first, and decode of the other: KV of one prompt
+    would answer the other."""
+    rooms = [
+        *rooms_of(3),
+        *rooms_of(3, [1, 2, 4]),
+        *rooms_of(3, lora_path="an adapter"),
+        *rooms_of(3, image_data=["http://192.0.2.1/a.png"]),
+        *rooms_of(3, image_data=[{"url": "http://192.0.2.1/b.png"}]),
+    ]
+    assert len(set(rooms)) == len(rooms)
+
+
+def test_hashes_an_instance_may_drop_change_nothing() -> None:
+    plain = rooms_of(1, image_data=[{"url": "http://192.0.2.1/a.png"}])
+    assert plain == rooms_of(1, image_data=[{"url": "http://192.0.2.1/a.png", "hash": "ab"}])
+
+
+@pytest.mark.parametrize("number", [0, 1, NUMBER, NUM_ROOMS - 1])
+def test_room_leads_to_the_same_replica(number: int) -> None:
+    for room in rooms_of(5, bootstrap_room=number):
+        assert 0 <= room < NUM_ROOMS
+        assert all(room % replicas == number % replicas for replicas in range(1, 17))
+
+
+def test_room_that_decode_made_is_kept() -> None:
+    assert rooms_of(1, bootstrap_pair_key=READY_MADE) == [NUMBER]
+
+
+def test_prompt_without_a_token_is_refused() -> None:
+    """Prefill's scheduler ended on it, and then decode's."""
+    with pytest.raises(ValueError, match="no token"):
+        rooms_of(1, [])
+
+
+def test_request_without_a_room_gets_none() -> None:
+    assert rooms_of(1, bootstrap_room=None) == [None]
+
+
+def test_server_that_is_alone_changes_no_number() -> None:
+    assert rooms_of(1) == [NUMBER]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bootstrap_room": [1]},
+        {"bootstrap_room": "1"},
+        {"bootstrap_room": 1.5},
+        {"bootstrap_room": True},
+        {"bootstrap_room": -1},
+        {"bootstrap_room": 2**63},
+        {"bootstrap_host": ["192.0.2.1"]},
+        {"bootstrap_host": 7},
+        {"bootstrap_port": [1]},
+        {"bootstrap_port": 65536},
+        {"input_ids": [[1], [2]], "bootstrap_room": [1]},
+        {"input_ids": [[1], [2]], "bootstrap_room": [1, [2]]},
+        {"input_ids": [[1], [2]], "bootstrap_room": [1, 1]},
+        {"input_ids": [[1], [2]], "bootstrap_host": ["192.0.2.1"], "bootstrap_room": [1, 2]},
+    ],
+)
+def test_malformed_room_is_refused_before_anything_is_sent(fields: dict[str, Any]) -> None:
+    """A list for one prompt ended both schedulers."""
+    request = GenerateReqInput(**{"input_ids": [1, 2], "bootstrap_room": 1, **fields})
+    problem = r"bootstrap_(room|host|port) (must be|has 1|names the same)"
+    with pytest.raises(ValueError, match=problem):
+        request.normalize_batch_and_arguments()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"bootstrap_room": None},
+        {"bootstrap_room": 0, "bootstrap_host": "192.0.2.1", "bootstrap_port": 8998},
+        {"input_ids": [[1], [2]]},
+        {"input_ids": [[1], [2]], "bootstrap_room": [1, 2]},
+        {"input_ids": [[1], [2]], "bootstrap_room": [1, 2], "sampling_params": {"n": 3}},
+        {"bootstrap_room": [1, 2, 3], "sampling_params": {"n": 3}},  # as SGLang's router does
+    ],
+)
+def test_rooms_that_routers_send_are_taken(fields: dict[str, Any]) -> None:
+    request = GenerateReqInput(**{"input_ids": [1, 2], "bootstrap_room": 1, **fields})
+    request.normalize_batch_and_arguments()
+
+
+def test_server_that_is_alone_checks_no_room() -> None:
+    request = GenerateReqInput(input_ids=[1, 2], bootstrap_room=[1])
+    request.normalize_batch_and_arguments()
