@@ -40,6 +40,7 @@ from sglang_tiered.trace.cluster.plan import Member, Plan
 from sglang_tiered.trace.cluster.profiles import load_profiles
 from sglang_tiered.trace.cluster.routers import Tuning
 from sglang_tiered.trace.cluster.simulation import run_cluster
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.replay.stream import TraceStream
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def generated(seed: int) -> list[Request]:
 
 
 def read(path: Path, copies: int) -> list[Request]:
-    stream = TraceStream(path, replicate=copies, spread_s=60.0 if copies > 1 else 0.0)
+    stream = TraceStream(Input(path), replicate=copies, spread_s=60.0 if copies > 1 else 0.0)
     return [request for _, request in stream.routed(range(1))]
 
 

@@ -31,7 +31,7 @@ from live_bench.modelled import TIERS, compare, kind_of
 from serving_bench.replays import trace_requests
 from serving_bench.setting import PAGE_SIZE, Geometry
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.trace.reader import read_trace
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.reuse import measure as measure_reuse
 from sglang_tiered.trace.scaling import Scaling, scale
 
@@ -89,7 +89,7 @@ def describe(trace: list[TraceRequest]) -> dict[str, float]:
 
 def run_trace(name: str, num_runs: int, model: Path, folder: Path) -> dict[str, Any]:
     path = Path(os.environ["SGLANG_TIERED_DATA"]) / "mooncake" / f"{name}.jsonl"
-    trace = scale(list(read_trace(path)), SCALINGS[name])
+    trace = scale(Input(path).load_timed(), SCALINGS[name])
     spaced = Spacing(name, trace)
     runs = []
     for number in range(num_runs):

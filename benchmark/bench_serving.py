@@ -7,7 +7,7 @@ folder says what each scenario and figure means, and has the commands for a GPU.
     python benchmark/bench_serving.py [--quick] [--only SCENARIO,...] [--systems NAME,...]
                                       [--shape SHAPE] [--new-tokens NUMBER]
                                       [--directory DIR] [--json FILE] [--plots DIR] [--trace FILE]
-                                      [--sharegpt FILE]
+                                      [--sharegpt FILE] [--allow-dropped]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
 from serving_bench.throttle import NoThrottleError, find_throttle
 from sglang_tiered.errors import TraceError
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.trace.reader import read_trace
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.source import DATA_VARIABLE
 from storage_bench.figures import Report
 from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory
@@ -130,15 +130,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         type=Path,
-        help="the Mooncake conversation trace; by default mooncake/conversation.jsonl in "
+        help="a trace of any form for `mooncake`; by default mooncake/conversation.jsonl in "
         f"${DATA_VARIABLE}",
     )
     parser.add_argument(
         "--sharegpt",
         type=Path,
         metavar="FILE",
-        help="a ShareGPT file as it is downloaded, for `sharegpt`; by default conversations are "
-        "made up from its published statistics",
+        help="a file of conversations of any form, as it is downloaded, for `sharegpt`; by default "
+        "they are made up from ShareGPT's published statistics",
+    )
+    parser.add_argument(
+        "--allow-dropped",
+        action="store_true",
+        help="use a trace although more than 10%% of its rows cannot be used",
     )
     options = parser.parse_args()
     if unknown := set(options.only) - SCENARIOS.keys():
@@ -211,6 +216,7 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Bench:
             names=[name for name in SYSTEMS if name in options.systems],
             trace=options.trace or MOONCAKE_FILE,
             sharegpt=options.sharegpt,
+            allow_dropped=options.allow_dropped,
             neighbour=options.neighbour,
         )
         report.settings |= {
@@ -262,12 +268,15 @@ def check_scenarios(options: argparse.Namespace, setting: Setting, report: Repor
             report.note(f"{name} was left out: {error}")
 
     check("slow_disk", lambda: find_throttle(options.directory or default_directory()))
-    check("mooncake", lambda: next(read_trace(options.trace or MOONCAKE_FILE)))
+    check("mooncake", lambda: next(Input(options.trace or MOONCAKE_FILE).stream()))
     if options.sharegpt is not None:
         check(
             "sharegpt",
             lambda: replays.check_sharegpt(
-                options.sharegpt, setting, has_neighbour=options.neighbour > 0
+                options.sharegpt,
+                setting,
+                has_neighbour=options.neighbour > 0,
+                allow_dropped=options.allow_dropped,
             ),
         )
     return scenarios

@@ -5,7 +5,8 @@ figure is printed when what came back differs from what was stored. ``README.md`
 says what each figure means.
 
     python benchmark/bench_storage.py [--quick] [--only SECTION,...] [--directory DIR]
-                                      [--json FILE] [--trace FILE] [--lmcache-python PYTHON]
+                                      [--json FILE] [--trace FILE [--allow-dropped]]
+                                      [--lmcache-python PYTHON]
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--directory", type=Path, help="where to write; a folder on a real disk")
     parser.add_argument("--allow-tmpfs", action="store_true", help="for trying the script out")
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines) to replay")
+    parser.add_argument("--trace", type=Path, help="a trace of any form to replay")
+    parser.add_argument(
+        "--allow-dropped",
+        action="store_true",
+        help="use a trace although more than 10%% of its rows cannot be used",
+    )
     parser.add_argument(
         "--lmcache-python", type=Path, help="a Python that can import lmcache, to compare with it"
     )
@@ -92,6 +98,7 @@ def measure(options: argparse.Namespace, workspace: Workspace) -> Report:
             progress=progress,
             lmcache_python=options.lmcache_python,
             trace=options.trace,
+            allow_dropped=options.allow_dropped,
         )
         report.settings |= {
             "quick": options.quick,

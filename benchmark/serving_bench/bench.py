@@ -38,6 +38,7 @@ class Bench:
     names: Sequence[str]  # systems chosen, in order
     trace: Path | None = None
     sharegpt: Path | None = None  # a file of conversations, in place of those made up
+    allow_dropped: bool = False  # rows of either, however many
     extra: Sequence[str] = ()  # flags for every server
     neighbour: int = 0  # cores that another process keeps busy where a scenario has such a part
     occupancy: dict[str, list[dict[str, float]]] = field(default_factory=dict)

@@ -47,6 +47,7 @@ class Request:
     num_reusable: int = 0  # leading prompt tokens that were part of an earlier request or answer
     at_s: float = 0.0  # when to send it, from the start of an open-loop run
     conversation: str | None = None  # whose turns follow one another, where known
+    after_s: float = 0.0  # the least since the answer to the last turn
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def ask_timed(url: str, requests: Iterable[Request]) -> list[Sample]:
             await asyncio.sleep(max(start_s + request.at_s - time.perf_counter(), 0))
             if last_turn is not None:
                 await asyncio.wait([last_turn])
+                await asyncio.sleep(request.after_s)
             return await ask(url, request)
 
         return await _in_order(requests, one)

@@ -20,14 +20,15 @@ from serving_bench.neighbour import busy_cores
 from serving_bench.returning import ttft_line
 from serving_bench.setting import PAGE_SIZE
 from serving_bench.systems import SYSTEMS
-from sglang_tiered.trace import sharegpt
+from sglang_tiered.errors import TraceError
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.prompts import prompt_tokens
-from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.reuse import measure as measure_reuse
+from sglang_tiered.trace.rows import Row
 from sglang_tiered.trace.scaling import Scaling, scale
+from sglang_tiered.trace.sessions import with_sessions
+from sglang_tiered.trace.sharegpt import ConversationReader
 from sglang_tiered.trace.sharegpt_model import Shape, rows
-from sglang_tiered.trace.source import Format, TraceError
-from sglang_tiered.trace.tally import Tally
 from sglang_tiered.trace.text import Tokens
 
 if TYPE_CHECKING:
@@ -57,13 +58,19 @@ LOAD = 0.7  # share of the time stock SGLang would be prefilling
 MOONCAKE_BLOCK_TOKENS = PAGE_SIZE  # of 512: lengths are an eighth of the trace's
 
 
-def load_mooncake(path: Path | None, tokens_max: int, num_requests: int) -> list[TraceRequest]:
+def load_mooncake(
+    path: Path | None, tokens_max: int, num_requests: int, *, allow_dropped: bool = False
+) -> list[TraceRequest]:
     """Whole conversations drawn from the trace, about ``num_requests`` requests. Raises
     ``TraceError``."""
-    requests = list(read_trace(path))
+    requests = Input(
+        path, tokens=Tokens(MOONCAKE_BLOCK_TOKENS), allow_dropped=allow_dropped
+    ).load_timed(seed=SEED)
+    if not requests:
+        raise TraceError(f"{path} holds no request; there is nothing to replay.")
     scaling = Scaling(
         tokens_max=tokens_max,
-        block_tokens=MOONCAKE_BLOCK_TOKENS,
+        block_tokens=min(MOONCAKE_BLOCK_TOKENS, requests[0].block_tokens),
         num_sessions=max(1, num_requests * 2 // 3),
         seed=SEED,
     )
@@ -71,14 +78,23 @@ def load_mooncake(path: Path | None, tokens_max: int, num_requests: int) -> list
 
 
 def load_sharegpt(
-    tokens_max: int, num_requests: int, num_passes: int, path: Path | None = None
+    tokens_max: int,
+    num_requests: int,
+    num_passes: int,
+    path: Path | None = None,
+    *,
+    allow_dropped: bool = False,
 ) -> list[list[TraceRequest]]:
-    """Conversations of a ShareGPT file, or made up from ShareGPT's published figures; as far as
+    """Conversations of a file of any form, or made up from ShareGPT's published figures; as far as
     they fit the model, in as many parts of about ``num_requests`` each. Raises ``TraceError``."""
     scaling = Scaling(tokens_max=tokens_max, block_tokens=PAGE_SIZE)
     passes: list[list[TraceRequest]] = []
     found: list[TraceRequest] = []
-    for turns in _sharegpt_file(path) if path else _made_up(100 * num_requests * num_passes):
+    if path is None:
+        conversations = _made_up(100 * num_requests * num_passes)
+    else:
+        conversations = _sharegpt_file(path, allow_dropped)
+    for turns in conversations:
         found += [turn for turn in turns if turn.context_length <= tokens_max]
         if len(found) >= num_requests:
             passes.append(scale(found, scaling))
@@ -92,18 +108,29 @@ def load_sharegpt(
 
 
 def _made_up(num_conversations: int) -> Iterator[list[TraceRequest]]:
-    tokens = Tokens(block_tokens=PAGE_SIZE)
+    reader = ConversationReader(Tokens(block_tokens=PAGE_SIZE))
     for number, row in enumerate(rows(Shape(num_conversations=num_conversations, seed=SEED))):
-        yield list(sharegpt.decode(row, number, tokens)[0])
+        yield reader.decode(Row(number, number, row))[0]
 
 
-def _sharegpt_file(path: Path) -> Iterator[list[TraceRequest]]:
-    """The turns of each conversation; bad rows are left out, as in any file that was downloaded."""
-    requests = read_trace(
-        path, format=Format.SHAREGPT, tally=Tally(), tokens=Tokens(block_tokens=PAGE_SIZE)
-    )
+def _sharegpt_file(path: Path, allow_dropped: bool) -> Iterator[list[TraceRequest]]:
+    """The turns of each conversation; those of a trace that names none are inferred."""
+    source = Input(path, tokens=Tokens(block_tokens=PAGE_SIZE), allow_dropped=allow_dropped)
+    requests = source.stream()
+    first = next(requests, None)
+    if first is None:
+        return
+    requests = itertools.chain([first], requests)
+    if first.arrival_s is not None:  # the turns of a conversation lie apart
+        together: dict[str | None, list[TraceRequest]] = {}
+        for request in with_sessions(list(requests)):
+            together.setdefault(request.conversation, []).append(request)
+        source.report()
+        yield from together.values()
+        return
     for _, turns in itertools.groupby(requests, key=lambda request: request.conversation):
         yield list(turns)
+    source.report()
 
 
 def trace_requests(
@@ -127,6 +154,7 @@ def trace_requests(
             num_reusable=int(hits[index]) * request.block_tokens,
             at_s=(arrivals[index] - arrivals[0]) / span * duration_s,
             conversation=request.conversation,
+            after_s=(request.delay_s or 0.0) / span * duration_s,
         )
         for index, request in enumerate(trace)
     ]
@@ -134,7 +162,12 @@ def trace_requests(
 
 def run_mooncake(bench: Bench) -> None:
     setting = bench.setting
-    trace = load_mooncake(bench.trace, _tokens_max(setting), setting.trace_requests)
+    trace = load_mooncake(
+        bench.trace,
+        _tokens_max(setting),
+        setting.trace_requests,
+        allow_dropped=bench.allow_dropped,
+    )
     total = sum(request.input_length for request in trace)
     duration_s = total * _prefill_s_per_token(bench) / LOAD
     requests = trace_requests(
@@ -150,7 +183,13 @@ def run_mooncake(bench: Bench) -> None:
 def run_sharegpt(bench: Bench) -> None:
     setting = bench.setting
     num_passes = setting.rounds * (2 if bench.neighbour else 1)
-    traces = load_sharegpt(_tokens_max(setting), setting.trace_requests, num_passes, bench.sharegpt)
+    traces = load_sharegpt(
+        _tokens_max(setting),
+        setting.trace_requests,
+        num_passes,
+        bench.sharegpt,
+        allow_dropped=bench.allow_dropped,
+    )
     passes, num_sessions = [], 0
     for number, trace in enumerate(traces):
         label = f"sharegpt/{number}"
@@ -187,10 +226,18 @@ def in_turns(
     return [request for _, request in sorted(keyed, key=lambda pair: pair[0])], len(num_turns)
 
 
-def check_sharegpt(path: Path, setting: Setting, *, has_neighbour: bool) -> None:
+def check_sharegpt(
+    path: Path, setting: Setting, *, has_neighbour: bool, allow_dropped: bool
+) -> None:
     """Raise ``TraceError`` where a file has too little for a run."""
     num_passes = setting.rounds * (2 if has_neighbour else 1)
-    load_sharegpt(_tokens_max(setting), setting.trace_requests, num_passes, path)
+    load_sharegpt(
+        _tokens_max(setting),
+        setting.trace_requests,
+        num_passes,
+        path,
+        allow_dropped=allow_dropped,
+    )
 
 
 def _tokens_max(setting: Setting) -> int:

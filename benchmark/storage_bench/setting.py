@@ -31,6 +31,7 @@ class Setting:
     progress: Progress
     lmcache_python: Path | None
     trace: Path | None
+    allow_dropped: bool  # rows of it, however many
 
     @contextlib.contextmanager
     def steps(self, title: str, total: int) -> Iterator[Callable[[], None]]:

@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_tiered.errors import TraceError
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.trace.mooncake import read
+from sglang_tiered.trace.inputs import Input
 from storage_bench.figures import DifferentBytesError
 from storage_bench.host_memory import HostPages
 from storage_bench.own_engine import open_engine
@@ -90,9 +91,10 @@ def run(setting: Setting) -> None:
         setting.report.note("No trace was replayed: pass --trace.")
         return
     limit = _QUICK_REQUESTS if setting.quick else None
-    chains = [
-        chain_keys(request.hash_ids) for request in itertools.islice(read(setting.trace), limit)
-    ]
+    requests = Input(setting.trace, limit=limit, allow_dropped=setting.allow_dropped).load_timed()
+    if not requests:
+        raise TraceError(f"{setting.trace} holds no request; there is nothing to replay.")
+    chains = [chain_keys(request.block_ids) for request in requests]
     unique = len({key for keys in chains for key in keys})
     capacity_bytes = int(unique * PAGE_BYTES * _CAPACITY_SHARE)
     region_bytes = _MAX_REGION_BYTES

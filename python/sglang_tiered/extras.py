@@ -11,6 +11,7 @@ __all__ = ["EXTRAS", "require"]
 EXTRAS = {
     "matplotlib": "plot",
     "obstore": "object",
+    "pyarrow": "parquet",
     "redis": "peers",
     "shtab": "tools",
     "zstandard": "zstd",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.replay.belady import MinCache
 from sglang_tiered.trace.replay.next_use import NextUse
 from sglang_tiered.trace.replay.runner import Replay, replay
@@ -71,7 +72,7 @@ def run(
         )
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         servers = how.get("num_servers", 1)
-        stream = TraceStream(path, num_servers=servers, replicate=how.get("replicate", 1))
+        stream = TraceStream(Input(path), num_servers=servers, replicate=how.get("replicate", 1))
         nvme_bytes = nvme * UNIT * INSTANT.kv_bytes_per_token
         sizes = TierSizes(
             device_tokens=device * UNIT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gzip
 import io
 import itertools
 import json
@@ -18,13 +19,13 @@ from sglang_tiered.errors import TraceError
 from sglang_tiered.trace import mooncake
 from sglang_tiered.trace.arrivals import with_arrivals
 from sglang_tiered.trace.blocks import with_block_tokens
+from sglang_tiered.trace.forms import Format
 from sglang_tiered.trace.prompts import prompt_tokens
 from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.request import MAX_BLOCK_ID, TraceRequest
 from sglang_tiered.trace.reuse import measure
-from sglang_tiered.trace.rows import array_rows
+from sglang_tiered.trace.rows import Row, json_rows
 from sglang_tiered.trace.scaling import Scaling, scale
-from sglang_tiered.trace.source import Format
 from sglang_tiered.trace.tally import Tally
 
 BLOCK_TOKENS = 16
@@ -49,6 +50,10 @@ def requests_of(chain: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[
 
 
 traces = st.lists(requests_of(chains), max_size=30)
+
+
+def decoded(request: TraceRequest) -> TraceRequest:
+    return mooncake.BlockReader().decode(Row(1, 1, mooncake.encode(request)))
 
 
 def shared(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:
@@ -104,7 +109,7 @@ def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size
 @settings(deadline=None)
 @given(traces)
 def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
-    assert [mooncake.decode(mooncake.encode(request)) for request in trace] == trace
+    assert [decoded(request) for request in trace] == trace
     once = list(with_block_tokens(trace))
     assert list(with_block_tokens(once)) == once
     assert (measure(once).capacity == measure(trace).capacity).all()
@@ -142,7 +147,7 @@ def test_a_scaled_trace_fits_and_hits_the_same(
         assert (measure(scaled).capacity == measure(trace).capacity).all()
     for request in scaled:
         assert len(prompt_tokens(request)) == request.input_length
-        assert mooncake.decode(mooncake.encode(request)).block_ids == request.block_ids
+        assert decoded(request).block_ids == request.block_ids
 
 
 @settings(deadline=None)
@@ -167,6 +172,89 @@ def test_arrivals_keep_turns_in_order_and_lose_none(turns: list[int], seed: int)
     for number, count in enumerate(turns):
         mine = [request.turn for request in timed if request.conversation == str(number)]
         assert mine == list(range(1, count + 1))
+
+
+# ---- One conversation in any of the forms ----
+
+SPEAKERS = {
+    "user": ["human", "user", "Human", "USER "],
+    "assistant": ["gpt", "chatgpt", "assistant", "bing", "Assistant"],
+    "system": ["system", "developer"],
+    "tool": ["tool", "observation", "function"],
+}
+texts = st.text(max_size=30)
+turns = st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4)
+names = st.text('abcXYZ-_ .é"\\[{', min_size=1, max_size=8)
+
+
+@st.composite
+def conversation(draw: st.DrawFn) -> list[tuple[str, str]]:
+    """Turns that are all used: a question, perhaps a tool's word, and an answer each."""
+    said = [("system", draw(texts))] if draw(st.booleans()) else []
+    for question, answer, has_tool in draw(turns):
+        said.append(("user", question))
+        said += [("assistant", "{}"), ("tool", question)] if has_tool else []
+        said.append(("assistant", answer))
+    return said
+
+
+@st.composite
+def written(draw: st.DrawFn, talks: dict[str, list[tuple[str, str]]]) -> bytes:
+    """A file of the conversations, in one of the forms people have."""
+    key = draw(st.sampled_from(["conversations", "conversation", "messages", "items"]))
+    speaker, text = draw(st.sampled_from([("from", "value"), ("role", "content")]))
+    in_parts = draw(st.booleans())
+
+    def message(role: str, said: str) -> dict[str, Any]:
+        cut = draw(st.integers(0, len(said))) if in_parts else 0
+        parts = [{"type": "text", "text": said[:cut]}, {"type": "text", "text": said[cut:]}]
+        return {
+            speaker: draw(st.sampled_from(SPEAKERS[role])),
+            text: parts if in_parts else said,
+        }
+
+    rows = {name: {key: [message(*turn) for turn in talk]} for name, talk in talks.items()}
+    named = [{"id": name, **row} for name, row in rows.items()]
+    indent = draw(st.sampled_from([None, 1]))
+    kind = draw(st.sampled_from(["array", "lines", "object", "wrapped", "bare"]))
+    if kind == "lines":
+        content = "\n".join(json.dumps(row, indent=indent) for row in named)
+    else:
+        whole: Any = {
+            "array": named,
+            "object": rows,
+            "wrapped": {"data": named},
+            "bare": {name: row[key] for name, row in rows.items()},
+        }[kind]
+        content = json.dumps(whole, indent=indent, ensure_ascii=draw(st.booleans()))
+    mark = draw(st.sampled_from([b"", b"\xef\xbb\xbf"]))
+    data = mark + content.encode("utf-8", "surrogatepass")
+    return gzip.compress(data) if draw(st.booleans()) else data
+
+
+def read_bytes(content: bytes) -> list[TraceRequest]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        path.write_bytes(content)
+        return list(read_trace(path))
+
+
+@settings(deadline=None)
+@given(st.data(), st.dictionaries(names, conversation(), min_size=1, max_size=4))
+def test_any_form_of_a_conversation_is_read_alike(
+    data: st.DataObject, talks: dict[str, list[tuple[str, str]]]
+) -> None:
+    plain = [
+        {
+            "id": name,
+            "conversations": [
+                {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
+                for role, text in talk
+            ],
+        }
+        for name, talk in talks.items()
+    ]
+    assert read_bytes(data.draw(written(talks))) == read_bytes(json.dumps(plain).encode())
 
 
 json_values = st.recursive(
@@ -234,7 +322,7 @@ def test_any_input_is_read_or_one_sentence(content: bytes, known: Format | None)
 def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
     for indent in (None, 2):
         text = json.dumps(values, indent=indent).encode()
-        rows = list(array_rows(io.BytesIO(text)))
+        rows = list(json_rows(io.BytesIO(text)))
         assert not [row for row in rows if row.problem]
         assert [json.dumps(json.loads(row.data)) for row in rows] == list(map(json.dumps, values))
         assert all(text.splitlines()[row.line - 1] for row in rows)
@@ -243,6 +331,6 @@ def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_as_an_array_end(data: bytes) -> None:
-    rows = list(array_rows(io.BytesIO(b"[" + data), max_bytes=80))
+    rows = list(json_rows(io.BytesIO(b"[" + data), max_bytes=80))
     assert [row.number for row in rows] == list(range(1, len(rows) + 1))
     assert msgspec.json.encode([row.line for row in rows])

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import print_lines, print_table
-from sglang_tiered.trace.inputs import real
-from sglang_tiered.trace.source import Format
+from sglang_tiered.trace.inputs import add_input_arguments, real
 
 if TYPE_CHECKING:
     from sglang_tiered.cluster.planner import Fleet, Planner
@@ -30,8 +29,7 @@ _PRICE = re.compile(r"([a-z0-9.-]+)=([0-9]+(?:\.[0-9]+)?)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
-    parser.add_argument("--format", choices=[known.value for known in Format])
+    add_input_arguments(parser, None)
     parser.add_argument(
         "--fleet",
         metavar="N:KIND,...",
@@ -52,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicate", metavar="K", type=_count, default=1, help="copies")
     parser.add_argument("--spread", metavar="S", type=real, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--stretch", metavar="F", type=real, default=1.0, help="of all times")
-    parser.add_argument("--limit", metavar="N", type=_count, help="plan for the first N requests")
     parser.add_argument("--page-tokens", metavar="N", type=_count, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write all figures there")
 

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_parser"]
 
 _DESCRIPTION = """\
-Reads recorded workloads (ShareGPT and Mooncake traces), says what a cache can make of
+Reads recorded workloads (conversations as ShareGPT or OpenAI messages; Mooncake,
+Qwen-Bailian and Azure traces), says what a cache can make of
 them, and makes others of them.
 """
 _EPILOG = """\
 exit code:
   0  fine
   1  nothing in the trace can be used
-  2  a command line or a file that cannot be used; one sentence says why
+  2  a command line or a file that cannot be used, such as one of which more than a
+     tenth would be dropped; one sentence says why
 
 %(prog)s COMMAND --help tells more of each command.
 """
 # Name, module, and the line that --help has for it. Modules import what is heavy when they run.
 _COMMANDS = (
     ("stat", "sglang_tiered.trace.stat", "lengths, turns, reuse, and hit rate by cache size"),
-    ("convert", "sglang_tiered.trace.convert", "ShareGPT to Mooncake; other blocks; slices"),
+    ("convert", "sglang_tiered.trace.convert", "any form to Mooncake; other blocks; slices"),
     ("scale", "sglang_tiered.trace.scale", "shrink a trace to a model and a machine"),
     ("replay", "sglang_tiered.trace.replay.command", "policies and tier sizes, without a model"),
     ("generate", "sglang_tiered.trace.generate", "make up conversations like ShareGPT's"),

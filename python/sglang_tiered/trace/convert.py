@@ -28,10 +28,10 @@ __all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Writes a trace as Mooncake JSON lines. Block ids are numbered anew, from 0 in order of
-appearance; sessions and turns stay where they are known (session_id, turn), and blocks
-of other than 512 tokens are named (block_size).
+appearance; conversations and turns stay where they are known (conversation, turn), and
+blocks of other than 512 tokens are named (block_size).
 
-A ShareGPT file gets times: conversations begin as a Poisson process, turns follow after
+A file of conversations gets times: conversations begin as a Poisson process, turns follow after
 lognormal gaps (median 126 s, sigma 1.05). Its slices are taken afterwards.
 """
 _EXAMPLES = """\
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(
         parser,
         "tokens in a block of what is written; a multiple or a divisor of the trace's own "
-        "(default: the trace's own, 512 for ShareGPT)",
+        "(default: the trace's own, 512 where it has none)",
     )
     add_output_argument(parser)
-    times = parser.add_argument_group("times (ShareGPT only)")
+    times = parser.add_argument_group("times (where the file has none)")
     times.add_argument(
         "--rate",
         metavar="R",
@@ -77,14 +77,21 @@ def _time(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
+    from sglang_tiered.trace.arrivals import with_times
     from sglang_tiered.trace.blocks import with_block_tokens
     from sglang_tiered.trace.writing import write_mooncake
 
     if None not in (options.from_s, options.to_s) and options.from_s >= options.to_s:
         raise ConfigError("--from-s must be below --to-s; nothing lies between them.")
     check_free(options.output)
-    source = Input(options)
-    requests = _cut(_timed(source.stream(), options), options)
+    source = Input.of(options)
+    timed = with_times(
+        source.stream(),
+        conversations_per_s=options.rate,
+        gap_median_s=options.gap_s,
+        seed=options.seed,
+    )
+    requests = _cut(timed, options)
     first = next(requests, None)
     if first is None:
         source.report()
@@ -97,24 +104,6 @@ def run(options: argparse.Namespace) -> int:
     source.report()
     note(f"{count:,} requests written to {options.output}.")
     return 0
-
-
-def _timed(requests: Iterator[TraceRequest], options: argparse.Namespace) -> Iterator[TraceRequest]:
-    """In order of arrival where the file has no times, as in the file otherwise."""
-    from sglang_tiered.trace.arrivals import with_arrivals
-
-    first = next(requests, None)
-    if first is None:
-        return iter(())
-    requests = itertools.chain([first], requests)
-    if first.arrival_s is not None:
-        return requests
-    return with_arrivals(
-        requests,
-        conversations_per_s=options.rate,
-        gap_median_s=options.gap_s,
-        seed=options.seed,
-    )
 
 
 def _cut(requests: Iterable[TraceRequest], options: argparse.Namespace) -> Iterator[TraceRequest]:

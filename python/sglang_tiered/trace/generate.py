@@ -141,17 +141,18 @@ def _requests(
     advance: Callable[[int], None],
 ) -> Iterator[TraceRequest]:
     """Writes the conversations as they pass; yields requests where they are wanted."""
-    from sglang_tiered.trace import sharegpt
+    from sglang_tiered.trace.rows import Row
+    from sglang_tiered.trace.sharegpt import ConversationReader
     from sglang_tiered.trace.text import Tokens
 
-    tokens = Tokens(options.block_tokens)
+    reader = ConversationReader(Tokens(options.block_tokens))
     if write is not None:
         write(b"[")
     for done, row in enumerate(rows, start=1):
         if write is not None:
             write((b"\n" if done == 1 else b",\n") + row)
         if options.mooncake is not None:
-            yield from sharegpt.decode(row, done, tokens)[0]
+            yield from reader.decode(Row(done, done, row))[0]
         advance(done)
     if write is not None:
         write(b"\n]\n")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from sglang_tiered.tools.terminal import note, printable
-from sglang_tiered.trace.source import DATA_VARIABLE, Format, find
-from sglang_tiered.trace.tally import Tally
+from sglang_tiered.trace.forms import Format
+from sglang_tiered.trace.source import DATA_VARIABLE, find
+from sglang_tiered.trace.tally import MOST_DROPPED, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +45,9 @@ def layout(parser: argparse.ArgumentParser, description: str, examples: str) -> 
     parser.epilog = f"examples:\n{examples}"
 
 
-def add_input_arguments(parser: argparse.ArgumentParser, block_tokens: str) -> None:
-    """``block_tokens`` is the help of --block-tokens."""
+def add_input_arguments(parser: argparse.ArgumentParser, block_tokens: str | None) -> None:
+    """The flags that ``Input.of`` takes. ``block_tokens`` is the help of --block-tokens, where the
+    command has it."""
     parser.add_argument(
         "trace",
         metavar="TRACE",
@@ -62,11 +64,24 @@ def add_input_arguments(parser: argparse.ArgumentParser, block_tokens: str) -> N
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="stop at the first bad row (default: skip it, and say how many were skipped)",
+        help="stop at the first bad row (default: drop it, and say how many were dropped, and why)",
+    )
+    parser.add_argument(
+        "--allow-dropped",
+        action="store_true",
+        help=f"use the file although more than {MOST_DROPPED:.0%}% of its rows were dropped",
     )
     parser.add_argument("--limit", metavar="N", type=positive, help="only the first N requests")
-    parser.add_argument("--block-tokens", metavar="N", type=positive, help=block_tokens)
-    text = parser.add_argument_group("text (ShareGPT only)")
+    if block_tokens is not None:
+        parser.add_argument("--block-tokens", metavar="N", type=positive, help=block_tokens)
+    parser.add_argument(
+        "--trace-block-tokens",
+        metavar="N",
+        type=positive,
+        help="tokens in a block of the file's hash_ids, where it does not say (default: inferred "
+        "from its lengths)",
+    )
+    text = parser.add_argument_group("text (conversations only)")
     text.add_argument(
         "--bytes-per-token",
         metavar="N",
@@ -94,59 +109,114 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Input:
-    """The trace that a command line names. Raises ``TieredError`` for one that cannot be read."""
+    """A trace file, and how it is to be read. Raises ``TieredError`` for one that cannot be read.
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.path = find(options.trace)
-        self.tally = Tally(strict=options.strict)
-        self._options = options
+    What was dropped, assumed or changed is said on stderr, once.
+    """
 
-    def stream(self) -> Iterator[TraceRequest]:
-        """The requests as they lie in the file."""
-        from sglang_tiered.trace.reader import read_trace
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        format: Format | None = None,
+        strict: bool = False,
+        allow_dropped: bool = False,
+        limit: int | None = None,
+        trace_block_tokens: int | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        self.path = find(path)
+        self.tally = Tally()  # of the last reading
+        self._format = format
+        self._strict = strict
+        self._allow_dropped = allow_dropped
+        self._limit = limit
+        self._trace_block_tokens = trace_block_tokens
+        self._tokens = tokens
+        self._said: set[str] = set()
 
-        options = self._options
-        with bar(f"reading {self.path.name}", self.path.stat().st_size) as advance:
-            requests = read_trace(
-                self.path,
-                format=Format(options.format) if options.format else None,
-                tally=self.tally,
-                tokens=self._tokens(),
-                on_bytes=advance,
-            )
-            yield from itertools.islice(requests, options.limit)
-
-    def _tokens(self) -> Tokens:
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Input:
+        """The one that a command line names."""
         from sglang_tiered.trace.mooncake import BLOCK_TOKENS
         from sglang_tiered.trace.text import Tokens, load_tokenizer
 
-        block_tokens = self._options.block_tokens or BLOCK_TOKENS
-        if self._options.tokenizer is not None:
-            return load_tokenizer(self._options.tokenizer, block_tokens)
-        return Tokens(block_tokens, self._options.bytes_per_token)
+        block_tokens = getattr(options, "block_tokens", None) or BLOCK_TOKENS
+        if options.tokenizer is not None:
+            tokens = load_tokenizer(options.tokenizer, block_tokens)
+        else:
+            tokens = Tokens(block_tokens, options.bytes_per_token)
+        return cls(
+            options.trace,
+            format=Format(options.format) if options.format else None,
+            strict=options.strict,
+            allow_dropped=options.allow_dropped,
+            limit=options.limit,
+            trace_block_tokens=options.trace_block_tokens,
+            tokens=tokens,
+        )
+
+    def stream(self) -> Iterator[TraceRequest]:
+        """The requests as they lie in the file. May be called again."""
+        from sglang_tiered.trace.reader import read_trace
+
+        self.tally = Tally(strict=self._strict, allow_dropped=self._allow_dropped)
+        with bar(f"reading {self.path.name}", self.path.stat().st_size) as advance:
+            requests = read_trace(
+                self.path,
+                format=self._format,
+                tally=self.tally,
+                tokens=self._tokens,
+                block_tokens=self._trace_block_tokens,
+                on_bytes=advance,
+            )
+            yield from itertools.islice(requests, self._limit)
+        self.tally.check()  # of what was read, where the limit ended it
 
     def load(self) -> list[TraceRequest]:
-        """All requests in order of arrival; says what was skipped. Empty when nothing is usable."""
+        """All requests in order of arrival; says what was dropped. Empty when nothing is usable."""
         requests = list(self.stream())
         self.report()
-        return self.in_order(requests)
+        return self._in_order(requests)
 
-    def in_order(self, requests: list[TraceRequest]) -> list[TraceRequest]:
+    def stream_timed(self, *, seed: int = 0) -> Iterator[TraceRequest]:
+        """As ``stream``; requests of a file without times get some, and with them an order."""
+        from sglang_tiered.trace.arrivals import with_times
+
+        def note_times() -> None:
+            self._say("the trace has no times; conversations begin once a second on average.")
+
+        return with_times(self.stream(), conversations_per_s=1.0, seed=seed, on_none=note_times)
+
+    def load_timed(self, *, seed: int = 0) -> list[TraceRequest]:
+        """As ``load``; requests of a file without times get some."""
+        requests = list(self.stream_timed(seed=seed))
+        self.report()
+        return self._in_order(requests)
+
+    def _in_order(self, requests: list[TraceRequest]) -> list[TraceRequest]:
         times = [request.arrival_s for request in requests]
         if any(
             before is not None and after is not None and after < before
             for before, after in itertools.pairwise(times)
         ):
-            note("the file is not in order of arrival; its requests were sorted.")
+            self._say("the file is not in order of arrival; its requests were sorted.")
             requests.sort(key=lambda request: request.arrival_s or 0.0)
         return requests
 
     def report(self) -> None:
         """Say what was not used, and when nothing was."""
+        for sentence in self.tally.notes:
+            self._say(sentence)
         if (summary := self.tally.summary()) is not None:
-            note(summary)
+            self._say(summary)
         if not self.tally.num_requests:
-            note(f"{self.path} has no request that can be used; check it, or give --format.")
+            self._say(f"{self.path} has no request that can be used; check it, or give --format.")
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            note(sentence)
 
 
 @contextlib.contextmanager

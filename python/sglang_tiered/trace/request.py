@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_BLOCK_ID", "TraceRequest", "num_blocks_for"]
+__all__ = ["MAX_BLOCK_ID", "MAX_LENGTH", "TraceRequest", "num_blocks_for"]
 
 MAX_BLOCK_ID = (1 << 64) - 1
+MAX_LENGTH = 1 << 31
+"""Of a prompt or an answer, in tokens; no trace comes near, and sums stay far from overflow."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -19,6 +21,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     many leading blocks as their lists do.
 
     ``turn`` counts from 1 within ``conversation``; both, and ``tenant``, only where known.
+    ``delay_s`` is the time since the end of the answer before it in its conversation, where the
+    trace says that; ``arrival_s`` then counts that answer as given at once.
     """
 
     arrival_s: float | None
@@ -29,6 +33,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     conversation: str | None = None
     turn: int | None = None
     tenant: str | None = None
+    delay_s: float | None = None
 
     @property
     def context_length(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.tools.terminal import note, print_table
+from sglang_tiered.tools.terminal import print_table
 from sglang_tiered.trace.inputs import (
     Input,
     add_input_arguments,
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "compare", "run"]
 _DESCRIPTION = """\
 Multiplies all lengths by one factor, the block size with them, so that every request
 keeps its blocks and with them its hits. Writes Mooncake JSON lines with the new block
-size in them (block_size), and sessions and turns (inferred where the trace has none).
+size in them (block_size), conversations and turns (inferred where the trace has none).
 Prints the ratios that matter to a cache, before and after.
 
 --tokens-max alone shrinks until the longest request fits. With --block-tokens too, that
@@ -67,20 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from sglang_tiered.trace.arrivals import with_arrivals
     from sglang_tiered.trace.scaling import Scaling, scale
     from sglang_tiered.trace.writing import write_mooncake
 
     if options.rate is not None and options.time_factor != 1.0:
         raise ConfigError("--rate and --time-factor both set the time; give one of them.")
     check_free(options.output)
-    source = Input(options)
-    requests = source.load()
+    requests = Input.of(options).load_timed(seed=options.seed)
     if not requests:
         return 1
-    if requests[0].arrival_s is None:
-        requests = list(with_arrivals(requests, conversations_per_s=1.0, seed=options.seed))
-        note("the trace has no times; conversations begin once a second on average.")
     scaling = Scaling(
         tokens_max=options.tokens_max,
         block_tokens=options.block_tokens,

@@ -109,12 +109,15 @@ def _shrink(
         output_length = max(1, output_length)
     if scaling.tokens_max is not None:
         output_length = min(output_length, scaling.tokens_max - input_length)
-    arrival_s = request.arrival_s
+    arrival_s, delay_s = request.arrival_s, request.delay_s
     if arrival_s is not None:
         arrival_s = (arrival_s - zero) * scaling.time_factor
+    if delay_s is not None:
+        delay_s *= scaling.time_factor
     return msgspec.structs.replace(
         request,
         arrival_s=arrival_s,
+        delay_s=delay_s,
         input_length=input_length,
         output_length=output_length,
         block_ids=tuple(prefixes.of(request.block_ids)),

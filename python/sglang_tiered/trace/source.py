@@ -1,30 +1,37 @@
-"""Finds and opens a trace file, and tells its format from its first bytes."""
+"""Finds a trace file and opens it, unpacked where it is a gzip file."""
 
 from __future__ import annotations
 
-import enum
+import contextlib
+import gzip
+import io
 import os
 import stat
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from sglang_tiered.errors import TraceError
+from sglang_tiered.trace.forms import KNOWN
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
+    from collections.abc import Callable, Iterator
 
-__all__ = ["DATA_VARIABLE", "Format", "detect", "find", "open_trace"]
+__all__ = ["DATA_VARIABLE", "PARQUET", "Opened", "find", "open_trace", "reading"]
 
 DATA_VARIABLE = "SGLANG_TIERED_DATA"
 """Names a folder of traces; a path that does not exist is also looked for in it."""
 
 _HEAD_BYTES = 1 << 20
 _MAX_LISTED = 8
-_KNOWN = "ShareGPT JSON or Mooncake JSON lines"
+_TRACES = ("*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz", "*.csv", "*.csv.gz", "*.parquet")
+_GZIP = b"\x1f\x8b"
+PARQUET = b"PAR1"
+"""How a Parquet file begins."""
 
 # What people pass by mistake, by how it begins.
 _FOREIGN = (
-    (b"\x1f\x8b", "is gzip-compressed; unpack it first: gunzip -k"),
+    (_GZIP, "is gzip-compressed twice; unpack it first: gunzip -k"),
     (b"\x28\xb5\x2f\xfd", "is zstd-compressed; unpack it first: zstd -d"),
     (b"\xfd7zXZ", "is xz-compressed; unpack it first: xz -dk"),
     (b"BZh", "is bzip2-compressed; unpack it first: bunzip2 -k"),
@@ -36,19 +43,17 @@ _FOREIGN = (
         "is a Git LFS pointer, not the trace itself; fetch it where it came from, with git lfs "
         "pull:",
     ),
-    (b"PAR1", "is a Parquet file; export it as JSON lines first:"),
     (b"<", "looks like a web page, not a trace; the download went wrong:"),
 )
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Format(enum.Enum):
-    SHAREGPT = "sharegpt"
-    MOONCAKE = "mooncake"
+class Opened(NamedTuple):
+    """A file of rows. ``position`` says how far it is read, in bytes of the file on disk."""
 
-    @property
-    def title(self) -> str:
-        return {"sharegpt": "ShareGPT", "mooncake": "Mooncake"}[self.value]
+    file: BinaryIO
+    head: bytes
+    position: Callable[[], int]
 
 
 def find(path: Path | None) -> Path:
@@ -91,8 +96,8 @@ def _only_trace(folder: Path) -> Path:
     try:
         names = sorted(
             found
-            for pattern in ("*.json", "*.jsonl", "*/*.json", "*/*.jsonl")
-            for found in folder.glob(pattern)
+            for pattern in _TRACES
+            for found in (*folder.glob(pattern), *folder.glob(f"*/{pattern}"))
             if found.is_file()
         )
     except OSError as error:
@@ -100,57 +105,70 @@ def _only_trace(folder: Path) -> Path:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise TraceError(f"{folder} is a folder without .json or .jsonl files; name a trace.")
+        raise TraceError(
+            f"{folder} is a folder without .json, .jsonl, .csv or .parquet files; name a trace."
+        )
     listed = ", ".join(str(name.relative_to(folder)) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     raise TraceError(f"{folder} is a folder; name one of its files: {listed}{more}.")
 
 
-def open_trace(path: Path) -> tuple[BinaryIO, bytes]:
-    """The file, positioned after a byte order mark, and its first bytes. Raises ``TraceError`` for
-    what cannot be a trace: empty, compressed, binary."""
+def open_trace(path: Path) -> Opened:
+    """The file, unpacked and positioned after a byte order mark, and its first bytes. Raises
+    ``TraceError`` for what cannot be a trace: empty, packed otherwise, binary."""
     try:
-        file = path.open("rb", buffering=_HEAD_BYTES)
+        raw = io.BufferedReader(path.open("rb", buffering=0), _HEAD_BYTES)
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "not a file name"
         raise TraceError(f"{path} cannot be read ({what}); check the path.") from error
+    file: BinaryIO = raw
     try:
-        head = _head(file, path)
+        with reading(path):
+            if raw.peek(len(_GZIP)).startswith(_GZIP):
+                file = _Unpacked(raw)
+            return Opened(file, _head(file, path), raw.tell)
     except BaseException:
         file.close()
         raise
-    return file, head
+
+
+class _Unpacked(io.BufferedReader):
+    """Unpacks a gzip file on the way, and closes it."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__(gzip.GzipFile(fileobj=raw), _HEAD_BYTES)
+        self._packed = raw
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what a disk or a packed file may raise into ``TraceError``."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            f"{path} is damaged or cut off (its gzip data end too early); fetch it again."
+        ) from error
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read on ({error.strerror}); check its disk.") from error
 
 
 def _head(file: BinaryIO, path: Path) -> bytes:
-    try:
-        head = file.read(_HEAD_BYTES)
-        if head.startswith(_BYTE_ORDER_MARK):
-            head = head[len(_BYTE_ORDER_MARK) :]
-            file.seek(len(_BYTE_ORDER_MARK))
-        else:
-            file.seek(0)
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read ({error.strerror}); check it.") from error
+    head = file.read(_HEAD_BYTES)
+    mark = len(_BYTE_ORDER_MARK) if head.startswith(_BYTE_ORDER_MARK) else 0
+    file.seek(mark)
+    head = head[mark:]
     for magic, what in _FOREIGN:
         if head.startswith(magic):
             raise TraceError(f"{path} {what} {path.name}.")
+    if head.startswith(PARQUET):
+        return head
     if b"\0" in head:
-        raise TraceError(f"{path} is a binary file, not a trace; expected {_KNOWN}.")
+        raise TraceError(f"{path} is a binary file, not a trace; expected {KNOWN}.")
     if not head.strip():
-        raise TraceError(f"{path} is empty; expected {_KNOWN}.")
+        raise TraceError(f"{path} is empty; expected {KNOWN}.")
     return head
-
-
-def detect(head: bytes, path: Path) -> Format:
-    """The format, by the keys in the first bytes. Raises ``TraceError`` where none is known."""
-    if b'"hash_ids"' in head:
-        return Format.MOONCAKE
-    if b'"conversations"' in head or head.split() == [b"[]"]:
-        return Format.SHAREGPT
-    head = head.lstrip()
-    beginning = ascii(head.split(b"\n", 1)[0][:40].decode("utf-8", "replace"))
-    raise TraceError(
-        f"{path} is in no known format (line 1 begins with {beginning}); expected {_KNOWN}, or say "
-        "which with --format."
-    )

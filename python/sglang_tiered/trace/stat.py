@@ -21,8 +21,8 @@ Requests, lengths, turns, and how a cache would do: the hit rate without bound, 
 the hit rate of LRU by capacity. A hit is a leading block: the first block of a prompt
 that is not cached ends it. The cache is one for all requests and holds whole blocks.
 
-A ShareGPT file has no times: its conversations follow one another, so its LRU curve
-is that of conversations that never overlap. Give it times with convert first.
+Conversations have no times: they follow one another, so the LRU curve is
+that of conversations that never overlap. Give them times with convert first.
 """
 _EXAMPLES = """\
   sglang-tiered trace stat mooncake/conversation.jsonl
@@ -32,7 +32,11 @@ _EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout(parser, _DESCRIPTION, _EXAMPLES)
-    add_input_arguments(parser, "tokens in a block of a ShareGPT prompt (default: 512)")
+    add_input_arguments(
+        parser,
+        "tokens in a block of the figures; a multiple or a divisor of the trace's own (default: "
+        "the trace's own, 512 where it has none)",
+    )
     parser.add_argument(
         "--capacity",
         metavar="TOKENS",
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from sglang_tiered.trace.blocks import with_block_tokens
+    from sglang_tiered.trace.figures import describe
+
     for path in (options.json, options.plot):
         if path is not None:
             check_free(path)
@@ -53,14 +60,14 @@ def run(options: argparse.Namespace) -> int:
         from sglang_tiered.trace.plot import check_plot
 
         check_plot(options.plot)
-    source = Input(options)
+    source = Input.of(options)
     requests = source.load()
     if not requests:
         return 1
+    if options.block_tokens is not None:
+        requests = list(with_block_tokens(requests, options.block_tokens))
     if len({request.block_tokens for request in requests}) > 1:
         raise TraceError("the trace mixes block sizes; convert it to one size first.")
-    from sglang_tiered.trace.figures import describe
-
     figures = {
         "trace": source.path.name,
         "num_rows": source.tally.num_rows,

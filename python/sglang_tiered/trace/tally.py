@@ -1,4 +1,4 @@
-"""What became of the rows of a file: used, repaired, or skipped and why."""
+"""What became of the rows of a file: used, repaired, or dropped and why."""
 
 from __future__ import annotations
 
@@ -6,52 +6,89 @@ from dataclasses import dataclass, field
 
 from sglang_tiered.errors import TraceError
 
-__all__ = ["BadRowError", "Tally"]
+__all__ = ["MOST_DROPPED", "BadRowError", "Tally"]
 
-_MAX_REASONS = 5
+MOST_DROPPED = 0.1
+"""The share of rows beyond which a file is refused."""
+
+_MAX_REASONS = 20  # different ones that are told; what else there was is told as one
 
 
 class BadRowError(ValueError):
-    """A row that is not what its format says; the message goes into "not a request (...)"."""
+    """A row, or a part of one, that is not what its format says.
+
+    ``reason`` is the same for all rows of its kind, and is what they are counted by; ``detail``
+    says what is so in this one.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass
+class _Reason:
+    first: str  # the first row of its kind
+    count: int = 0
 
 
 @dataclass
 class Tally:
-    """Counts of one reading. With ``strict``, the first bad row raises ``TraceError`` instead.
+    """Counts of one reading.
 
-    A repaired row is one that is used without the part of it that no request can be made of.
+    With ``strict``, the first bad row raises ``TraceError``. Otherwise ``check`` raises it where
+    more than ``MOST_DROPPED`` of the rows were dropped, unless ``allow_dropped``. A repaired row is
+    one that is used without the part of it that no request can be made of. ``notes`` are sentences
+    about the whole file that its user should know.
     """
 
     strict: bool = False
+    allow_dropped: bool = False
     num_rows: int = 0
     num_repaired: int = 0
     num_skipped: int = 0
     num_requests: int = 0
-    reasons: list[str] = field(default_factory=list)  # of the first few bad rows, a sentence each
+    reasons: dict[str, _Reason] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    def skip(self, sentence: str) -> None:
-        """Count a row as skipped. ``sentence`` has no full stop and names the row."""
+    def skip(self, row: str, title: str, error: BadRowError) -> None:
+        """Count a row as dropped. ``row`` names it, ``title`` its format."""
         self.num_skipped += 1
-        self._note(sentence, "repair or remove it")
+        self._count(row, error, f"is not a {title} request", "repair or remove it")
 
-    def repair(self, sentence: str) -> None:
+    def repair(self, row: str, error: BadRowError) -> None:
         """Count a row as used in part."""
         self.num_repaired += 1
-        self._note(sentence, "repair it")
+        self._count(row, error, "is used in part", "repair it")
 
-    def _note(self, sentence: str, way_out: str) -> None:
+    def _count(self, row: str, error: BadRowError, what: str, way_out: str) -> None:
         if self.strict:
-            raise TraceError(f"{sentence}; {way_out}, or read without --strict.")
-        if len(self.reasons) < _MAX_REASONS:
-            self.reasons.append(sentence)
+            raise TraceError(f"{row} {what} ({error}); {way_out}, or read without --strict.")
+        reason = error.reason
+        if reason not in self.reasons and len(self.reasons) >= _MAX_REASONS:
+            reason = "other reasons"
+        self.reasons.setdefault(reason, _Reason(row)).count += 1
+
+    def check(self) -> None:
+        """Raise ``TraceError`` where so much was dropped that the rest is another trace."""
+        if self.num_skipped > MOST_DROPPED * self.num_rows and not self.allow_dropped:
+            raise TraceError(
+                f"{self._counts()}; that is more than {MOST_DROPPED:.0%} of the file: repair it, "
+                "or give --allow-dropped."
+            )
 
     def summary(self) -> str | None:
         """One sentence when something was not used, else ``None``."""
-        if not self.num_skipped and not self.num_repaired:
-            return None
+        return f"{self._counts()}." if self.reasons else None
+
+    def _counts(self) -> str:
         parts = []
         if self.num_skipped:
-            parts.append(f"{self.num_skipped:,} of {self.num_rows:,} rows skipped")
+            parts.append(f"{self.num_skipped:,} of {self.num_rows:,} rows dropped")
         if self.num_repaired:
             parts.append(f"{self.num_repaired:,} used in part")
-        return f"{' and '.join(parts)}; the first: {self.reasons[0]}."
+        by_count = sorted(self.reasons.items(), key=lambda item: -item[1].count)
+        listed = ", ".join(
+            f"{found.count:,} as {reason} (the first: {found.first})" for reason, found in by_count
+        )
+        return f"{' and '.join(parts)}: {listed}"

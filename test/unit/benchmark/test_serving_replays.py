@@ -76,7 +76,7 @@ def test_downloaded_sharegpt_file_is_asked_in_passes(tmp_path: Path) -> None:
 
 
 def test_sharegpt_file_with_too_little_is_refused(tmp_path: Path) -> None:
-    path = sharegpt_file(tmp_path / "ShareGPT.json", 8)
+    path = sharegpt_file(tmp_path / "ShareGPT.json", 10)
     with pytest.raises(TraceError, match="1 passes of 20 requests .* and 5 are needed; use"):
         load_sharegpt(2048, num_requests=20, num_passes=5, path=path)
 

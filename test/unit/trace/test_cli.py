@@ -130,13 +130,13 @@ def test_stat_adds_the_capacities_it_is_asked_for(cli: Cli, trace: Path, tmp_pat
     assert [row["hit_rate"] for row in rows if row["blocks"] == 11] == [19 / 30]
 
 
-def test_rows_without_a_request_are_skipped_and_counted(cli: Cli, trace: Path) -> None:
-    text = trace.read_text()
-    trace.write_text(text.replace("\n", "\n{broken\n", 2))
-    outcome = cli("stat", trace)
+def test_rows_without_a_request_are_dropped_and_counted(cli: Cli, trace: Path) -> None:
+    trace.write_text(trace.read_text().replace("\n", "\n{broken\n", 2))
+    outcome = cli("stat", trace, "--allow-dropped")
     assert outcome.code == 0
     assert "6 requests" in outcome.out
-    assert "2 of 8 rows skipped; the first: line 2 of" in outcome.err
+    assert "2 of 8 rows dropped: 2 as it is not JSON" in outcome.err
+    assert f"(the first: line 2 of {trace})" in outcome.err
     assert outcome.err.count("\n") == 1
     strict = cli("stat", trace, "--strict")
     assert (strict.code, strict.out) == (2, "")
@@ -144,11 +144,26 @@ def test_rows_without_a_request_are_skipped_and_counted(cli: Cli, trace: Path) -
     assert strict.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["stat", "scale", "convert", "replay"])
+def test_a_file_mostly_dropped_is_refused(
+    cli: Cli, trace: Path, tmp_path: Path, command: str
+) -> None:
+    trace.write_text(trace.read_text().replace("\n", "\n{broken\n", 1))
+    output = ("-o", tmp_path / "x") if command in ("scale", "convert") else ()
+    outcome = cli(command, trace, *output)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "1 of 7 rows dropped" in outcome.err
+    assert "more than 10% of the file: repair it, or give --allow-dropped." in outcome.err
+    assert not (tmp_path / "x").exists()
+    assert cli(command, trace, *output, "--allow-dropped").code == 0
+
+
 def test_nothing_usable_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"hash_ids": []}\n')
     for command in (("stat",), ("scale", "-o", tmp_path / "x"), ("convert", "-o", tmp_path / "x")):
-        outcome = cli(command[0], path, *command[1:])
+        assert cli(command[0], path, *command[1:]).code == 2
+        outcome = cli(command[0], path, *command[1:], "--allow-dropped")
         assert (outcome.code, outcome.out) == (1, "")
         assert "has no request that can be used" in outcome.err
     assert not (tmp_path / "x").exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.trace import cli
 from sglang_tiered.trace.figures import describe
-from sglang_tiered.trace.source import Format
+from sglang_tiered.trace.forms import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable

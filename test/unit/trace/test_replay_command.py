@@ -118,18 +118,22 @@ def test_what_cannot_be_done_is_one_sentence(
     assert not said.out
 
 
-def test_a_trace_without_order_or_times_is_refused(
+def test_a_trace_without_order_or_times_gets_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.jsonl"
     lines = LINES.splitlines(keepends=True)
     path.write_text(lines[5] + lines[2])
-    assert main(["replay", str(path), *SIZES]) == 2
-    assert "sort the trace by time" in capsys.readouterr().err
-    turns = [{"from": "human", "value": "Hello there."}, {"from": "gpt", "value": "Hello."}]
+    assert main(["replay", str(path), *SIZES]) == 0
+    said = capsys.readouterr()
+    assert "its requests were sorted" in said.err
+    assert "2 requests" in said.out
+    turns = [{"from": "human", "value": "Hello there."}, {"from": "gpt", "value": "Hello."}] * 300
     path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
-    assert main(["replay", str(path), *SIZES]) == 2
-    assert "no arrival times" in capsys.readouterr().err
+    assert main(["replay", str(path), *SIZES]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("the trace has no times; conversations begin once a second") == 1
+    assert "300 requests" in said.out
 
 
 def test_a_picture_is_drawn_or_matplotlib_named(

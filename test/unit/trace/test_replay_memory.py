@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.replay.lru import LruTier
 from sglang_tiered.trace.replay.region_log import RegionLog
 from sglang_tiered.trace.replay.runner import Replay, replay
@@ -65,7 +66,7 @@ def test_four_times_the_requests_take_no_more_memory(tmp_path: Path, policy: str
     )
     peaks = []
     for copies in (3, 12):
-        stream = TraceStream(path, replicate=copies, spread_s=3000.0 * copies, stretch=30)
+        stream = TraceStream(Input(path), replicate=copies, spread_s=3000.0 * copies, stretch=30)
         tracemalloc.start()
         try:
             (run,) = replay(Replay(stream, hardware, [policy], [sizes]))

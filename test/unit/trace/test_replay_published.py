@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.trace.inputs import Input
 from sglang_tiered.trace.replay.runner import Replay, replay
 from sglang_tiered.trace.replay.sizes import TierSizes
 from sglang_tiered.trace.replay.stream import TraceStream
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def test_a_single_cache_hits_what_was_published(
     published: Callable[[str], Path], name: str, ideal: float, curve: dict[float, float]
 ) -> None:
-    stream = TraceStream(published(name))
+    stream = TraceStream(Input(published(name)))
     sizes = [
         TierSizes(
             device_tokens=int(million * 1e6),
@@ -44,7 +45,7 @@ def test_a_single_cache_hits_what_was_published(
 
 
 def test_replay_is_the_same_every_time(published: Callable[[str], Path]) -> None:
-    stream = TraceStream(published("conversation"), limit=1500, stretch=4)
+    stream = TraceStream(Input(published("conversation"), limit=1500), stretch=4)
     hardware = PROFILES["8b-h100"]
     sizes = TierSizes(
         device_tokens=100_000,

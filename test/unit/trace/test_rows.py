@@ -8,11 +8,11 @@ import json
 import pytest
 
 from sglang_tiered.trace import rows as rows_module
-from sglang_tiered.trace.rows import Row, array_rows, line_rows
+from sglang_tiered.trace.rows import Row, json_rows, line_rows
 
 
 def cut(text: str, max_bytes: int = 1 << 20) -> list[Row]:
-    return list(array_rows(io.BytesIO(text.encode()), max_bytes))
+    return list(json_rows(io.BytesIO(text.encode()), max_bytes=max_bytes))
 
 
 def data(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.trace.cluster import ADMISSIONS, POLICIES
-from sglang_tiered.trace.source import Format
+from sglang_tiered.trace.inputs import Input
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,10 +155,8 @@ def read_requests(options: argparse.Namespace) -> tuple[str, int, list[Request]]
     from sglang_tiered.trace.replay.stream import TraceStream
 
     stream = TraceStream(
-        options.trace,
-        format=None if options.format is None else Format(options.format),
+        Input.of(options),
         page_tokens=options.page_tokens,
-        limit=options.limit,
         stretch=options.stretch,
         replicate=options.replicate,
         spread_s=options.spread if options.replicate > 1 else 0.0,

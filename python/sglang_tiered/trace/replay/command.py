@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_bytes
 from sglang_tiered.trace.cluster import command as cluster
+from sglang_tiered.trace.inputs import Input, add_input_arguments
 from sglang_tiered.trace.replay import POLICIES, ROUTES
 from sglang_tiered.trace.replay.timing import PROFILES, Hardware
-from sglang_tiered.trace.source import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,10 +42,7 @@ _MAX_COUNT = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
-    parser.add_argument(
-        "--format", choices=[known.value for known in Format], help="(default: told by content)"
-    )
+    add_input_arguments(parser, None)
     what = parser.add_argument_group("what to compare")
     what.add_argument(
         "--policy",
@@ -101,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="multiply all times between requests (default: %(default)s)",
     )
-    load.add_argument("--limit", metavar="N", type=_count, help="replay the first N requests")
     machine = parser.add_argument_group("the modelled server")
     machine.add_argument(
         "--hardware", choices=list(PROFILES), default="8b-h100", help="(default: %(default)s)"
@@ -142,10 +138,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot.require(options.plot)
     stream = TraceStream(
-        options.trace,
-        format=None if options.format is None else Format(options.format),
+        Input.of(options),
         page_tokens=options.page_tokens,
-        limit=options.limit,
         stretch=options.stretch,
         replicate=options.replicate,
         spread_s=options.spread if options.replicate > 1 else 0.0,

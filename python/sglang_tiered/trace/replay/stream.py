@@ -1,8 +1,9 @@
 """A trace as a stream of requests for modelled servers: cut into units, copied, routed.
 
-A file is read anew for every pass and never held. To multiply a trace, its requests are held once
-as arrays and its copies are made on the way: copy ``k`` has block ids of its own and begins a
-little later, so it is as many sessions again, none of which shares anything with the others.
+A file in order of arrival is read anew for every pass and never held; one in another order is held
+and sorted. To multiply a trace, its requests are held once as arrays and its copies are made on the
+way: copy ``k`` has block ids of its own and begins a little later, so it is as many sessions again,
+none of which shares anything with the others.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.errors import ConfigError, TraceError
-from sglang_tiered.trace.reader import read_trace
 from sglang_tiered.trace.replay.copies import Copies, CopiesBuilder, Row, mix
 from sglang_tiered.trace.replay.server import Request
-from sglang_tiered.trace.source import Format, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
+    from sglang_tiered.trace.inputs import Input
     from sglang_tiered.trace.request import TraceRequest
 
 __all__ = ["RETURNING_TOKENS", "Survey", "TraceStream"]
@@ -59,35 +58,37 @@ class TraceStream:
 
     def __init__(
         self,
-        path: Path | None,
+        source: Input,
         *,
-        format: Format | None = None,
         page_tokens: int | None = None,
-        limit: int | None = None,
         stretch: float = 1.0,
         replicate: int = 1,
         spread_s: float = 0.0,
         num_servers: int = 1,
         route: str = "prefix",
     ) -> None:
-        self._path = find(path)
-        self._format = format
+        self._source = source
+        self._held: list[TraceRequest] | None = None
         self._page_tokens = page_tokens
-        self._limit = limit
         self._stretch = stretch
         self._replicate = replicate
         self._spread_s = spread_s
         self._num_servers = num_servers
         self._route = route
         self._copies: Copies | None = None
-        self.survey: Survey = self._survey()
+        try:
+            self.survey: Survey = self._survey()
+        except _NotInOrderError:
+            self._held = source.load_timed()
+            self.survey = self._survey()
+        source.report()
 
     @property
     def name(self) -> str:
         """Return the file's name, and what was made of it."""
         copies = f", {self._replicate} copies" if self._replicate > 1 else ""
         stretched = f", {self._stretch:g} times as slow" if self._stretch != 1 else ""
-        return f"{self._path.name}{copies}{stretched}"
+        return f"{self._source.path.name}{copies}{stretched}"
 
     def _survey(self) -> Survey:
         num_units = num_tokens = num_requests = 0
@@ -107,7 +108,7 @@ class TraceStream:
             else:
                 unique.add(request.units)
         if not num_requests:
-            raise TraceError(f"{self._path} holds no request; there is nothing to replay.")
+            raise TraceError(f"{self._source.path} holds no request; there is nothing to replay.")
         copies = self._replicate
         if builder is not None:
             self._copies = builder.build(copies, self._spread_s)
@@ -138,22 +139,17 @@ class TraceStream:
         cutter: _Cutter | None = None
         seen = array.array("Q", bytes(8 * _REMEMBERED))
         last_s = -math.inf
-        for number, row in enumerate(read_trace(self._path, format=self._format)):
-            if number == self._limit:
-                return
+        held = self._held
+        for row in self._source.stream_timed() if held is None else held:
             if cutter is None:
                 cutter = _Cutter(row.block_tokens, self._page_tokens)
                 self._unit_tokens = cutter.unit_tokens
             if row.arrival_s is None:
                 raise TraceError(
-                    f"{self._path} has no arrival times; give it some with "
-                    "`sglang-tiered trace convert`."
+                    f"only some requests of {self._source.path} have times; give all of them one."
                 )
             if row.arrival_s < last_s:
-                raise TraceError(
-                    f"request {number + 1} of {self._path} arrives at {row.arrival_s} s, before "
-                    f"the one above it ({last_s} s); sort the trace by time."
-                )
+                raise _NotInOrderError
             last_s = row.arrival_s
             units = cutter.units(row)
             key = units[min(cutter.returning, len(units) - 1)] if units else 0
@@ -173,6 +169,10 @@ class TraceStream:
                 returning,
             )
             yield Row(request, key)
+
+
+class _NotInOrderError(Exception):
+    """A request comes before the one above it."""
 
 
 class _Cutter:
