@@ -265,6 +265,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
             notes.append(f"{shard['name']}: {pins['damaged']} {what}")
         if pins["newer"]:
             notes.append(f"{shard['name']}: {pins['newer']} pins are of a newer version")
+        if pins["unread"]:
+            notes.append(f"{shard['name']}: {pins['unread']} pins cannot be read; check the disk")
         if shard["regions_gone_meanwhile"]:
             notes.append(
                 f"{shard['name']}: {shard['regions_gone_meanwhile']} regions were reclaimed "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 from sglang_tiered.storage.region.purging import purges
 from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.tools.store import gc
+from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
 REGION = 64 * 1024
 SIZES = [12_288, 12_000, 9_000]
@@ -380,7 +382,8 @@ def test_forgotten_pages_and_pins_are_known(
     report = json.loads(cli("stat", tier, "--json").out)
     assert report["ok"]
     assert report["shards"][0]["purged_pages"] == before + 2
-    assert report["shards"][0]["pins"] == {"valid": 2, "pages": 2, "damaged": 0, "newer": 0}
+    pins = {"valid": 2, "pages": 2, "damaged": 0, "newer": 0, "unread": 0}
+    assert report["shards"][0]["pins"] == pins
     assert "2 pins name 2 pages" in cli("stat", tier).out
     assert cli("verify", tier).code == 0
     (shard / (file_of("c") + ".tmp")).write_bytes(b"x")
@@ -390,3 +393,32 @@ def test_forgotten_pages_and_pins_are_known(
     left = f"{shard.name}/{file_of('c')}.tmp"
     assert plan(cli, tier)[left] == "left by a process that died"
     assert file_of("b") in os.listdir(shard), "looking changes nothing"
+
+
+def test_unreadable_purges_plan_no_removal(
+    cli: Cli,
+    tier: Path,
+    shard: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    open_engine: Open,
+    make_run: MakeRun,
+    store: Store,
+) -> None:
+    """A disk that fails must not look like a purge of everything."""
+    engine = open_engine(shard)
+    store(engine, make_run(50, SIZES))
+    assert is_true(engine.begin_purge(b"t" * 16), 20.0)
+    engine.close()
+    before = sorted(shard.iterdir())
+    real = ReadOnlyDevice.read_file
+
+    def read(self: ReadOnlyDevice, name: str) -> bytes:
+        if name == PURGES_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, name)
+
+    monkeypatch.setattr(ReadOnlyDevice, "read_file", read)
+    outcome = cli("gc", tier, "--delete")
+    assert outcome.code != 0
+    assert "which says what was purged, cannot be read" in outcome.err
+    assert sorted(shard.iterdir()) == before
