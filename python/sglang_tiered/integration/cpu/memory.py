@@ -25,7 +25,6 @@ from sglang_tiered.integration.cache.host_size import MIN_TOKENS, least_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +117,14 @@ def working_set(server_args: Any, host_bytes: int | None) -> WorkingSet:
     as weights that are not on this machine yet, count as 0. ``host_bytes``: the user's."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
-    from sglang_tiered.integration.identity.model import find_weight_files
+    from sglang_tiered.integration.identity.model import find_weight_files, one_copy
 
     files = find_weight_files(
         server_args.model_path, server_args.revision, server_args.download_dir
     )
     model = model_config_of(server_args)
     return WorkingSet(
-        weights=int(_weight_bytes(files) * _widening(model)),
+        weights=int(sum(file.stat().st_size for file in one_copy(files)) * _widening(model)),
         token=token_bytes(model, server_args.kv_cache_dtype),
         host=host_bytes or 0,
     )
@@ -154,16 +153,6 @@ def token_bytes(model: Any, kv_cache_dtype: str) -> int:
         elements = model.get_total_num_kv_heads() * (model.head_dim + model.v_head_dim)
     itemsize = 1 if "fp8" in kv_cache_dtype else model.dtype.itemsize
     return int(model.num_hidden_layers * elements * itemsize)
-
-
-def _weight_bytes(files: list[Path]) -> int:
-    """Return the size of one copy of the weights: a checkpoint may contain further copies, in other
-    formats or (``consolidated``) in one piece."""
-    by_suffix: dict[str, int] = {}
-    for file in files:
-        if not file.name.startswith("consolidated"):
-            by_suffix[file.suffix] = by_suffix.get(file.suffix, 0) + file.stat().st_size
-    return by_suffix.get(".safetensors") or max(by_suffix.values(), default=0)
 
 
 def around_profile(original: Callable[..., int], configurator: Any, _: float) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.integration.identity.file_digests import SeenFile, see
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "Contents",
@@ -30,6 +30,7 @@ __all__ = [
     "identify_files",
     "identify_model",
     "is_nameless",
+    "one_copy",
     "spell_out",
     "unresolved",
 ]
@@ -148,6 +149,20 @@ def find_weight_files(
         if weights := [file for file in files if _is_weight(file)]:
             return weights
     return []
+
+
+def one_copy(files: Sequence[Path]) -> list[Path]:
+    """Return the weight files of one copy of the weights: a checkpoint may contain further copies,
+    in other formats or (``consolidated``) in one piece."""
+    by_suffix: dict[str, list[Path]] = {}
+    for file in files:
+        if not file.name.startswith("consolidated"):
+            by_suffix.setdefault(file.suffix, []).append(file)
+
+    def size(copy: list[Path]) -> int:
+        return sum(file.stat().st_size for file in copy)
+
+    return by_suffix.get(".safetensors") or max(by_suffix.values(), key=size, default=list(files))
 
 
 def contents_of(identity: Any) -> Iterator[Contents]:

@@ -13,6 +13,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache import host_size
 from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
+from sglang_tiered.integration.identity.model import one_copy
 from sglang_tiered.integration.launch import accelerator
 
 ROOT = Path(__file__).parents[4]
@@ -123,8 +124,9 @@ def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(bytes(size))
     files = list(tmp_path.iterdir())
-    assert memory._weight_bytes(files) == 8000
-    assert memory._weight_bytes([]) == 0
+    copy = one_copy(files)
+    assert {file.name for file in copy} == {"model-1.safetensors", "model-2.safetensors"}
+    assert one_copy([files[0]]) == [files[0]] and one_copy([]) == []
 
 
 def test_token_bytes_equal_the_device_pools(tmp_path: Path) -> None:

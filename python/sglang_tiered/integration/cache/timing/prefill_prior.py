@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from sglang.srt.runtime_context import get_model
 
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
-from sglang_tiered.integration.identity.model import find_weight_files
+from sglang_tiered.integration.identity.model import find_weight_files, one_copy
 from sglang_tiered.policy.cost_model import PRIOR_PREFILL, CostModel, PrefillCost
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def probe_prefill(
     no matrix product here.
     """
     dtype = dtype if dtype in PRODUCT_TYPES else torch.bfloat16
-    files = find_weight_files(model_path, revision, download_dir)
+    files = one_copy(find_weight_files(model_path, revision, download_dir))
     num_weights = sum(map(_num_weights, files)) // max(1, num_ranks)
     rate = _operations_per_s(dtype, device) if num_weights else None
     if not rate:

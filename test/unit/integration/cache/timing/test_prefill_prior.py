@@ -55,6 +55,17 @@ def test_formats_of_a_checkpoint_make_no_token_dearer(
     assert probe(tmp_path)[1] == pytest.approx(2 * (1 << 20) / 1e9)
 
 
+def test_second_copy_of_weights_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_prior, "_operations_per_s", lambda dtype, device: 1e9)
+    save_file({"w": torch.zeros(1 << 20)}, tmp_path / "model.safetensors")
+    one = probe(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1 << 22))
+    save_file({"w": torch.zeros(1 << 20)}, tmp_path / "consolidated.safetensors")
+    assert probe(tmp_path) == one
+
+
 @pytest.mark.parametrize("dtype", prefill_prior.PRODUCT_TYPES)
 def test_probe_of_every_format_is_short(dtype: torch.dtype) -> None:
     """A plain product in float16 on a CPU took 10 s."""
