@@ -87,7 +87,6 @@ def load_sharegpt(
 ) -> list[list[TraceRequest]]:
     """Conversations of a file of any form, or made up from ShareGPT's published figures; as far as
     they fit the model, in as many parts of about ``num_requests`` each. Raises ``TraceError``."""
-    scaling = Scaling(tokens_max=tokens_max, block_tokens=PAGE_SIZE)
     passes: list[list[TraceRequest]] = []
     found: list[TraceRequest] = []
     if path is None:
@@ -97,7 +96,8 @@ def load_sharegpt(
     for turns in conversations:
         found += [turn for turn in turns if turn.context_length <= tokens_max]
         if len(found) >= num_requests:
-            passes.append(scale(found, scaling))
+            size = min(PAGE_SIZE, found[0].block_tokens)
+            passes.append(scale(found, Scaling(tokens_max=tokens_max, block_tokens=size)))
             found = []
         if len(passes) == num_passes:
             return passes

@@ -11,7 +11,7 @@ import pytest
 
 from serving_bench import client
 from serving_bench.client import Request
-from serving_bench.replays import in_turns, load_sharegpt, trace_requests
+from serving_bench.replays import in_turns, load_mooncake, load_sharegpt, trace_requests
 from serving_bench.throttle import NoThrottleError, ReadThrottle, disk_of
 from sglang_tiered.trace.request import TraceRequest
 from sglang_tiered.trace.source import TraceError
@@ -75,6 +75,36 @@ def test_downloaded_sharegpt_file_is_asked_in_passes(tmp_path: Path) -> None:
     assert sum(one.num_reusable for one in asked) > 0
 
 
+def test_benchmark_files_may_have_any_form(tmp_path: Path) -> None:
+    messages, blocks, sessions = (tmp_path / name for name in ("messages", "blocks", "sessions"))
+    turns = [{"role": role, "content": "word " * 60} for role in ["user", "assistant"] * 3]
+    messages.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
+    lines = [
+        {
+            "timestamp": 1000 * second,
+            "input_length": 160.0,
+            "output_length": 20,
+            "hash_ids": [f"{second % 10}-{place}" for place in range(10)],
+        }
+        for second in range(60)
+    ]
+    blocks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, line in enumerate(lines):
+        line["session_id"] = f"s{number // 3}"
+        if number % 3:
+            del line["timestamp"]
+            line["delay"] = 2500
+    sessions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in (messages, blocks, sessions):
+        (trace,) = load_sharegpt(2048, num_requests=40, num_passes=1, path=path)
+        drawn = load_mooncake(path, 2048, num_requests=40)
+        for found in (trace, drawn):
+            asked = trace_requests("t", found, duration_s=9.0, num_output=4)
+            assert len(asked) >= 30
+            assert sum(one.num_reusable for one in asked) > 0
+            assert any(one.after_s for one in asked) == (path == sessions)
+
+
 def test_sharegpt_file_with_too_little_is_refused(tmp_path: Path) -> None:
     path = sharegpt_file(tmp_path / "ShareGPT.json", 10)
     with pytest.raises(TraceError, match="1 passes of 20 requests .* and 5 are needed; use"):
@@ -121,6 +151,22 @@ def test_a_due_turn_waits_for_the_last_answer(
     assert found == ["a1", "a2", "stranger"]  # type: ignore[comparison-overlap]
     assert events.index("answered a1") < events.index("sent a2")
     assert events.index("sent stranger") < events.index("answered a1")
+
+
+def test_a_turn_leaves_time_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: dict[str, float] = {}
+
+    async def answer(url: str, request: Request) -> str:
+        times[request.label] = asyncio.get_running_loop().time()
+        return request.label
+
+    monkeypatch.setattr(client, "ask", answer)
+    asked = [
+        Request("a1", (1,), 1, conversation="a"),
+        Request("a2", (1,), 1, conversation="a", after_s=0.05),
+    ]
+    client.ask_timed("url", asked)
+    assert times["a2"] - times["a1"] >= 0.05
 
 
 def fake_hierarchy(root: Path, version: int) -> ReadThrottle:
