@@ -472,16 +472,16 @@ def test_a_damaged_namespace_note_costs_pages_only(
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     storage.batch_set_v1(hashes("a"), slots(0))
-    notes = storage.notes
+    file = storage.region_engine.directory / NAMESPACE_NAME
     make.opened.pop().close()
     weights.are_forgotten()
-    notes.write(NAMESPACE_NAME, note)
+    file.write_bytes(note)
     weights.take_long()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
     make.opened.pop().close()
-    assert unseal(notes.read(NAMESPACE_NAME), bytes) == storage._namespace
+    assert unseal(file.read_bytes(), bytes) == storage._namespace
 
 
 def test_answer_while_opening_does_not_confirm_the_guess(
