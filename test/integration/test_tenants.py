@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
@@ -103,6 +104,30 @@ class TestLife:
         before = stored(server)
         assert status(server, "/tier/purge", body) == 400
         assert stored(server) == before
+
+    def test_long_names_leave_no_memory_taken(self, server: Server) -> None:
+        """One client could take all of it, on every rank."""
+        (scheduler,) = (
+            child
+            for child in psutil.Process(server.process.pid).children(recursive=True)
+            if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline())
+        )
+
+        def ask_with_long_names(start: int, number: int) -> int:
+            for n in range(start, start + number):
+                names = {name: f"{name}{n}".ljust(3 << 20, "x") for name in (*TENANT, "rid")}
+                assert server.generate(PROMPTS[0][:200], num_new=1, **names).output_ids
+            return int(scheduler.memory_info().rss)
+
+        before = ask_with_long_names(0, 8)
+        after = ask_with_long_names(8, 64)
+        assert after - before < 16 << 20
+        long = {name: f"{name}71".ljust(3 << 20, "x") for name in TENANT}
+        again = server.generate(PROMPTS[0][:200], num_new=1, **long)
+        assert sum(again.cached.values()) == 192, "its tenant keeps its pages"
+        purge(server, long)
+        again = server.generate(PROMPTS[0][:200], num_new=1, **long)
+        assert sum(again.cached.values()) == 0
 
     def test_purge_removes_one_tenant_from_every_tier(self, server: Server) -> None:
         purge(server, TENANT)

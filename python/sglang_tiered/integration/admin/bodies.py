@@ -7,6 +7,7 @@ trusted. Everything here runs in the process that serves HTTP and knows neither 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 from typing import Any
@@ -35,6 +36,7 @@ _MAX_TTL_S = 10 * 365 * 86_400
 _SOURCES = ("rid", "conversation_id", "text", "input_ids")
 _MAX_WAIT_S = 30
 _TIERS = ("nvme", "object")
+_MAX_CURSOR = 1 << 18  # characters: a name for each data-parallel rank
 _CURSOR = re.compile(r"r[0-9]{1,18}|p[in].+", re.DOTALL)
 
 
@@ -185,10 +187,10 @@ def _shown(value: Any) -> str:
 
 
 def _cursors(after: str) -> dict[str, str | None]:
-    try:
-        found = json.loads(base64.urlsafe_b64decode(after + "=" * (-len(after) % 4)))
-    except (ValueError, RecursionError):
-        found = None
+    found = None
+    if len(after) <= _MAX_CURSOR:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(base64.urlsafe_b64decode(after + "=" * (-len(after) % 4)))
     if not isinstance(found, dict) or not all(
         cursor is None or (isinstance(cursor, str) and _CURSOR.fullmatch(cursor))
         for cursor in found.values()

@@ -26,7 +26,7 @@ from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import key_of_request, tenant_digest
+from sglang_tiered.integration.identity.tenants import key_of_request, short_key
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.integration.storage.remote_purges import MEMORY, with_unknown
 
@@ -157,6 +157,7 @@ class Control:
     def after_request(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
         """Give a new request the key that it uses here."""
         if self._cache is not None:
+            request.cache_salt = short_key(request.cache_salt)
             key = key_of_request(request.extra_key, request.lora_id)
             request.extra_key = self._cache.purged_tenants.key_of(key, request.cache_salt)
 
@@ -165,6 +166,8 @@ class Control:
         cache = scheduler.tree_cache
         if not isinstance(cache, TieredRadixCache):
             return refused(NO_TIERS)
+        if "cache_salt" in body:
+            body = {**body, "cache_salt": short_key(body["cache_salt"])}
         return self._methods[method.removeprefix(CONTROL_PREFIX)](
             scheduler, cache, str(body.get("id")), body
         )
@@ -176,7 +179,7 @@ class Control:
         if number not in self._purges:
             tenant = None
             if not body.get("all"):
-                tenant = tenant_digest(body.get("extra_key"), body.get("cache_salt"))
+                tenant = conversations.tenant_of_body(cache, body)
             self._purges[number] = self._purge(scheduler, cache, tenant)
             self.after_idle(None, scheduler)
         purges = self._purges[number]

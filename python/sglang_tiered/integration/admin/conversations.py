@@ -88,7 +88,7 @@ class Located(NamedTuple):
 
 @dataclass(slots=True)
 class _Checkpoint:
-    hashes: list[str]
+    num_pages: int
     last_node: int | None
     tier: Tier
     work: Future[int]  # leading pages that are durable
@@ -158,7 +158,7 @@ class Checkpoints:
             "done": bool(done),
             "tier": entry.tier.value,
             "num_tokens": num_durable * page_size,
-            "num_missing": (len(entry.hashes) - num_durable) * page_size,
+            "num_missing": (entry.num_pages - num_durable) * page_size,
         }
 
     def _begin(
@@ -171,7 +171,7 @@ class Checkpoints:
         hashes = located.hashes[:num_pages]
         work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
-        return _Checkpoint(located.hashes, last, tier, work, time.monotonic())
+        return _Checkpoint(len(located.hashes), last, tier, work, time.monotonic())
 
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:

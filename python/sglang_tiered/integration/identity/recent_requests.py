@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_left
 from collections import OrderedDict
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Recent", "RecentRequests", "Selector"]
 
-_MAX_REQUESTS, _MAX_TOKENS = 1024, 1 << 22
+_MAX_REQUESTS, _MAX_BYTES = 1024, 32 << 20
+_MAX_NAMES_BYTES = 4096
+"""Of one request's id, keys and conversation, which a client chooses."""
 
 
 class Selector(NamedTuple):
@@ -34,13 +37,25 @@ class Recent(NamedTuple):
     number: int  # of the note, the same on every rank: a later one is larger
     used_at_s: float  # since 1970
 
+    @property
+    def names_bytes(self) -> int:
+        """What its names take in memory."""
+        names = (self.rid, self.selector.extra_key, self.selector.cache_salt, self.conversation)
+        return sum(sys.getsizeof(name) for name in names if name is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tokens and names take in memory."""
+        return self.names_bytes + self.selector.tokens.itemsize * len(self.selector.tokens)
+
 
 class RecentRequests:
-    """Keeps what requests put into the tree lately, by their id. Bounded; scheduler thread only."""
+    """Keeps what requests put into the tree lately, by their id. A request with long names is not
+    kept. Bounded in bytes; scheduler thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._recents: OrderedDict[str, Recent] = OrderedDict()
-        self._num_tokens = 0
+        self._num_bytes = 0
         self._num_notes = 0
         self._clock = clock
 
@@ -49,11 +64,12 @@ class RecentRequests:
     ) -> None:
         self._drop(rid)
         self._num_notes += 1
-        self._recents[rid] = Recent(
-            rid, selector, tenant, conversation, self._num_notes, self._clock()
-        )
-        self._num_tokens += len(selector.tokens)
-        while len(self._recents) > _MAX_REQUESTS or self._num_tokens > _MAX_TOKENS:
+        recent = Recent(rid, selector, tenant, conversation, self._num_notes, self._clock())
+        if recent.names_bytes > _MAX_NAMES_BYTES:
+            return
+        self._recents[rid] = recent
+        self._num_bytes += recent.num_bytes
+        while len(self._recents) > _MAX_REQUESTS or self._num_bytes > _MAX_BYTES:
             self._drop(next(iter(self._recents)))
 
     def find(self, rid: str) -> Recent | None:
@@ -103,4 +119,4 @@ class RecentRequests:
     def _drop(self, rid: str) -> None:
         dropped = self._recents.pop(rid, None)
         if dropped is not None:
-            self._num_tokens -= len(dropped.selector.tokens)
+            self._num_bytes -= dropped.num_bytes

@@ -17,9 +17,22 @@ import secrets
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-__all__ = ["SECRET_BITS", "UNKNOWN_TENANT", "PurgedTenants", "key_of_request", "tenant_digest"]
+__all__ = [
+    "MAX_KEY_BYTES",
+    "SECRET_BITS",
+    "UNKNOWN_TENANT",
+    "PurgedTenants",
+    "key_of_request",
+    "short_key",
+    "tenant_digest",
+]
+
+MAX_KEY_BYTES = 4096
+"""Of an ``extra_key`` or a ``cache_salt``, in UTF-8. Nodes of the tree keep them, each its own."""
 
 SECRET_BITS = 62
+
+_LONG = "\x1flong\x1f"  # before the digest of a longer one
 
 _ADAPTER = "\x1fadapter\x1f"  # behind the last one: a LoRA adapter's id, or nothing
 
@@ -40,11 +53,23 @@ def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
     return state.digest()
 
 
+def short_key(key: str | None) -> str | None:
+    """Return an ``extra_key`` or ``cache_salt`` as the tree, the tiers and the tenant's digest have
+    it: a digest of a long one, and of one that reads as such a digest."""
+    if key is None or (len(key) * 4 <= MAX_KEY_BYTES and not key.startswith(_LONG)):
+        return key
+    data = key.encode(errors="surrogatepass")
+    if len(data) <= MAX_KEY_BYTES and not key.startswith(_LONG):
+        return key
+    return _LONG + hashlib.blake2b(data, digest_size=32, person=b"sgltiered-longky").hexdigest()
+
+
 def key_of_request(extra_key: str | None, lora_id: str | None) -> str | None:
     """Return the key to use for a request with SGLang's ``extra_key``: a user's own key unchanged,
-    unless it could be taken for an adapter's."""
+    unless it is long or could be taken for an adapter's."""
     if lora_id:
-        return f"{(extra_key or '').removesuffix(lora_id)}{_ADAPTER}{lora_id}"
+        return f"{short_key((extra_key or '').removesuffix(lora_id))}{_ADAPTER}{lora_id}"
+    extra_key = short_key(extra_key)
     return extra_key + _ADAPTER if extra_key and _ADAPTER in extra_key else extra_key
 
 

@@ -188,6 +188,34 @@ def test_no_user_key_names_an_adapters_pages(monkeypatch: pytest.MonkeyPatch) ->
     assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
 
 
+def test_long_keys_are_short_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node of SGLang's tree keeps the keys of its request."""
+    hook_requests(monkeypatch, Scheduler(idle=True))
+    adapter, long = "0" * 32, "k" * 5000
+    first = requests_of_adapters((long, None))[0].extra_key
+    assert first is not None
+    sent = [(long, None), (long + "k", None), (long, adapter), (first, None), (first, adapter),
+            ("k" * 4096, None), ("\N{SNOWMAN}" * 2000, None)]  # fmt: skip
+    made = requests_of_adapters(*sent)
+    assert len({each.extra_key for each in made}) == len(sent), "nobody names another's"
+    assert max(len(each.extra_key or "") for each in made) == 4096
+    salted = Req("rid", "", [1], SamplingParams(), cache_salt=long)
+    assert salted.cache_salt is not None and len(salted.cache_salt) < 100
+
+
+def test_long_keys_are_purged_by_their_names(
+    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
+) -> None:
+    scheduler, long = Scheduler(idle=False), "k" * 5000
+    hook_requests(monkeypatch, scheduler)
+    mine = Req("rid", "", [1], SamplingParams(), extra_key=long, cache_salt=long)
+    scheduler.waiting_queue, before = [mine], mine.extra_key
+    ask(scheduler, "long", extra_key=long, cache_salt=long)
+    assert mine.extra_key != before
+    tenant = purged.tenant_of(mine.extra_key, mine.cache_salt)
+    assert tenant in scheduler.purges
+
+
 def test_a_tenants_adapters_are_purged_with_it(
     monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import pytest
@@ -16,7 +17,7 @@ def test_recent_requests_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recent_requests, "_MAX_REQUESTS", 3)
-    monkeypatch.setattr(recent_requests, "_MAX_TOKENS", 100)
+    monkeypatch.setattr(recent_requests, "_MAX_BYTES", 100 * 8 + 300)
     recent = RecentRequests()
 
     def note(rid: str, num_tokens: int) -> None:
@@ -33,6 +34,39 @@ def test_recent_requests_are_bounded(
     assert last is not None and len(last.selector.tokens) == 85
     note("e", 1000)
     assert [recent.find(rid) for rid in "abcde"] == [None] * 5
+
+
+@pytest.mark.parametrize("long", ["rid", "extra_key", "cache_salt", "conversation"])
+def test_long_names_take_no_memory(long: str) -> None:
+    """A client chooses them, and 1,024 requests are remembered."""
+    recent = RecentRequests()
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            names = dict.fromkeys(("rid", "extra_key", "cache_salt", "conversation"), f"{number}")
+            names[long] = f"{number}".zfill(3 << 20)
+            tokens = array("q", range(64))
+            selector = Selector(tokens, names["extra_key"], names["cache_salt"])
+            recent.note_request(names["rid"], selector, NO_TENANT, names["conversation"])
+        del names, selector
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 1 << 20
+
+
+def test_many_names_of_the_longest_stay_bounded() -> None:
+    recent = RecentRequests()
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            selector = Selector(array("q", [1] * 2000), f"{number}".zfill(1000), None)
+            recent.note_request(f"{number}".zfill(2900), selector, NO_TENANT)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert recent.find("19999".zfill(2900))
+    assert kept_bytes < 34 << 20
 
 
 def test_newest_of_a_tenant_comes_first() -> None:

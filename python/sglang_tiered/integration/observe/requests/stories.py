@@ -78,7 +78,7 @@ class Stories(RequestNotes):
         self._wall_clock = wall_clock
         self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
         self._starting: dict[Any, Story] = {}  # admitted, and no first token yet
-        self._aborted: OrderedDict[Any, None] = OrderedDict()
+        self._aborted: OrderedDict[int, None] = OrderedDict()  # hashes: a client names a request
         # Of requests that ended while their batch is not timed yet; None while no batch is at that.
         self._untimed: dict[Any, tuple[Story, End]] | None = None
 
@@ -299,7 +299,7 @@ class Stories(RequestNotes):
         if self._untimed is not None and handle in self._untimed:
             return
         story = self._stories.get(handle)
-        if story is None and (handle in self._aborted or _is_unseen(req)):
+        if story is None and (hash(handle) in self._aborted or _is_unseen(req)):
             return
         reason = req.finished_reason.to_json().get("type", "")
         self._end(handle, story or Story(self.clock()), req, str(reason))
@@ -308,7 +308,7 @@ class Stories(RequestNotes):
         story = self._stories.get(request)
         if story is None or request in story.parts:
             return
-        self._aborted[request] = None
+        self._aborted[hash(request)] = None
         if len(self._aborted) > MAX_ABORTED:
             self._aborted.popitem(last=False)
         if story.req is None:  # of a decode server that never got to match it
@@ -358,6 +358,7 @@ class Stories(RequestNotes):
         self._starting.pop(handle, None)
         for part in story.parts:
             self._stories.pop(part, None)
+        story.parts.clear()  # their names, too, are as long as the client's
 
     def _unix_minus_clock_s(self) -> float:
         return self._wall_clock() - self.clock()
