@@ -15,6 +15,8 @@ import sglang
 from typed_command import wait_for
 
 from conftest import SMALL, Launch
+from kit.scrapes import by_rank
+from kit.waiting import eventually
 from sglang_tiered.trace import sharegpt_model
 
 if TYPE_CHECKING:
@@ -228,3 +230,22 @@ def test_flush_cache_empties_the_tree_not_the_store(server: Server) -> None:
     after = server.generate(prompt)
     assert after.output_ids == before.output_ids
     assert after.cached == {"device": 0, "host": 0, "storage": 384}
+
+
+@pytest.mark.slow
+def test_host_mode_exports_what_runs(launch: Launch) -> None:
+    """Its alert would say that no server is there."""
+    server = launch(
+        *("--max-total-tokens", "4096", "--tier-mode", "host", "--tier-host-bytes", "36MiB"),
+        "--enable-metrics",
+    )
+    server.generate([ord("a")] * 300)
+
+    def scraped() -> dict[str, float]:
+        text = server.request("/metrics")
+        assert list(by_rank(text, "build_info").values()) == [1]
+        assert not by_rank(text, "tier_healthy")
+        return by_rank(text, "tier_held_tokens", tier="device")
+
+    eventually(lambda: scraped().get("0", 0) >= 256)
+    server.kill()

@@ -26,9 +26,11 @@ RULES: dict[str, dict[str, Any]] = {
     for rule in group["rules"]
 }
 RANK_LABELS = {"tp_rank", "pp_rank", "dp_rank"}
-OF_TARGET = {"job": "fleet", "instance": "a:30000"}
-OF_SERVER = OF_TARGET | {"model_name": "m", "engine_type": "unified"}
-OF_OTHER = {"instance": "b:30000"}  # which is up, and no more
+OF_TARGET = {"job": "sglang-tiered", "instance": "a:30000"}
+OF_SERVER = OF_TARGET | {"model_name": "m", "engine_type": "prefill"}
+# Which are up, and no more.
+OF_DECODE = {"instance": "b:30000", "engine_type": "decode"}
+OF_OTHERS = (OF_DECODE, {"instance": "c:30000"})
 NAMED = set(re.findall(rf"{PREFIX}\w+", ALERTS.read_text(encoding="utf-8")))
 # What a server that is well keeps at 0, by a label's value and by name.
 AT_ZERO_KEYS = re.compile(r"corrupt|damaged|io_error|no_space|dropped_\w+|lost_\w+|gave_up|failed")
@@ -45,6 +47,7 @@ Change = tuple[str, Labels, str]
 CASES: dict[str, list[Change]] = {
     "ServerDown": [("up", OF_TARGET, "1x20 0x40"), ("build_info", OF_TARGET, "1x20 stale")],
     "NoServer": [("build_info", {}, "_x60"), ("up", {}, "_x60")],
+    "RoleMissing": [("build_info", OF_DECODE, "1x20 stale")],
     "TierSick": [("tier_healthy", {"tier": "nvme", "tp_rank": "1"}, "1x30 0x30")],
     "PagesDamaged": [
         ("page_outcomes_total", {"tier": "nvme", "reason": "corrupt"}, "0x50 1x10"),
@@ -121,10 +124,10 @@ def series_of(metric: Metric) -> Series:
 def fleet(changes: list[Change]) -> Series:
     """Two ranks of a server that are well, their target, and another server, but for some
     changes: all series that the rules name, and those of ``changes``."""
-    well: Series = {
-        ("up", frozenset((OF_TARGET | other).items())): STANDS for other in ({}, OF_OTHER)
-    }
-    well["build_info", frozenset((OF_SERVER | OF_OTHER).items())] = STANDS
+    well: Series = {("up", frozenset(OF_TARGET.items())): STANDS}
+    for other in OF_OTHERS:
+        well["up", frozenset((OF_TARGET | {"instance": other["instance"]}).items())] = STANDS
+        well["build_info", frozenset((OF_SERVER | other).items())] = STANDS
     for metric in (*METRICS, *TRANSFER_METRICS):
         for (name, labels), values in series_of(metric).items():
             for rank in ("0", "1"):
@@ -235,6 +238,29 @@ def test_an_alert_names_its_server_and_tier(tmp_path: Path) -> None:
     assert is_right, said
 
 
+def test_server_that_never_came_up_is_told(tmp_path: Path) -> None:
+    """Nor one that is down for days: nothing but ``up`` is left of it."""
+    never: list[Change] = [("up", OF_TARGET, "0x60"), ("build_info", OF_TARGET, "_x60")]
+    is_right, said = judged(tmp_path, case(never, ["ServerDown"]))
+    assert is_right, said
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_last_server_of_a_role_is_missed(role: str, tmp_path: Path) -> None:
+    gone: list[Change] = [("build_info", {"engine_type": role}, "_x60")]
+    is_right, said = judged(tmp_path, case(gone, ["RoleMissing"]))
+    assert is_right, said
+
+
+def test_servers_of_another_job_are_told(tmp_path: Path) -> None:
+    """Their ends would not be: what watches for those knows them by that name."""
+    asked = case([], ["NoServer"])
+    for series in asked["input_series"]:
+        series["series"] = series["series"].replace('job="sglang-tiered"', 'job="llm"')
+    is_right, said = judged(tmp_path, asked)
+    assert is_right, said
+
+
 def test_every_alert_has_a_case_and_no_other() -> None:
     assert CASES.keys() == RULES.keys()
 
@@ -249,8 +275,9 @@ def test_rules_know_only_metrics_of_the_table() -> None:
 def test_texts_name_labels_that_the_alert_has() -> None:
     labels = {name: dict(pairs).keys() for (name, pairs) in fleet([])}
     for rule in RULES.values():
-        (first, *_) = re.findall(rf"{PREFIX}(\w+)", rule["expr"])
-        kept = labels["up"] if rule["expr"].startswith("up") else labels[first]
+        first = rule["expr"].partition("{")[0] if rule["expr"].startswith("up{") else ""
+        first = first or re.findall(rf"{PREFIX}(\w+)", rule["expr"])[0]
+        kept = labels[first]
         for names in re.findall(r"without \(([\w, ]+)\)", rule["expr"]):
             kept = kept - set(names.split(", "))
         texts = " ".join(rule["annotations"].values())

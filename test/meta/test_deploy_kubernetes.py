@@ -119,6 +119,7 @@ class _MonitorSpec(msgspec.Struct, forbid_unknown_fields=True):
     selector: _Selector
     endpoints: list[_Endpoint]
     targetLabels: list[str] = []  # noqa: N815
+    jobLabel: str = ""  # noqa: N815
 
 
 class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -471,6 +472,9 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
         meant = chosen_by(monitor["spec"]["selector"])
         for name in meant:
             service = named("Service")[name]
+            if name in ROLES:  # as the alerts know servers
+                job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+                assert job.startswith("sglang-tiered")
             assert service["metadata"]["labels"].items() <= labels_of(name).items()
             ports = {port["name"] for port in service["spec"]["ports"]}
             assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports

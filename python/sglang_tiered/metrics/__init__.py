@@ -8,10 +8,19 @@ room, so that every room may count with it.
 from __future__ import annotations
 
 from sglang_tiered.metrics.durations import BOUNDS_S, DurationCounts, Durations
-from sglang_tiered.metrics.table import METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric, Source
+from sglang_tiered.metrics.table import (
+    MEMORY_METRICS,
+    METRICS,
+    PREFIX,
+    TRANSFER_METRICS,
+    Kind,
+    Metric,
+    Source,
+)
 
 __all__ = [
     "BOUNDS_S",
+    "MEMORY_METRICS",
     "METRICS",
     "PREFIX",
     "TRANSFER_METRICS",

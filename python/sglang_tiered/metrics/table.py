@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["METRICS", "PREFIX", "TRANSFER_METRICS", "Kind", "Metric", "Source"]
+__all__ = ["MEMORY_METRICS", "METRICS", "PREFIX", "TRANSFER_METRICS", "Kind", "Metric", "Source"]
 
 PREFIX = "sglang_tiered_"
 
@@ -194,6 +194,13 @@ METRICS = _metrics(
     ("peer_index_errors", COUNTER, "", "peer.tier.num_index_errors", "Failures of the index."),
     ("peer_purges", COUNTER, "direction", "peer.purges", "Purges announced to other servers, and applied here on their request.", _each("told applied")),
 )
+
+MEMORY_METRICS = tuple(
+    metric
+    for metric in METRICS
+    if {source.field.partition(".")[0] for source in metric.sources} <= {"build", "holdings"}
+)
+"""Those that a server with the host tier alone has."""
 
 TRANSFER_METRICS = _metrics(
     ("transfer_peers", GAUGE, "", "num_peers", "Sessions with ranks of the other role."),

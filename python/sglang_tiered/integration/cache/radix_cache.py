@@ -115,15 +115,15 @@ class TieredRadixCache(ForgettingCache):
             self.load_back_threshold = 1
         secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]
         self.purged_tenants.use_secret(secret)
-        storage = self.storage
+        storage, exports = self.storage, bool(self._enable_metrics_flag)
         if storage is None:
+            self._observer = TierObserver(self, None, params, exports=exports)
             return
         storage.use_forgotten(self.forgotten, is_alone=not groups_of(self))
         if self.pp_size == 1:
             self.tiering = self._make_tiering(storage, config)
         else:
             remove_list(storage.notes)
-        exports = bool(self._enable_metrics_flag)
         self._observer = TierObserver(self, storage, params, exports=exports)
 
     def _make_tiering(self, storage: TieredStorage, config: TieredConfig | None) -> Tiering:

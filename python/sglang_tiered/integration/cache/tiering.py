@@ -29,9 +29,10 @@ from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
-from sglang_tiered.integration.observe.stats import SpillStats, process_stats
+from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
 from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
@@ -400,21 +401,32 @@ class Tiering:
 
 
 class TierObserver:
-    """Reports a cache's tiers as metrics and KV events, on every stage of a pipeline."""
+    """Reports a cache's tiers as metrics and KV events, on every stage of a pipeline. Without a
+    ``storage``, in host mode, metrics say what runs and what memory holds, and no more."""
 
     def __init__(
-        self, cache: Any, storage: TieredStorage, params: CacheInitParams, *, exports: bool
+        self, cache: Any, storage: TieredStorage | None, params: CacheInitParams, *, exports: bool
     ) -> None:
         self._cache = cache
-        self.events = TierEvents.of_cache(cache.tree_core, storage, params)
+        self._is_of_memory = storage is None
+        self.events = (
+            None if storage is None else TierEvents.of_cache(cache.tree_core, storage, params)
+        )
         self.exporter: MetricsExporter | None = None
-        if exports:
+        if exports and storage is None:
+            self.exporter = MetricsExporter(
+                lambda: MemoryStats.of(holdings(cache)),
+                metrics=MEMORY_METRICS,
+                labels=rank_labels(),
+            )
+        elif exports:
             self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
+        if self.exporter is not None:
             self.exporter.export()  # every series is there before its first failure
 
     def attached(self, storage: TieredStorage) -> None:
         """Report tiers that an operator attached again; their counters begin at zero."""
-        if self.exporter is not None:
+        if self.exporter is not None and not self._is_of_memory:
             self.exporter.read_from(self._cache.process_stats)
         if self.events is not None:
             self.events.use_tiers(tiers_of(storage))
@@ -430,7 +442,7 @@ class TierObserver:
 
     def step(self) -> None:
         """Export metrics in a scheduler step, unless the tiers are detached."""
-        if self.exporter is not None and self._cache.storage is not None:
+        if self.exporter is not None and (self._is_of_memory or self._cache.storage is not None):
             self.exporter.export()
 
     def tree_was_reset(self) -> None:

@@ -18,8 +18,7 @@ from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Kind, Metri
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from sglang_tiered.integration.observe.stats import ProcessStats
-    from sglang_tiered.integration.observe.transfer_stats import TransferStats
+    from sglang_tiered.integration.observe.samples import Stats
 
 __all__ = ["MetricsExporter"]
 
@@ -34,7 +33,7 @@ class MetricsExporter:
 
     def __init__(
         self,
-        read: Callable[[], ProcessStats | TransferStats],
+        read: Callable[[], Stats],
         clock: Callable[[], float] = time.monotonic,
         metrics: Sequence[Metric] = METRICS,
         *,
@@ -74,7 +73,7 @@ class MetricsExporter:
             self._series[metric.name, labels] = series
         return series
 
-    def read_from(self, read: Callable[[], ProcessStats | TransferStats]) -> None:
+    def read_from(self, read: Callable[[], Stats]) -> None:
         """Read from now on the statistics of tiers that were opened again."""
         self._read = read
         self._due = self._clock()

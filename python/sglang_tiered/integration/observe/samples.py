@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang_tiered.metrics.durations import DurationCounts
 from sglang_tiered.storage.base import Health
@@ -10,15 +10,17 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.integration.observe.stats import MemoryStats, ProcessStats
     from sglang_tiered.integration.observe.transfer_stats import TransferStats
     from sglang_tiered.metrics import Metric
+
+    Stats: TypeAlias = ProcessStats | TransferStats | MemoryStats
 
 __all__ = ["samples", "state_of"]
 
 
 def samples(
-    metric: Metric, stats: ProcessStats | TransferStats
+    metric: Metric, stats: Stats
 ) -> Iterator[tuple[tuple[str, ...], float | DurationCounts]]:
     """Yield label values and value of each series of one metric; nothing without a value. A
     histogram's are ``DurationCounts``, all others are numbers."""
@@ -36,9 +38,7 @@ def samples(
             yield source.labels, float(value)
 
 
-def state_of(
-    metrics: Sequence[Metric], stats: ProcessStats | TransferStats
-) -> dict[str, float | int]:
+def state_of(metrics: Sequence[Metric], stats: Stats) -> dict[str, float | int]:
     """Return every sample as ``/server_info`` tells it: by the metric's name and the values of its
     labels, joined with colons; of histograms count and sum."""
     state: dict[str, float | int] = {}

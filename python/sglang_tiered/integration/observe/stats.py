@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HintStats",
+    "MemoryStats",
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
@@ -120,7 +121,7 @@ class ProcessStats:
     @property
     def build(self) -> dict[tuple[str, str], int]:
         """Return the versions of this package and of SGLang, with a 1."""
-        return {(__version__, _sglang_version()): 1}
+        return _build()
 
     def health_reasons(self) -> dict[str, str]:
         """Return why tiers are not running: one clause each, by the tier's name."""
@@ -130,6 +131,22 @@ class ProcessStats:
         if self.peer is not None:
             found["peer"] = self.peer.tier.health_reason
         return {name: reason for name, reason in found.items() if reason}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Holds the statistics of a scheduler process that has the host tier alone."""
+
+    holdings: Mapping[str, Mapping[str, int]]  # see ``holdings``
+
+    @classmethod
+    def of(cls, held: Mapping[str, Holding]) -> MemoryStats:
+        return cls({tier: _bounded(holding) for tier, holding in held.items()})
+
+    @property
+    def build(self) -> dict[tuple[str, str], int]:
+        """Return the versions of this package and of SGLang, with a 1."""
+        return _build()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,5 +224,5 @@ def _bounded(holding: Mapping[str, Any]) -> dict[str, int]:
 
 
 @functools.cache
-def _sglang_version() -> str:
-    return importlib.metadata.version("sglang")
+def _build() -> dict[tuple[str, str], int]:
+    return {(__version__, importlib.metadata.version("sglang")): 1}
