@@ -9,7 +9,8 @@ SGLang's ``/health`` and ``/ready`` are 200 once the model is loaded and its fir
 answered. The tier directory is open by then, but weights may still be read to identify them, and
 until that is done nothing is loaded from NVMe and nothing is stored. ``GET /tier/costs`` says when:
 each scheduler's record names the ``namespace`` of its pages from then on. A disk or bucket that
-fails later takes no server out of service: that costs hits, and an alert says so.
+fails later takes no server out of service, nor do tiers that an operator detaches: that costs hits,
+and an alert says so.
 
 Uses the standard library alone and starts in a moment, since it runs every few seconds. A server
 with ``--api-key`` or ``--admin-api-key`` asks it for that key, in ``SGLANG_TIERED_PROBE_KEY``.
@@ -49,6 +50,8 @@ def why_not_ready(url: str) -> str:
     status, _ = ask(f"{url}/ready")
     if status is None:
         return "nothing answers yet."
+    if status == 404 and ask(f"{url}/health")[0] == 200:
+        return ""  # of a server over several machines: the first one tells of the tiers
     if status != 200:
         return f"the server is starting, paused or ending (/ready answers {status})."
     status, body = ask(f"{url}/tier/costs")
@@ -61,8 +64,10 @@ def why_not_ready(url: str) -> str:
     costs = json.loads(body)
     if costs["draining"]:
         return "the server is about to end."
-    opening = [rank["rank"] for rank in costs["ranks"] if not rank["namespace"]]
-    missing = costs["num_ranks"] - len(costs["ranks"])
+    ranks = costs["ranks"]
+    opening = [rank for rank in ranks if not rank["namespace"] and rank.get("attached", True)]
+    # Of a server over several machines, those that are beside its endpoint tell.
+    missing = (costs.get("num_local_ranks") or costs["num_ranks"]) - len(ranks)
     if opening or missing:
         return f"the tiers of {len(opening) + missing} replicas are opening: weights are read."
     return ""

@@ -131,6 +131,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang.srt.runtime_context import num_dp_ranks_of
 
     from sglang_tiered.integration.admin.cost_board import CostBoard
+    from sglang_tiered.integration.admin.costs import num_local_ranks
     from sglang_tiered.integration.admin.http_api import add_routes
 
     resolved = start.check(server_args, config)
@@ -139,7 +140,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
     start.remove_other_shards(config)
-    with CostBoard.create(num_dp_ranks_of(resolved)) as board:
+    with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)
         launch_server(server_args, launch_callback=announce)

@@ -41,6 +41,7 @@ class Answers(ThreadingHTTPServer):
     """What a server says to the two questions."""
 
     ready: int = 200
+    health: int = 200
     costs: ServerCosts | int = 404
     key: str = ""
 
@@ -55,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             status = 401
         if self.path == "/ready":
             status = self.server.ready
+        elif self.path == "/health":
+            status = self.server.health
         self.send_response(status)
         self.end_headers()
         if status == 200 and self.path == "/tier/costs":
@@ -115,6 +118,35 @@ def test_not_ready_before_the_tiers_are_open(
     code, said = look(server, capsys)
     assert (code, bool(said)) == (int(bool(sentence)), bool(sentence))
     assert sentence in said and said.count("\n") == code
+
+
+def test_detached_tiers_leave_the_server_ready(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (record,) = costs("").ranks
+    record = msgspec.structs.replace(record, attached=False)
+    server.costs = ServerCosts(draining=False, num_ranks=1, ranks=(record,))
+    assert look(server, capsys) == (0, "")
+
+
+def test_replicas_of_other_machines_are_not_missed(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = costs("11" * 32, "11" * 32, num_ranks=4)
+    server.costs = msgspec.structs.replace(here, num_local_ranks=2)
+    assert look(server, capsys) == (0, "")
+    server.costs = msgspec.structs.replace(here, num_local_ranks=3)
+    assert look(server, capsys)[0] == 1, "one of this machine has not told yet"
+
+
+def test_machine_without_the_endpoint_is_ready(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang answers no more than ``/health`` there."""
+    server.ready, server.health = 404, 200
+    assert look(server, capsys) == (0, "")
+    server.health = 404
+    assert look(server, capsys)[0] == 1, "something else listens there"
 
 
 def test_a_sick_tier_leaves_the_server_ready(

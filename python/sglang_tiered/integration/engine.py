@@ -33,7 +33,7 @@ from sglang_tiered.errors import ConfigError, RequestError
 from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
 from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import server_costs
+from sglang_tiered.integration.admin.costs import num_local_ranks, server_costs
 from sglang_tiered.integration.admin.service import TierService
 from sglang_tiered.integration.launch import start
 
@@ -223,7 +223,9 @@ def _prepare_tiers(server_args: ServerArgs, config: TieredConfig, held: ExitStac
     held.callback(os.environ.pop, ENVIRONMENT_VARIABLE, None)
     settings = start.check(server_args, config)
     start.remove_other_shards(config)
-    board = held.enter_context(CostBoard.create(num_dp_ranks_of(settings)))
+    board = held.enter_context(
+        CostBoard.create(num_dp_ranks_of(settings), num_local_ranks(settings))
+    )
     board.to_environment()
     held.callback(os.environ.pop, COSTS_VARIABLE, None)
     return board

@@ -120,7 +120,11 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Where decode finds this prefill server; None for other roles."""
 
     namespace: str
-    """Hex. Pages are shared by servers with equal ones. Empty until the weights were read."""
+    """Hex. Pages are shared by servers with equal ones. Empty until the weights were read, and
+    while the tiers are detached."""
+
+    attached: bool = True
+    """Whether the tiers are open, or opening; an operator may have detached them."""
 
     server: str
     """This scheduler's id in the index of other servers, in hex; empty without an index."""
@@ -202,6 +206,9 @@ class ServerCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_ranks: Annotated[int, Meta(gt=0)]
     """Data-parallel replicas of the server."""
+
+    num_local_ranks: Annotated[int, Meta(gt=0)] | None = None
+    """Those beside its HTTP endpoint, all that ever publish here; None of an earlier server."""
 
     ranks: tuple[RankCosts, ...]
     """Those that have published a record, by number. Of a server over several machines these are

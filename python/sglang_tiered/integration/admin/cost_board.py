@@ -60,17 +60,19 @@ class CostBoard:
     def __init__(self, descriptor: int, num_ranks: int, boot: str) -> None:
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _size(num_ranks))
-        self.num_ranks = num_ranks
+        self.num_ranks = self.num_local_ranks = num_ranks
         self.boot = boot
         self._num_written = 0
 
     @classmethod
-    def create(cls, num_ranks: int) -> CostBoard:
-        """Make an empty board. Raises ``OSError`` where the system has none."""
+    def create(cls, num_ranks: int, num_local_ranks: int | None = None) -> CostBoard:
+        """Make an empty board. ``num_local_ranks`` (all) can reach it: others are on other
+        machines. Raises ``OSError`` where the system has none."""
         boot = secrets.token_bytes(16)
         descriptor = os.memfd_create("sglang-tiered-costs")
         os.ftruncate(descriptor, _size(num_ranks))
         board = cls(descriptor, num_ranks, boot.hex())
+        board.num_local_ranks = num_local_ranks or num_ranks
         _HEADER.pack_into(board._memory, 0, _MAGIC, num_ranks, boot)
         return board
 

@@ -14,6 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from sglang.srt.runtime_context import num_dp_ranks_of
+
 from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.policy.server_costs import (
@@ -37,7 +39,14 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.sharing.peer_tier import PeerTier
 
-__all__ = ["INTERVAL_S", "CostPublisher", "server_costs", "serving_url", "why_no_costs"]
+__all__ = [
+    "INTERVAL_S",
+    "CostPublisher",
+    "num_local_ranks",
+    "server_costs",
+    "serving_url",
+    "why_no_costs",
+]
 
 NOT_PUBLISHED = (
     "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
@@ -63,7 +72,22 @@ def server_costs(board: CostBoard, config: TieredConfig, *, draining: bool) -> S
     ranks = board.read()
     if not ranks:
         raise CallError(NOT_PUBLISHED, 503)
-    return ServerCosts(draining=draining, num_ranks=board.num_ranks, ranks=ranks)
+    return ServerCosts(
+        draining=draining,
+        num_ranks=board.num_ranks,
+        num_local_ranks=board.num_local_ranks,
+        ranks=ranks,
+    )
+
+
+def num_local_ranks(settings: Any) -> int:
+    """Return how many data-parallel replicas have their first rank on the first of the machines
+    that ``settings`` (SGLang's, resolved, without a pipeline) spread them over."""
+    num_ranks: int = num_dp_ranks_of(settings)
+    if settings.dp_size > 1:  # SGLang spreads those over no machines
+        return num_ranks
+    num_machines: int = settings.nnodes
+    return -(-num_ranks // num_machines)
 
 
 def why_no_costs(config: TieredConfig) -> str | None:
@@ -179,6 +203,7 @@ class CostPublisher:
                 scheduler.server_args.disaggregation_bootstrap_port if role == "prefill" else None
             ),
             namespace=self._namespace,
+            attached=cache.storage is not None,
             server="" if self._announced is None else self._announced.server,
             page_tokens=costs.page_tokens,
             kv_bytes_per_token=costs.bytes_per_token,

@@ -10,11 +10,17 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import CostPublisher, serving_url, why_no_costs
+from sglang_tiered.integration.admin.costs import (
+    CostPublisher,
+    num_local_ranks,
+    serving_url,
+    why_no_costs,
+)
 from sglang_tiered.policy.server_costs import RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
 
@@ -165,7 +171,8 @@ def test_scheduler_at_rest_shows_no_work(server: Server) -> None:
 
 
 def test_detached_tiers_serve_nothing(server: Server) -> None:
-    assert server.publisher.take().tiers["nvme"].healthy
+    record = server.publisher.take()
+    assert record.attached and record.tiers["nvme"].healthy
     server.now += 10.0
     server.cache.cache_controller.storage_backend, held = (
         None,
@@ -176,7 +183,23 @@ def test_detached_tiers_serve_nothing(server: Server) -> None:
     finally:
         server.cache.cache_controller.storage_backend = held
     assert not any(tier.healthy for tier in record.tiers.values())
-    assert record.namespace == ""
+    assert record.namespace == "" and not record.attached
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "tp_size", "attn_dp_size"),
+    [(1, 4, 2), (2, 8, 2), (2, 8, 8), (4, 8, 2), (2, 4, 1)],
+)
+def test_first_machine_counts_the_replicas_that_tell(
+    num_nodes: int, tp_size: int, attn_dp_size: int
+) -> None:
+    settings = SimpleNamespace(
+        dp_size=1, attn_dp_size=attn_dp_size, tp_size=tp_size, nnodes=num_nodes
+    )
+    place = compute_dp_attention_world_info
+    here = [place(rank, tp_size, attn_dp_size) for rank in range(tp_size // num_nodes)]
+    telling = {dp_rank for attn_tp_rank, _, dp_rank, _ in here if attn_tp_rank == 0}
+    assert num_local_ranks(settings) == len(telling)
 
 
 @pytest.mark.parametrize("lacks", ["decode_moment_totals", "running_batch"])
