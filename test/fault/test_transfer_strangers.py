@@ -3,7 +3,9 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -440,6 +442,37 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
         assert guarded.endpoint.num_sessions == 0
         with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
             works(guarded, receiver)
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_keys_are_replaced_while_servers_serve(encrypts: bool, tmp_path: Path) -> None:
+    """Each step of the page, with servers of the step before still up."""
+    settings = replace(IMPATIENT, encrypt_data=encrypts)
+    old, new = tmp_path / "old", tmp_path / "new"
+    make_keys(old)
+    make_keys(new)
+    keys = {}
+    for step in ("before", "both", "swapped", "after"):
+        own, other = (old, new) if step in ("before", "both") else (new, old)
+        folder = tmp_path / step
+        shutil.copytree(own, folder)
+        if step in ("both", "swapped"):
+            for role in ("prefill", "decode"):
+                shutil.copy(other / f"{role}.key", folder / f"{role}-other.key")
+        keys[step] = {role: load_keys(folder, role) for role in ("prefill", "decode")}
+    steps = list(keys)
+    for one, two in [*pairwise(steps), *pairwise(steps[::-1]), *zip(steps, steps, strict=True)]:
+        with (
+            prefill(settings=settings, keys=keys[one]["prefill"]) as sender,
+            decode(settings=settings, keys=keys[two]["decode"]) as receiver,
+        ):
+            works(sender, receiver)
+    with (
+        prefill(settings=settings, keys=keys["before"]["prefill"]) as sender,
+        decode(settings=settings, keys=keys["after"]["decode"]) as receiver,
+    ):
+        receiver.open(1, [sender], [0])
+        assert receiver.events.wait_for("failed", 1)[2]
 
 
 def is_admitted(port: int, name: str | None = None, password: str = "") -> bool:

@@ -44,6 +44,7 @@ Keys are in {directory}. Start every server with --transfer-keys and a directory
   prefill hosts: prefill.key_secret and decode.key
   decode hosts:  decode.key_secret and prefill.key
 Every *.key file in that directory is admitted. Keep each *.key_secret on its own hosts, mode 0600.
+docs/disaggregation.md says how keys are replaced while servers serve.
 """
 
 

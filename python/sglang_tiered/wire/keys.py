@@ -12,7 +12,7 @@ import hmac
 import os
 import secrets
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,12 +57,19 @@ _KEY_CHARS = 40  # 32 bytes as Z85
 @dataclass(frozen=True, slots=True)
 class Keys:
     """One role's key pair, the other's public key, and the directory whose ``*.key`` files name
-    who is admitted. Keys are Z85 text, as CURVE wants them."""
+    who is admitted. ``other_peers``: more keys that the other may have, while they are replaced.
+    Keys are Z85 text, as CURVE wants them."""
 
     public: bytes
     secret: bytes
     peer_public: bytes
     directory: Path
+    other_peers: tuple[bytes, ...] = ()
+
+    def for_each_peer(self) -> list[Keys]:
+        """Return keys for each key that the other may have, the first one first."""
+        peers = (self.peer_public, *self.other_peers)
+        return [replace(self, peer_public=each, other_peers=()) for each in peers]
 
     def guard_server(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
         """Admit only peers whose public key is in ``directory``. Sockets that ask for passwords
@@ -155,8 +162,19 @@ def make_keys(directory: Path, roles: Sequence[str] = ROLES) -> list[Path]:
 
 
 def load_keys(directory: Path, role: str) -> Keys:
-    """Load this role's pair and the other's public key. Raises ``ConfigError``."""
+    """Load this role's pair, and the other's public key with those beside it: of ``decode`` also
+    each ``prefill-*.key``. Raises ``ConfigError``."""
     flag = "--tier-peer-keys" if role == PEER else "--transfer-keys"
+    try:
+        return _load(flag, directory, role)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {directory} cannot be read ({error.strerror}); let this user read it, and "
+            "search the folders above it."
+        ) from error
+
+
+def _load(flag: str, directory: Path, role: str) -> Keys:
     other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
     own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
     _check_writers(flag, directory)
@@ -178,7 +196,10 @@ def load_keys(directory: Path, role: str) -> Keys:
     if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
         raise ConfigError(f"{flag} {directory} holds truncated keys; copy them again.")
     _check_admitted(flag, directory)
-    return Keys(public, secret, peer_public, directory)
+    others = [
+        zmq.auth.load_certificate(path)[0] for path in sorted(directory.glob(f"{other}-*.key"))
+    ]
+    return Keys(public, secret, peer_public, directory, tuple(others))
 
 
 def _check_writers(flag: str, directory: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.unprivileged import run_unprivileged
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.wire.keys import (
     PEER,
@@ -29,6 +31,32 @@ def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:
     assert prefill.peer_public == decode.public
     assert decode.peer_public == prefill.public
     assert len({prefill.public, prefill.secret, decode.public, decode.secret}) == 4
+
+
+def test_next_keys_of_the_other_are_tried_last(tmp_path: Path) -> None:
+    make_keys(tmp_path / "a")
+    make_keys(tmp_path / "b", ["prefill"])
+    (tmp_path / "b" / "prefill.key").rename(tmp_path / "a" / "prefill-2.key")
+    (tmp_path / "a" / "prefill-2.key").chmod(0o644)
+    decode = load_keys(tmp_path / "a", "decode")
+    first, second = (keys.peer_public for keys in decode.for_each_peer())
+    assert first == load_keys(tmp_path / "a", "prefill").public != second
+    (tmp_path / "a" / "prefill-2.key").write_text("no key")
+    with pytest.raises(ConfigError, match="prefill-2.key is not a usable key"):
+        load_keys(tmp_path / "a", "decode")
+
+
+@pytest.mark.parametrize("role", ["prefill", PEER])
+def test_keys_behind_a_closed_folder_are_told(role: str, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed").chmod(0o600)
+    load = (
+        "import pathlib, sys; from sglang_tiered.wire.keys import load_keys; "
+        "load_keys(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    )
+    ended = run_unprivileged([sys.executable, "-c", load, str(tmp_path / "closed/keys"), role])
+    (tmp_path / "closed").chmod(0o700)
+    assert "ConfigError: " in ended.stderr and "cannot be read (Permission denied)" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key"])

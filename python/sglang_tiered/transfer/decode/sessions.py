@@ -75,6 +75,8 @@ class PrefillLink:
     address: Address
     opened_at: float
     last_seen: float
+    keys_left: list[Keys | None] = field(default_factory=list)  # to be tried in their turn
+    keys: Keys | None = None  # of those the one in use
     control: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     last_ping: float = 0.0
@@ -229,8 +231,15 @@ class PrefillLinks:
         host, settings = link.address[0], self._settings
         if self._keys is None or settings.allowed_networks:
             check_is_allowed(host, settings.allowed_networks)
+        link.keys_left = [None] if self._keys is None else [*self._keys.for_each_peer()]
+        self._connect_control(link)
+
+    def _connect_control(self, link: PrefillLink) -> None:
+        """Connect with the next keys that prefill may know. Raises ``zmq.ZMQError``."""
+        host, settings = link.address[0], self._settings
+        link.keys = link.keys_left.pop(0)
         control = link.control = self._make_socket(
-            link.address, messages.MAX_CONTROL_BYTES, self._keys
+            link.address, messages.MAX_CONTROL_BYTES, link.keys
         )
         monitor = link.monitor = sockets.watch_connection(self._context, control)
         self._loop.add_socket(monitor, partial(self._on_monitor, link))
@@ -254,17 +263,29 @@ class PrefillLinks:
         link.is_gone = True
         if link.peer_memory is not None:
             link.peer_memory.close()
+        self._close_control(link)
+        for socket in link.data:
+            self._loop.remove_socket(socket)
+
+    def _close_control(self, link: PrefillLink) -> None:
         if link.control is not None:
             link.control.disable_monitor()
             self._loop.remove_socket(link.control, GOODBYE_MS)
-        for socket in (link.monitor, *link.data):
-            if socket is not None:
-                self._loop.remove_socket(socket)
+        if link.monitor is not None:
+            self._loop.remove_socket(link.monitor)
 
     def _on_monitor(self, link: PrefillLink) -> None:
         reason = link.loss_reason()
-        if reason is not None:
+        if reason is None:
+            return
+        if link.welcome is not None or not link.keys_left:
             self.lose(link, reason)
+            return
+        self._close_control(link)  # it has other keys, perhaps the next ones
+        try:
+            self._connect_control(link)
+        except zmq.ZMQError as error:
+            self.lose(link, f"cannot be addressed: {error}")
 
     def _on_control(self, link: PrefillLink, control: zmq.Socket[bytes]) -> None:
         for frames in received(control, MAX_CONTROL_MESSAGES):
@@ -308,9 +329,9 @@ class PrefillLinks:
         address = (link.address[0], welcome.data_port)
         for index in range(welcome.num_connections):
             socket = self._make_socket(
-                address, messages.MAX_FRAME_BYTES, self._keys if encrypts else None
+                address, messages.MAX_FRAME_BYTES, link.keys if encrypts else None
             )
-            if self._keys is not None and not encrypts:
+            if link.keys is not None and not encrypts:
                 prove_session(socket, welcome.session, welcome.key)
             link.data.append(socket)
             self._loop.add_socket(socket, partial(self._events.data, link, index))
