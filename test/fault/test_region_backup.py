@@ -1,0 +1,82 @@
+"""A copy of a store's directory is a store, and knows of no purge that came after it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from simulation.engine import running as running_on
+from simulation.ledger import TIMEOUT_S, Ledger, content, keys
+
+from kit.runs import NAMESPACE
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.device import FileDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+TENANT = b"a" * 16
+BEFORE, MEANWHILE = keys(range(24)), keys(range(100, 160))
+
+
+def running(directory: Path) -> AbstractContextManager[RegionEngine]:
+    directory.mkdir(exist_ok=True)
+    return running_on(directory, FileDevice(directory))
+
+
+def store(engine: RegionEngine, wanted: Sequence[bytes]) -> None:
+    for each in wanted:
+        pages = ((memoryview(content(NAMESPACE, each)),),)
+        assert engine.submit_store(Run((each,), pages, TENANT)).wait(TIMEOUT_S)
+
+
+def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
+    """Pages that load, which are checked to be the right ones."""
+    return Ledger().load(engine, wanted).count(Reason.OK)
+
+
+def test_copy_of_a_stopped_store_is_whole(tmp_path: Path) -> None:
+    with running(tmp_path / "store") as engine:
+        store(engine, BEFORE)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with running(tmp_path / "copy") as engine:
+        assert held(engine, BEFORE) == len(BEFORE)
+
+
+def test_copy_of_a_busy_store_has_durable_pages(tmp_path: Path) -> None:
+    with running(tmp_path / "store") as engine:
+        store(engine, BEFORE)
+        assert engine.flush(TIMEOUT_S)
+        storing = threading.Thread(target=store, args=(engine, MEANWHILE))
+        storing.start()
+        for number in range(4):
+            shutil.copytree(tmp_path / "store", tmp_path / f"copy{number}")
+        storing.join(TIMEOUT_S)
+        assert not storing.is_alive()
+    for number in range(4):
+        with running(tmp_path / f"copy{number}") as engine:
+            assert held(engine, BEFORE) == len(BEFORE)
+            held(engine, MEANWHILE)  # some of them, and none of them wrong
+
+
+def test_restored_copy_must_be_purged_again(tmp_path: Path) -> None:
+    """What the page says to do after a restore: the copy cannot know of the purge."""
+    with running(tmp_path / "store") as engine:
+        store(engine, BEFORE)
+        assert engine.flush(TIMEOUT_S)
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    with running(tmp_path / "copy") as engine:
+        assert held(engine, BEFORE) == len(BEFORE)
+        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    with running(tmp_path / "copy") as engine:
+        assert held(engine, BEFORE) == 0
