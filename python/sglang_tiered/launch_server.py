@@ -9,12 +9,14 @@ or a tier is touched.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import shlex
 import sys
 import textwrap
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_tiered.config import format_bytes
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
 
-__all__ = ["main", "make_parser"]
+__all__ = ["end_process", "main", "make_parser"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,9 +88,10 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     ]
     if "--config" not in arguments:
         return arguments
-    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
-
     from sglang_tiered.integration.launch import flags
+
+    flags.refuse_empty_settings(arguments)
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     try:
         merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
@@ -153,8 +156,7 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
     those of all replicas."""
     from sglang_tiered.integration.hooks import TIERS_INFO
 
-    host = "127.0.0.1" if server_args.host in ("0.0.0.0", "::") else server_args.host
-    address = f"http://{host}:{server_args.port}"
+    address = server_args.url()  # loopback for what stands for all addresses
     tiers = scheduler_info.get(TIERS_INFO, {})
     num_replicas = max(1, config.num_ranks // (config.tp_size * config.pp_size))
 
@@ -194,9 +196,23 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
         }
     )
     url, kind = f"{address}/v1/chat/completions", "-H 'Content-Type: application/json'"
-    lines += ["try:", f"  curl -s {url} {kind} -d {shlex.quote(body)}", ""]
+    url = f"'{url}'" if "[" in url else url  # which the shell, and curl, take for a pattern
+    # A certificate is for a name, and an error would say nothing with -s alone.
+    curl = ("curl -sS" if address.startswith("https") else "curl -s") + " -g" * ("[" in url)
+    lines += ["try:", f"  {curl} {url} {kind} -d {shlex.quote(body)}", ""]
     return "\n".join(lines)
 
 
+def end_process(code: int) -> NoReturn:
+    """End this process as Python does, but for what clears its modules away: Triton's library takes
+    those that it finds then for leaks, and reports forty lines of them below a clean end."""
+    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

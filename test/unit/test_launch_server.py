@@ -7,13 +7,17 @@ import errno
 import hashlib
 import pathlib
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 from host_pools import storage_config
+from sglang.srt.server_args import ServerArgs
 
+from kit.unprivileged import run_unprivileged
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
@@ -101,6 +105,7 @@ def test_a_home_that_cannot_be_written_is_refused(
     "content",
     [
         *("tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None),
+        *("tier-dir:", "max-total-tokens: null", "tier-dir: [null]"),
         *("tier-flush: all", "tier-nvme-region-bytes: 5MB", "tier-trust-mm-hashes: on\ntp: two"),
     ],
 )
@@ -119,6 +124,9 @@ def test_a_configuration_file_is_judged_like_flags(
         "tier-nvme-region-bytes: 5MB": "tier-nvme-region-bytes 5000000 must be a multiple",
         "tier-trust-mm-hashes: on\ntp: two": "invalid int value: 'two'",
         "tier-mode: off\ntier-dir: d": "--tier-dir d has no meaning with --tier-mode off",
+        "tier-dir:": f"tier-dir has no value in {file} of --config; write one",
+        "tier-dir: [null]": "tier-dir has no value in",
+        "max-total-tokens: null": "max-total-tokens has no value in",
     }.get(content or "", "--config cannot be used")
     assert expected in line and line.count("\n") == 1
 
@@ -164,6 +172,27 @@ def test_directory_below_a_file_is_refused(
 def test_place_without_disk_space_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = refuse(pathlib.Path("/proc/sglang-tiered-test"), capsys)
     assert "--tier-dir /proc/sglang-tiered-test has only 0B" in line
+
+
+@pytest.mark.timeout(600)  # a process that imports SGLang
+def test_directory_behind_a_closed_one_is_refused(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "kv").mkdir(parents=True)
+    closed.chmod(0o600)
+    start = (
+        "import sys; from sglang_tiered.launch_server import main; "
+        "print([main(['--model-path', 'no/model', '--port', '0', '--tier-dir', path])"
+        " for path in sys.argv[1:]])"
+    )
+    places = [str(closed / below) for below in (".", "kv", "in/kv")]
+    ended = run_unprivileged([sys.executable, "-c", start, *places], timeout_s=600.0)
+    closed.chmod(0o700)
+    assert ended.stdout.splitlines()[-1:] == ["[2, 2, 2]"], ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("sglang-tiered:")]
+    assert len(lines) == len(places)
+    for line in lines:
+        assert "(Permission denied)" in line and "--tier-dir" in line
+    assert fingerprint(tmp_path) == {}
 
 
 def test_unwritable_directory_is_refused(
@@ -381,12 +410,7 @@ def test_banner_quotes_a_request_that_parses() -> None:
 
     nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
-    args = SimpleNamespace(
-        host="0.0.0.0",
-        port=30000,
-        served_model_name='odd "name"',
-        disaggregation_mode="null",
-    )
+    args = ServerArgs(model_path="m", host="0.0.0.0", served_model_name='odd "name"')
     sizes = {"device": (24, 8192), "host": (48, 16448), "nvme": (64, 21845), "object": (0, 999)}
     tiers = {
         name: {"capacity_bytes": mib * MiB, "capacity_tokens": tokens, "held_tokens": 0}
@@ -410,6 +434,27 @@ def test_banner_quotes_a_request_that_parses() -> None:
     assert "  device  8,192 tokens\n  nvme    64MiB at /kv\n" in text
 
 
+@pytest.mark.parametrize(
+    ("host", "certificate", "url"),
+    [
+        ("127.0.0.1", None, "http://127.0.0.1:7"),
+        ("", None, "http://127.0.0.1:7"),
+        ("::", None, "'http://[::1]:7"),
+        ("fd00::1", None, "'http://[fd00::1]:7"),
+        ("example.org", "c.pem", "https://example.org:7"),
+    ],
+)
+def test_banner_names_where_the_server_answers(
+    host: str, certificate: str | None, url: str
+) -> None:
+    args = ServerArgs(model_path="m", host=host, port=7, ssl_certfile=certificate)
+    config = TieredConfig(mode=TierMode.HOST)
+    text = launch_server.banner(args, config, {"max_total_num_tokens": 8192})
+    assert f"ready at {url.lstrip(chr(39))}\n" in text
+    assert f" {url}/v1/chat/completions" in text
+    assert ("curl -s -g " in text) == ("[" in url)
+
+
 def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:
     """On and off too, which YAML reads as booleans."""
     file = tmp_path / "server.yaml"
@@ -422,3 +467,27 @@ def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:
     assert config.nvme is not None and config.transfer is not None
     assert (config.nvme.region_bytes, config.nvme.trust_mm_hashes) == (4 * MiB, True)
     assert (config.transfer.same_host, config.transfer.peer_timeout_s) == (False, 2.5)
+
+
+_LEAKS = """
+import atexit, ctypes, sys
+import triton._C.libtriton as library
+from sglang_tiered.launch_server import end_process
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(library.ir.context()))  # held to the end, as there
+atexit.register(print, "handed back")
+print("served", end=" ")
+"""
+
+
+def test_end_is_clean_of_a_librarys_report() -> None:
+    for end, expected in (("sys.exit(3)", True), ("end_process(3)", False)):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{_LEAKS}{end}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (ended.returncode, ended.stdout) == (3, "served handed back\n"), ended.stderr
+        assert ("nanobind: leaked" in ended.stderr) == expected
+        assert expected or ended.stderr == ""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from sglang_tiered.config import (
     IndexConfig,
@@ -12,6 +15,7 @@ from sglang_tiered.config import (
     TieredConfig,
     TransferConfig,
 )
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import add_arguments, flags_of, refuse_gone
 from sglang_tiered.request_log import RequestLogConfig
 
@@ -25,6 +29,7 @@ __all__ = [
     "add_tier_arguments",
     "as_words",
     "join_tier_values",
+    "refuse_empty_settings",
     "refuse_gone_flags",
     "refuse_settings",
     "without_our_flags",
@@ -72,6 +77,21 @@ def refuse_settings(arguments: Sequence[str]) -> None:
 def refuse_gone_flags(arguments: Sequence[str]) -> None:
     """Raise ``ConfigError`` for flags that were removed, on the command line and in a file."""
     refuse_gone(arguments, _GONE)
+
+
+def refuse_empty_settings(arguments: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a key without a value in the file of ``--config``: SGLang takes it
+    for the word None."""
+    (name, *_) = [*arguments[arguments.index("--config") + 1 :], ""]
+    try:
+        content = yaml.safe_load(Path(name).read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # SGLang reads it again, and says what is wrong
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if value is None or (isinstance(value, list) and None in value):
+            raise ConfigError(
+                f"{key} has no value in {name} of --config; write one, or drop the line."
+            )
 
 
 def as_words(merged: Sequence[str]) -> list[str]:

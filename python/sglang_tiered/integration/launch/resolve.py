@@ -412,7 +412,7 @@ def _argument_name(flag: str) -> str:
 
 
 def _existing_parent(path: Path) -> Path:
-    while not path.exists():
+    while not os.path.exists(path):  # nor one that may not be looked at
         path = path.parent
     return path
 

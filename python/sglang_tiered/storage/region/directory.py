@@ -99,14 +99,24 @@ def inspect(path: Path) -> DirectoryState:
     try:
         return _inspect(path)
     except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be read ({error.strerror}); fix its permissions, or those of the folders "
+        f"above it, or {_WAY_OUT}"
+    )
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raise ``StoreError`` for a directory that everybody can write to. Touches nothing."""
-    if path.is_dir() and path.stat().st_mode & stat.S_IWOTH:
+    """Raise ``StoreError`` for a directory that everybody can write to, or that may not be looked
+    at. Touches nothing."""
+    try:
+        is_open = path.is_dir() and path.stat().st_mode & stat.S_IWOTH
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if is_open:
         raise StoreError(
             f"{path} can be written by everybody on this machine, who could put pages there that "
             "the model would use; chmod o-w it, or pass a directory in it as --tier-dir"
