@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,6 +99,31 @@ def test_ctrl_c_during_a_model_load_leaves_nothing(
     try:
         wait_for(re.compile("server_args="), server)  # it starts the other processes then
         interrupt(server)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "scripts/serve --host ::",
+        "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem",
+    ],
+)
+def test_what_is_printed_works_by_any_address(
+    command: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    """By IPv6, over TLS, and where a proxy is set that knows nothing of this machine."""
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj /CN=here"
+    desk.run(make)
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy"), "http://127.0.0.1:9")
+    behind = replace(desk, environment={**desk.environment, **proxies})
+    server = behind.start(f"{command} --port {port}", port, tmp_path / "log")
+    try:
+        wait_for(re.compile(r"\[::1\]"), server)
+        assert desk.try_what_is_printed(server)
+        interrupt(server)
+        assert "leaked" not in server.log
     finally:
         server.kill()
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
 from sglang_tiered.client.calls import AsyncCalls, SyncCalls
 from sglang_tiered.errors import RequestError
+from sglang_tiered.loopback import is_loopback_url
 
 if TYPE_CHECKING:
     from sglang_tiered.client.calls import Request
 
 __all__ = ["AsyncTierClient", "TierClient"]
 
-_FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, TypeError, ValueError)
-"""What httpx raises: the last three for what cannot be sent, and once it is closed."""
+_FAILURES = (httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError)
+"""What httpx raises: ``ImportError`` for a proxy that it lacks a package for, the last three for
+what cannot be sent, and once it is closed."""
 
 TIMEOUT_S = 45.0
 """More than the 30 s that a server works on one call."""
@@ -83,7 +86,11 @@ def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
+    settings = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
+    if is_loopback_url(url):
+        # Without what the environment says of proxies; OpenSSL reads its own variables.
+        settings |= {"trust_env": False, "verify": ssl.create_default_context()}
+    return settings
 
 
 def _parts(request: Request[Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from sglang_tiered.demo.report import Row, document, make_table, verdict
 from sglang_tiered.demo.server import NotServingError, ServerProcess, demo_command, free_port
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import require_positive
+from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.tools.terminal import Parser, note
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _WHERE = {
 
 def run(arguments: Sequence[str], interruption: Interruption) -> int:
     options = make_parser().parse_args(arguments)
+    ask_loopback_directly()
     if options.max_tokens is not None:
         require_positive("--max-tokens", options.max_tokens)
     if options.json is not None:

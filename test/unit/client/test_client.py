@@ -290,6 +290,36 @@ def test_keys_travel_as_bearer_tokens(server: RecordedServer, kind: str) -> None
     assert {path for _, path, _ in server.asked} == {"/tier/checkpoint"}
 
 
+PROXIES = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variable", PROXIES)
+def test_proxy_is_not_asked_for_this_machine(
+    server: RecordedServer, kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_proxy(monkeypatch, variable)
+    server.answers = [(200, DURABLE)]
+    for host in ("127.0.0.1", "localhost"):
+        call(kind, f"http://{host}:{server.server_port}", "checkpoint", rid="r")
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_proxy_without_its_package_is_one_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_proxy(monkeypatch, "ALL_PROXY")
+    monkeypatch.setitem(sys.modules, "socksio", None)  # where it is installed
+    with pytest.raises(RequestError, match="no client for http://192.0.2.1:1 with these settings"):
+        call(kind, "http://192.0.2.1:1", "checkpoint", rid="r")
+
+
+def set_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, PROXIES[variable])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_silence_names_the_server_and_the_way_out(server: RecordedServer, kind: str) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"

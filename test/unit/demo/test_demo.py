@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -290,6 +291,24 @@ def test_bad_input_is_refused_with_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sentence in refusal(arguments, interruption, capsys)
+
+
+def test_proxy_is_not_asked_for_this_machine(
+    interruption: Interruption, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # restored behind what the demo writes
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what an earlier test made
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotSGLang) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert "is no SGLang server" in refusal(["--url", url], interruption, capsys)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str
     """Return the URL of a server that listens on ``host``: for one that stands for every address,
     the host of ``peer_address``, ``tcp://host:port``, at which others find its pages."""
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(host.strip("[]") or "0.0.0.0")
     except ValueError:
         shown = host  # a name
     else:

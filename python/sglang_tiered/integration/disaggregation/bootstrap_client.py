@@ -182,6 +182,7 @@ class BootstrapClient:
         try:
             host = server.rpartition(":")[0].strip("[]")
             with self._asking(host), requests.Session() as session:
+                session.trust_env = False  # no proxy knows where instances are
                 said = _answer(session, "POST", url, until, {"bootstrap_rooms": rooms})
             found = _replicas_in(said, rooms)
         except Exception as error:
@@ -280,6 +281,7 @@ def _ranks_of(server: str, info: Any, until: float) -> dict[RankKey, Address]:
     for a rank that the server does not know or describes wrongly, and for a late answer."""
     ranks: dict[RankKey, Address] = {}
     with requests.Session() as session:
+        session.trust_env = False
         for dp in range(info.dp_size):
             for cp in info.target_cp_ranks:
                 for tp in info.target_tp_ranks:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import TieredConfig, TierMode, cache_directory
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import compat
+from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 
@@ -41,6 +42,7 @@ def prepare() -> None:
     """Prepare this process for SGLang, as its own launcher does before it parses, and check that it
     is one that can be run here. Raises ``ConfigError`` or ``UnsupportedSGLangError``."""
     compat.check_version()
+    ask_loopback_directly()  # SGLang asks its own server, too
     _prepare_caches()
     from sglang_tiered.integration.launch import accelerator
 

@@ -249,6 +249,11 @@ def test_url_is_one_that_others_reach(host: str, is_tls: bool, url: str) -> None
     assert serving_url(host, 30000, is_tls=is_tls, peer_address="tcp://192.0.2.7:7001") == url
 
 
+def test_empty_host_is_every_address() -> None:
+    found = serving_url("", 1, is_tls=False, peer_address="tcp://192.0.2.7:7001")
+    assert found == "http://192.0.2.7:1"
+
+
 def test_ipv6_of_peers_keeps_its_brackets() -> None:
     found = serving_url("::", 1, is_tls=False, peer_address="tcp://[2001:db8::7]:7001")
     assert found == "http://[2001:db8::7]:1"

@@ -33,6 +33,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 )
 from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
 from sglang_tiered.integration.hooks import _after_decode_queue
+from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.transfer.decode.endpoint import Target
 
 if TYPE_CHECKING:
@@ -385,6 +386,20 @@ def test_non_numeric_replica_does_not_reach_the_scheduler(
     """SGLang makes numbers of them there, and ends on what is none."""
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, said) as server:
         eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == understood)
+
+
+def test_proxy_is_not_asked_for_an_instance(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own question goes by the environment, which the launcher has mended by then."""
+    for name in ("http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"7": 3}) as server:
+        eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == {"7": 3})
+        assert not manager.bootstrap_client.ensure_known(server)
+        eventually(lambda: failure_of(manager, server) is not None, "the proxy was asked")
+        ask_loopback_directly()
+        eventually(lambda: manager.bootstrap_client.ensure_known(server))
 
 
 def test_silent_replica_query_fails_without_blocking(

@@ -1,0 +1,41 @@
+"""Keeps what this machine asks of itself away from proxies.
+
+An environment with ``http_proxy`` and no ``no_proxy`` sends what 127.0.0.1 is asked to the proxy,
+which knows no server of this machine, and must not see its key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+__all__ = ["ask_loopback_directly", "is_loopback_url"]
+
+_NAMES = ("localhost", "127.0.0.1", "::1", "[::1]")  # the last one as urllib compares it
+
+
+def ask_loopback_directly(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have this process, its libraries and its children ask loopback without a proxy. Changes the
+    environment, as SGLang does of a process that it serves in."""
+    for variable in ("no_proxy", "NO_PROXY"):
+        other = variable.swapcase()
+        given = environment.get(variable, environment.get(other, ""))
+        names = [name for name in given.split(",") if name.strip()]
+        present = {name.strip() for name in names}
+        if "*" not in present:
+            missing = [name for name in _NAMES if name not in present]
+            environment[variable] = ",".join([*names, *missing])
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether a URL is of this machine. Raises ``ValueError`` for what is none."""
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,40 @@
+"""What this machine asks of itself goes through no proxy, and what was excepted stays so."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_tiered.loopback import ask_loopback_directly, is_loopback_url
+
+
+@pytest.mark.parametrize("given", [{}, {"no_proxy": "a.org, ::1"}, {"NO_PROXY": "a.org"}])
+def test_loopback_is_excepted_beside_others(given: dict[str, str]) -> None:
+    environment = dict(given)
+    for _ in range(2):
+        ask_loopback_directly(environment)
+    for variable in ("no_proxy", "NO_PROXY"):
+        names = [name.strip() for name in environment[variable].split(",")]
+        assert {"localhost", "127.0.0.1", "::1"} <= set(names) and len(names) == len(set(names))
+        assert ("a.org" in names) == ("a.org" in str(given))
+
+
+def test_exception_of_everything_is_kept() -> None:
+    environment = {"no_proxy": "*"}
+    ask_loopback_directly(environment)
+    assert environment == {"no_proxy": "*"}
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:1", True),
+        ("https://127.9.9.9", True),
+        ("http://localhost:1/x", True),
+        ("http://[::1]:1", True),
+        ("http://192.0.2.1:1", False),
+        ("http://127.example.org", False),
+        ("http://localhost.example.org", False),
+    ],
+)
+def test_urls_of_this_machine_are_told_apart(url: str, is_here: bool) -> None:
+    assert is_loopback_url(url) == is_here
