@@ -308,10 +308,13 @@ def _cache_of(scheduler: Any) -> TieredRadixCache | None:
 
 
 def _before_prefetch(scheduler: Any, req: Any, *_: Any) -> None:
+    from sglang.srt.runtime_context import get_memory
+
     cache = _cache_of(scheduler)
     if cache is None or cache.tiering is None:
         return
     cache.tiering.notes.arrives(scheduler, req)
+    cache.tiering.loads.comes(req, get_memory().hicache_storage_prefetch_retry_max_attempts)
     if scheduler.enable_priority_scheduling:
         rank = scheduler.policy.priority_sign * (req.priority or 0)
         cache.tiering.loads.ranks(req.cache_request_handle, rank)

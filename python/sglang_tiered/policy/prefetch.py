@@ -4,19 +4,24 @@ Loads land in the host tier before their request consumes them. If more were beg
 would evict an earlier one before its use, and all of them would be read in vain. The window bounds
 the tokens that are loading or loaded and not yet consumed; a load beyond it is postponed, not
 dropped.
+
+Room is given in one place, once a step (``turns``), so the same room is promised once. Requests
+that could start but for their load come first, in their order. The others, whose admission is far,
+have what is left. The first without room keeps what there is, and nobody behind it begins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["PrefetchWindow"]
 
 Request = TypeVar("Request")
-
-MAX_IGNORED_ASKS = 100
-"""Questions in a row without a new attempt, after which the request is taken to load no longer."""
 
 MAX_TURNS = 16
 """Turns at once: a scheduler's step must not pay for a thousand."""
@@ -30,7 +35,6 @@ admission, or may be attempted no more."""
 class _PutOff:
     num_tokens: int
     rank: tuple[int, int]
-    num_asks: int = 0  # since its last attempt, when it could have started
     num_turns: int = 0  # since its last attempt
 
 
@@ -42,6 +46,7 @@ class PrefetchWindow(Generic[Request]):
             raise ValueError(f"a prefetch window of {limit} tokens lets nothing load")
         self._limit = limit
         self._put_off: dict[Request, _PutOff] = {}
+        self._ready: set[Request] = set()  # that could have started since the last turns
         self._order: list[Request] | None = []  # None until sorted again
         self._num_tokens = 0  # of those that take turns
 
@@ -63,19 +68,26 @@ class PrefetchWindow(Generic[Request]):
         return self._num_tokens > 0
 
     def put_off_load(
-        self, request: Request, num_tokens: int, rank: tuple[int, int] = (0, 0)
+        self,
+        request: Request,
+        num_tokens: int,
+        rank: tuple[int, int] = (0, 0),
+        *,
+        rests: bool = False,
     ) -> None:
         """Postpone a load of ``num_tokens`` that found no room, until it is attempted again. Those
-        with a smaller ``rank`` come first, and of equal ones those that were put off first."""
+        with a smaller ``rank`` come first, and of equal ones those that were put off first.
+        ``rests``: it takes no turn before its request could start."""
         self.withdraw_load(request)
-        self._put_off[request] = _PutOff(num_tokens, rank)
-        self._num_tokens += num_tokens
+        num_turns = MAX_IGNORED_TURNS if rests else 0
+        self._put_off[request] = _PutOff(num_tokens, rank, num_turns)
+        self._num_tokens += num_tokens * (not rests)
         self._order = None
 
     def _in_order(self) -> list[Request]:
         """Return the postponed requests in the order of their turns. Do not change it."""
         if self._order is None:
-            self._order = sorted(self._put_off, key=lambda request: self._put_off[request].rank)
+            self._order = self._in_rank(self._put_off)
         return self._order
 
     def is_put_off(self, request: Request) -> bool:
@@ -85,40 +97,42 @@ class PrefetchWindow(Generic[Request]):
         """Return whether a request is postponed for lack of room."""
         return self.is_put_off(request) and self._put_off[request].num_tokens > 0
 
-    def has_turn(self, request: Request, num_taken: int) -> bool:
-        """Return whether a postponed request that could start would find room now."""
-        return self.has_room(self._put_off[request].num_tokens, num_taken)
+    def could_start(self, request: Request) -> None:
+        """Note that a postponed request waits for nothing but its load, until the next turns."""
+        self._ready.add(request)
+        put_off = self._put_off[request]
+        if put_off.num_turns >= MAX_IGNORED_TURNS:  # it is attempted after all
+            put_off.num_turns = 0
+            self._num_tokens += put_off.num_tokens
+
+    def _in_rank(self, requests: Iterable[Request]) -> list[Request]:
+        return sorted(requests, key=lambda request: self._put_off[request].rank)
+
+    def first_ready(self) -> Request | None:
+        """Return the first of the requests that could start."""
+        return min(self._ready, key=lambda request: self._put_off[request].rank, default=None)
 
     def num_tokens(self, request: Request) -> int:
         """Return how many tokens a postponed request is going to load."""
         return self._put_off[request].num_tokens
 
-    def ask_for_attempt(self, request: Request) -> bool:
-        """Return whether a postponed request should go on waiting for another attempt.
-
-        False, and the request is withdrawn, after many questions in a row without an attempt: the
-        caller no longer attempts the load, and a request must not wait for nothing.
-        """
-        put_off = self._put_off[request]
-        put_off.num_asks += 1
-        if put_off.num_asks <= MAX_IGNORED_ASKS:
-            return True
-        self.withdraw_load(request)
-        return False
-
     def withdraw_load(self, request: Request) -> None:
         """Forget a request whose load begins or that was aborted. Unknown ones are ignored."""
         put_off = self._put_off.pop(request, None)
+        self._ready.discard(request)
         if put_off is not None:
             self._order = None
             if put_off.num_turns < MAX_IGNORED_TURNS:
                 self._num_tokens -= put_off.num_tokens
 
-    def turns(self, num_taken: int) -> list[Request]:
-        """Return the postponed requests that find room now, one beside the other, in their order.
-        Each counts as a turn, whatever comes of it."""
+    def turns(self, num_taken: int, *, only_ready: bool = False) -> list[Request]:
+        """Return the postponed requests that find room now, one beside the other: first those that
+        could start (``only_ready``: no others), each time in their order. Each counts as a turn,
+        whatever comes of it."""
         found: list[Request] = []
-        for request in self._in_order():
+        ready, self._ready = self._ready, set()
+        others = () if only_ready else (each for each in self._in_order() if each not in ready)
+        for request in chain(self._in_rank(ready), others):
             put_off = self._put_off[request]
             if put_off.num_turns >= MAX_IGNORED_TURNS:
                 continue
@@ -133,6 +147,7 @@ class PrefetchWindow(Generic[Request]):
 
     def clear(self) -> None:
         self._put_off.clear()
+        self._ready.clear()
         self._order, self._num_tokens = [], 0
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.policy.prefetch import MAX_IGNORED_ASKS, MAX_IGNORED_TURNS, PrefetchWindow
+from sglang_tiered.policy.prefetch import MAX_IGNORED_TURNS, PrefetchWindow
 
 
 def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
@@ -13,8 +13,8 @@ def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
     assert not window.has_room(601, num_taken=400)
     window.put_off_load("a", 600)
     assert window.is_put_off("a")
-    assert not window.has_turn("a", num_taken=401)
-    assert window.has_turn("a", num_taken=400)
+    assert window.turns(401) == []
+    assert window.turns(400) == ["a"]
     window.withdraw_load("a")
     window.withdraw_load("a")
     assert not window.is_put_off("a")
@@ -38,21 +38,11 @@ def test_flush_forgets_waiting_requests() -> None:
     assert window.num_put_off == 0
 
 
-def test_request_whose_attempts_ended_does_not_wait_forever() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off_load("a", 600)
-    assert all(window.ask_for_attempt("a") for _ in range(MAX_IGNORED_ASKS))
-    window.put_off_load("a", 600)  # attempted again, still no room
-    assert all(window.ask_for_attempt("a") for _ in range(MAX_IGNORED_ASKS))
-    assert not window.ask_for_attempt("a")
-    assert not window.is_put_off("a")
-
-
 def test_request_without_a_load_waits_for_none() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(0, num_taken=5000)
     window.put_off_load("cold", 0)
-    assert window.has_turn("cold", num_taken=5000)
+    assert window.turns(5000) == ["cold"]
 
 
 def test_no_small_load_overtakes_a_large_one() -> None:
@@ -62,7 +52,6 @@ def test_no_small_load_overtakes_a_large_one() -> None:
     window.put_off_load("small", 100)
     assert not window.has_room_for_next(100, num_taken=200)
     assert window.has_room_for_next(0, num_taken=200)  # it loads nothing
-    assert window.has_turn("small", num_taken=200)  # it could start now: nobody is before it
     assert window.turns(200) == []
     assert window.turns(100) == ["large"]
     assert window.turns(0) == ["large", "small"]
@@ -77,12 +66,35 @@ def test_load_that_is_never_attempted_blocks_nobody() -> None:
     assert window.turns(0) == ["next"]
     window.withdraw_load("next")
     assert window.has_room_for_next(1000, num_taken=0)
-    assert window.has_turn("stuck", num_taken=100)  # once it is asked about
+    window.could_start("stuck")
+    assert window.turns(100) == ["stuck"]
     window.put_off_load("stuck", 900)  # it was attempted after all
     assert not window.has_room_for_next(100, num_taken=0)
     assert window.turns(0) == ["stuck"]
     window.withdraw_load("stuck")
     assert window.has_room_for_next(1000, num_taken=0)
+
+
+def test_request_that_could_start_goes_first() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    for number, name in enumerate(["far", "large", "small"]):
+        window.put_off_load(name, 900 if name == "large" else 100, (0, number))
+    window.could_start("small")
+    window.could_start("large")
+    assert window.first_ready() == "large"
+    assert window.turns(200) == []  # "small" passes it no more than "far" does
+    window.could_start("small")
+    assert window.turns(800) == ["small", "far"]
+    assert window.turns(800, only_ready=True) == []
+
+
+def test_load_that_gave_way_rests() -> None:
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    window.put_off_load("gave way", 900, rests=True)
+    assert window.turns(0) == [] and not window.waits_for_room
+    window.could_start("gave way")
+    assert window.waits_for_room
+    assert window.turns(0) == ["gave way"]
 
 
 def test_turns_follow_the_ranks() -> None:

@@ -516,16 +516,16 @@ class LoadPlanner(Generic[Request]):
         now = self._clock()
         return now - self._yielding.setdefault(request, now) < patience_s
 
-    def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
-        """Whether a request whose load was put off, and which could start now, should go on
-        waiting for it, behind ``num_ahead`` tokens of other loads."""
+    def gains_by_its_turn(self, request: Request, *, num_ahead: int, held_s: float = 0.0) -> bool:
+        """Whether a request whose load was put off, and which could have started ``held_s`` ago,
+        should go on waiting for it, behind ``num_ahead`` tokens of other loads."""
         load = self._loads.get(request)
         if load is None or self._always or self.follows:
             return load is not None
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
         load_s = self.costs.load_seconds(plan.parts, ahead)
-        return self.costs.gains(load_s, plan.saved_s, self.num_others(request))
+        return self.costs.gains(held_s + load_s, plan.saved_s, self.num_others(request))
 
     def patience_s(self, request: Request) -> float:
         """Return how long a load may wait for host memory and still gain."""
@@ -544,9 +544,11 @@ class LoadPlanner(Generic[Request]):
         num_ahead: int,
         is_read: bool,
         num_lost: int = 0,
+        held_s: float = 0.0,
     ) -> bool:
-        """Whether a request that could start now waits for the ``num_missing`` tokens that its load
-        lacks, behind ``num_before`` that are there; of these ``num_lost`` would be lost without.
+        """Whether a request that could have started ``held_s`` ago waits for the ``num_missing``
+        tokens that its load lacks, behind ``num_before`` that are there; of these ``num_lost``
+        would be lost without. It never waits longer in all than it was to gain.
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
@@ -564,12 +566,13 @@ class LoadPlanner(Generic[Request]):
             if load.begun_at is None:
                 load.begun_at, load.left_to_begin_s = now, left_s
             left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
-        num_saved = num_missing + num_lost
-        wait = self.costs.should_wait(
+        num_saved, num_others = num_missing + num_lost, self.num_others(request)
+        is_late = load is not None and not self.costs.gains(held_s, load.plan.saved_s, num_others)
+        wait = not is_late and self.costs.should_wait(
             num_saved=num_saved,
             num_before=num_before - num_lost,
             left_s=left_s,
-            num_others=self.num_others(request),
+            num_others=num_others,
         )
         if not wait:
             self.tokens[LoadDecision.GAVE_UP] += num_saved

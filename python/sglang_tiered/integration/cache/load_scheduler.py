@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
-from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
@@ -32,7 +30,13 @@ from sglang_tiered.integration.cache.declined_loads import (
     told_end,
 )
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.planned_hits import Planned, PlannedHits, allocate_now
+from sglang_tiered.integration.cache.planned_hits import (
+    Planned,
+    PlannedHits,
+    allocate_now,
+    held_pages,
+    restorable_ends,
+)
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -51,15 +55,19 @@ if TYPE_CHECKING:
 __all__ = ["LoadScheduler"]
 
 MAX_ASKS_PER_STEP = 16
-"""Put-off requests that are looked at in one step, in queue order: with a thousand of them waiting,
-the step must not pay for each."""
+"""Put-off requests that are looked at in one step: so many in queue order, and as many in turn,
+since any may have waited for long enough. With a thousand, the step must not pay for each."""
 
 MAX_ANSWERS_PER_STEP = 256
-"""The same of those that wait only for the answer of other ranks, which is there or not."""
+"""The first of those that wait only for the answer of other ranks, which is there or not."""
 
 MAX_LOOKS_PER_STEP = 8
 """Loads under way for which a step asks whether to wait on: so many in queue order, and as many in
 turn, so that one that hangs behind others is found. Those that have ended are not among them."""
+
+GIVES_WAY_STEPS = 8
+"""Steps after which a request whose load has ended, and that was not admitted, keeps no room from
+one that could start: it waits for an adapter's slot, say, or for a decode server."""
 
 MAX_YIELDED_TO = 32
 """Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
@@ -96,6 +104,8 @@ class LoadScheduler:
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
         self._ranked: tuple[CacheRequestHandle | None, int] = None, 0  # of the next plan
+        self._own_attempts: set[str] = set()  # that SGLang was asked for here, by rid
+        self._last_attempts: set[str] = set()  # requests that SGLang attempts no more
         self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         self._num_looks_left = 0
         self._num_steps = 0
@@ -107,6 +117,7 @@ class LoadScheduler:
         # loads, then how many tokens came, whose host copies are locked.
         self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
         self._num_loaded: dict[CacheRequestHandle, int] = {}
+        self._loaded_at: dict[CacheRequestHandle, int] = {}  # in which step
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self.declined = DeclinedLoads(planner)
         self._hits = PlannedHits(cache.cache_controller, lambda: cache.decides_alone)
@@ -129,12 +140,12 @@ class LoadScheduler:
         self._window.withdraw_load(request.rid)
         self.declined.withdraw(request)
         began_at = self._notes.clock()
-        hashes, spans = self._held_pages(call, storage)
+        hashes, spans = held_pages(cache, call, storage)
         num_new = len(tokens) + 1
         self._notes.looked_up(
             request, began_at, num_before=call.num_before, num_new=num_new, spans=spans
         )
-        ends = self.restorable_ends(call.last_host_node_id, hashes, storage)
+        ends = restorable_ends(cache, call.last_host_node_id, hashes, storage)
         if ends is not None:
             hashes = hashes[: ends[-1] if ends else 0]
         num_held = len(hashes) * cache.page_size
@@ -241,25 +252,59 @@ class LoadScheduler:
         ranked, rank = self._ranked
         return rank if ranked == request else 0
 
+    def comes(self, req: Any, max_attempts: int) -> None:
+        """Take note of SGLang's request whose load is planned next. An attempt that was asked for
+        here is none of the ``max_attempts`` of SGLang's own, after which it makes none at all."""
+        if req.rid in self._own_attempts:
+            self._own_attempts.discard(req.rid)
+            req.storage_prefetch_retry_attempts -= 1
+        self._last_attempts.discard(req.rid)
+        if req.storage_prefetch_retry_attempts >= max_attempts:
+            self._last_attempts.add(req.rid)
+
+    def _attempt(self, rid: str) -> None:
+        """Have SGLang ask for a load with a fresh match, in its next pass."""
+        self._own_attempts.add(rid)
+        self._cache.storage_prefetch_retries.refetch(rid)
+
     def _put_off(self, request: CacheRequestHandle, num_tokens: int, why: Why) -> None:
+        if request.rid in self._last_attempts:
+            self._notes.given_up(request, "turn", num_tokens)
+            self._forget_questions(request)
+            return
         self._notes.put_off(request, why)
         self.planner.waits_for_more(request)
         self._window.put_off_load(request.rid, num_tokens, self.planner.order(request))
 
     def _attempt_put_off(self) -> None:
-        """Let SGLang attempt the put-off loads whose turn has come, in this step and with a fresh
-        match: their requests may be far from their own admission. Where loads wait for stores too,
-        that is asked at the admission alone."""
-        if self._cache.has_small_host:
-            return
-        for rid in self._window.turns(self.num_tokens()):
-            self._cache.storage_prefetch_retries.refetch(rid)
+        """Let SGLang attempt the put-off loads whose turn has come, in this step: their requests
+        may be far from their own admission. Where loads wait for stores too, that is asked at the
+        admission alone."""
+        first = self._window.first_ready()
+        if first is not None:
+            self._make_room(self._window.num_tokens(first))
+        for rid in self._window.turns(self.num_tokens(), only_ready=self._cache.has_small_host):
+            self._attempt(rid)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Have ended loads of requests that nobody can admit give way. What they brought may be
+        evicted, and if so is loaded again once its request could start."""
+        for request in list(reversed(self._loaded_at)):
+            if self._window.has_room(num_tokens, self.num_tokens()):
+                return
+            if self._num_steps - self._loaded_at[request] < GIVES_WAY_STEPS:
+                continue
+            num_loaded, order = self._num_loaded[request], self.planner.order(request)
+            self.unlock_loaded(request)
+            self._cache.pop_prefetch_loaded_span(request)
+            if request.rid not in self._last_attempts:
+                self._window.put_off_load(request.rid, num_loaded, order, rests=True)
 
     def _attempt_declined(self) -> None:
         """Let SGLang attempt a declined load that gains by now, as it does those put off."""
         num_ahead = self._backs.num_ahead()
         for request in self.declined.step(self.agreement, num_ahead=num_ahead):
-            self._cache.storage_prefetch_retries.refetch(request.rid)
+            self._attempt(request.rid)
 
     def _stores_in_the_way(
         self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
@@ -299,49 +344,6 @@ class LoadScheduler:
     def _forget_questions(self, request: CacheRequestHandle) -> None:
         self.agreement.forget_question(request)
         self.agreement.forget_question(_gain_of(request))
-
-    def _held_pages(self, call: Prefetch, storage: TieredStorage) -> tuple[list[str], list[Span]]:
-        """Return the leading pages that the tiers could load now, and from where. Memory only."""
-        page_size = self._cache.page_size
-        key = RadixKey(
-            call.new_input_tokens,
-            extra_key=call.extra_key,
-            is_bigram=self._cache.tree_core.is_eagle,
-            cache_salt=call.cache_salt,
-        ).page_aligned(page_size)
-        if len(key) == 0:
-            return [], []
-        hashes: list[str] = get_storage_hash_str(key, call.last_hash, page_size=page_size)
-        spans = storage.lookup_spans(hashes)
-        return hashes[: sum(span.num_pages for span in spans)], spans
-
-    def restorable_ends(
-        self, node_id: int, hashes: list[str], storage: TieredStorage
-    ) -> list[int] | None:
-        """Return after how many of these pages below a node a load may end; None if after any. In a
-        model with sliding windows or Mamba, states are stored at some places only."""
-        cache = self._cache
-        num_tokens = len(hashes) * cache.page_size
-        states: list[Any] = []
-        for kind in cache.tree_components:
-            if kind is BASE_COMPONENT_TYPE or not hashes:
-                continue
-            staging = cache.components[kind].prepare_prefetch(node_id, prefetch_tokens=num_tokens)
-            if staging.staging_tokens:
-                states += cache.tree_core.build_hicache_transfers(
-                    kind,
-                    node_id,
-                    CacheTransferPhase.PREFETCH,
-                    prefetch_tokens=num_tokens,
-                    staging_tokens=staging.staging_tokens,
-                )
-        if not states:
-            return None
-        # SGLang loads no state for less than a window, except of a whole prompt.
-        is_root = cache.tree_core.is_root(node_id)
-        shortest = 1 if is_root else max(len(state.keys) for state in states)
-        ends = storage.batch_exists_v2(hashes, states).restorable_prefix_pages
-        return [end for end in ends or () if end >= shortest]
 
     def _probe_declined(
         self, storage: TieredStorage, hashes: list[str], spans: list[Span], num_planned: int
@@ -384,17 +386,20 @@ class LoadScheduler:
         if self._window.is_put_off(rid):
             # What waits only for the other ranks' answer must not wait behind loads.
             loads = self._window.num_tokens(rid) > 0
-            if self._num_asks_left[loads] == 0:
-                return True
-            self._num_asks_left[loads] -= 1
-            return False
+            if self._num_asks_left[loads] > 0:
+                self._num_asks_left[loads] -= 1
+                return False
+            stride = self._window.num_put_off // MAX_ASKS_PER_STEP
+            return not loads or self._has_no_turn(self.planner.order(request)[1], stride)
         number = self._look_numbers.get(rid)
         if number is None:
             return False
         if self._num_looks_left > 0:
             self._num_looks_left -= 1
             return False
-        stride = len(self._look_numbers) // MAX_LOOKS_PER_STEP
+        return self._has_no_turn(number, len(self._look_numbers) // MAX_LOOKS_PER_STEP)
+
+    def _has_no_turn(self, number: int, stride: int) -> bool:
         return stride > 1 and (number + self._num_steps) % stride > 0
 
     def is_put_off(self, request: CacheRequestHandle) -> bool:
@@ -415,34 +420,38 @@ class LoadScheduler:
             self._soonest_load_s = min(under_way, default=math.inf)
         return self.planner.yields(request, self._soonest_load_s)
 
-    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
-        """Whether a request whose load was put off goes on waiting; begins it when it has room."""
+    def stays_put_off(
+        self, request: CacheRequestHandle, storage: TieredStorage, *, held_s: float
+    ) -> bool:
+        """Whether a request whose load was put off, and which could have started ``held_s`` ago,
+        goes on waiting."""
         num_tokens = self._window.num_tokens(request.rid)
+        if num_tokens == 0:  # it waits for the other ranks alone
+            self._attempt(request.rid)
+            return True
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
-        if num_tokens > 0 and not self._gains_by_its_turn(request, in_the_way, storage):
+        if not self._gains_by_its_turn(request, in_the_way, storage, held_s):
             self._notes.given_up(request, "turn", num_tokens)
             self._window.withdraw_load(request.rid)
             self._forget_questions(request)
             return False
-        if in_the_way or not self._window.has_turn(request.rid, self.num_tokens()):
-            return True
-        if not self._window.ask_for_attempt(request.rid):
-            self._notes.given_up(request, "turn", num_tokens)
-            self._forget_questions(request)
-            return False
-        # The scheduler repeats the load's request with a fresh match in its next pass.
-        self._cache.storage_prefetch_retries.refetch(request.rid)
+        if not in_the_way:
+            self._window.could_start(request.rid)
         return True
 
     def _gains_by_its_turn(
-        self, request: CacheRequestHandle, num_stored_first: int, storage: TieredStorage
+        self,
+        request: CacheRequestHandle,
+        num_stored_first: int,
+        storage: TieredStorage,
+        held_s: float,
     ) -> bool:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
         num_ahead = self._backs.num_ahead() + num_stored_first
         gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
-            request, num_ahead=num_ahead
+            request, num_ahead=num_ahead, held_s=held_s
         )
         question = _gain_of(request)
         answer = self.agreement.ask_ranks(question, int(gains))
@@ -450,9 +459,9 @@ class LoadScheduler:
             self.agreement.forget_question(question)
         return answer != 0
 
-    def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
-        """Whether to start with what has arrived: computing the rest is sooner by now, or the tier
-        stopped serving. Asked when the request could be admitted; SGLang reduces it over ranks."""
+    def starts_without(self, operation: Any, storage: TieredStorage, *, held_s: float) -> bool:
+        """Whether to start with what has arrived: computing the rest is sooner by now, the request
+        was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
         if not self._serves_loads(storage):
             self._notes.given_up(operation.handle, "tier")
             return True
@@ -474,6 +483,7 @@ class LoadScheduler:
             num_ahead=0 if is_read else max(0, occupied - num_planned),
             is_read=is_read,
             num_lost=operation.completed_tokens if is_all_or_nothing else 0,
+            held_s=held_s,
         )
         if not waits:
             self._notes.given_up(operation.handle, "late", num_missing)
@@ -488,7 +498,7 @@ class LoadScheduler:
     # ---- It has ended ----
 
     def revoked(self, request: CacheRequestHandle) -> None:
-        """Look no more at a load that SGLang gave up before it read anything."""
+        """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
         self._look_numbers.pop(request.rid, None)
 
@@ -506,12 +516,14 @@ class LoadScheduler:
         core = self._cache.tree_core
         if not core.is_root(node_id) and core.is_backuped(node_id):
             self._num_loaded[request] = num_loaded
+            self._loaded_at[request] = self._num_steps
             self._locks.lock(request, node_id)
 
     def unlock_loaded(self, request: CacheRequestHandle) -> None:
         """Unlock what was loaded for a request: it was admitted, and the copy to the device locks
         it."""
         self._num_loaded.pop(request, None)
+        self._loaded_at.pop(request, None)
         self._num_unused = None
         self._locks.unlock(request)
 
@@ -531,6 +543,8 @@ class LoadScheduler:
 
     def _stop(self, request: CacheRequestHandle) -> None:
         self._window.withdraw_load(request.rid)
+        self._own_attempts.discard(request.rid)
+        self._last_attempts.discard(request.rid)
         self._loading_keys.pop(request, None)
         self._look_numbers.pop(request.rid, None)
         self._num_unused = None
@@ -564,7 +578,7 @@ class LoadScheduler:
         self.planner.note_batch(spans, seconds, num_copied)
 
     def detached(self) -> None:
-        """End all waiting for turns: there is nothing to load from."""
+        """End all waiting for turns."""
         self._window.clear()
         self.declined.clear()
         self.agreement.forget_all()
@@ -574,6 +588,9 @@ class LoadScheduler:
         self._loading_keys.clear()
         self._look_numbers.clear()
         self._num_loaded.clear()
+        self._loaded_at.clear()
+        self._own_attempts.clear()
+        self._last_attempts.clear()
         self._num_unused = None
         self._locks.clear()
         self._num_asks_left = [0, 0]

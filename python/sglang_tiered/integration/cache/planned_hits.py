@@ -1,5 +1,6 @@
-"""What is planned of a load: ``LoadingCache`` and ``Backs`` are asked for that, ``Prefetch`` and
-``Planned`` describe it, and ``PlannedHits`` answers SGLang's question for what it finds."""
+"""What is planned of a load: ``LoadingCache`` and ``Backs`` are asked for that, and what the tiers
+hold; ``Prefetch`` and ``Planned`` describe it, and ``PlannedHits`` answers SGLang's question for
+what it finds."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.host_locks import LockingCache
 
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
     from sglang_tiered.integration.identity.tenants import PurgedTenants
+    from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
@@ -27,6 +33,8 @@ __all__ = [
     "Prefetch",
     "allocate_now",
     "around_prefetch",
+    "held_pages",
+    "restorable_ends",
 ]
 
 _HITS = "_sglang_tiered_hits"
@@ -66,6 +74,7 @@ class LoadingCache(LockingCache, Protocol):
     storage_prefetch_retries: Any
 
     def match_prefix(self, params: MatchPrefixParams) -> Any: ...
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
 
     def _drain_storage_control_queues_impl(
         self,
@@ -103,6 +112,52 @@ class Planned(NamedTuple):
     num_back: int = 0  # tokens of it
     hashes: Sequence[str] = ()
     spans: Sequence[Span] = ()
+
+
+def held_pages(
+    cache: LoadingCache, call: Prefetch, storage: TieredStorage
+) -> tuple[list[str], list[Span]]:
+    """Return the leading pages that the tiers could load now, and from where. Memory only."""
+    page_size = cache.page_size
+    key = RadixKey(
+        call.new_input_tokens,
+        extra_key=call.extra_key,
+        is_bigram=cache.tree_core.is_eagle,
+        cache_salt=call.cache_salt,
+    ).page_aligned(page_size)
+    if len(key) == 0:
+        return [], []
+    hashes: list[str] = get_storage_hash_str(key, call.last_hash, page_size=page_size)
+    spans = storage.lookup_spans(hashes)
+    return hashes[: sum(span.num_pages for span in spans)], spans
+
+
+def restorable_ends(
+    cache: LoadingCache, node_id: int, hashes: list[str], storage: TieredStorage
+) -> list[int] | None:
+    """Return after how many of these pages below a node a load may end; None if after any. In a
+    model with sliding windows or Mamba, states are stored at some places only."""
+    num_tokens = len(hashes) * cache.page_size
+    states: list[Any] = []
+    for kind in cache.tree_components:
+        if kind is BASE_COMPONENT_TYPE or not hashes:
+            continue
+        staging = cache.components[kind].prepare_prefetch(node_id, prefetch_tokens=num_tokens)
+        if staging.staging_tokens:
+            states += cache.tree_core.build_hicache_transfers(
+                kind,
+                node_id,
+                CacheTransferPhase.PREFETCH,
+                prefetch_tokens=num_tokens,
+                staging_tokens=staging.staging_tokens,
+            )
+    if not states:
+        return None
+    # SGLang loads no state for less than a window, except of a whole prompt.
+    is_root = cache.tree_core.is_root(node_id)
+    shortest = 1 if is_root else max(len(state.keys) for state in states)
+    ends = storage.batch_exists_v2(hashes, states).restorable_prefix_pages
+    return [end for end in ends or () if end >= shortest]
 
 
 class PlannedHits:

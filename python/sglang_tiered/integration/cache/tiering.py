@@ -219,12 +219,16 @@ class Tiering:
     def stays_put_off(self, request: CacheRequestHandle) -> bool:
         """Whether a request whose load was put off goes on waiting."""
         storage = self._cache.storage
-        return storage is not None and self.loads.stays_put_off(request, storage)
+        return storage is not None and self.loads.stays_put_off(
+            request, storage, held_s=self.waits.held_s(request)
+        )
 
     def starts_without(self, operation: Any) -> bool:
         """Whether a request starts with what has arrived of its load."""
         storage = self._cache.storage
-        return storage is not None and self.loads.starts_without(operation, storage)
+        return storage is not None and self.loads.starts_without(
+            operation, storage, held_s=self.waits.held_s(operation.handle)
+        )
 
     def admitted(self, request: CacheRequestHandle) -> None:
         """Note that a request waits no longer: the copy to the device locks what was loaded."""

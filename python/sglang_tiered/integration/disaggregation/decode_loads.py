@@ -59,6 +59,7 @@ def after_handshakes(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         memory.hicache_storage_prefetch_retry_max_attempts,
     ):
         req.storage_prefetch_retry_attempts += 1
+        cache.tiering.loads.comes(req, memory.hicache_storage_prefetch_retry_max_attempts)
         _begin(queue, req)
     for entry in waiting:
         if not cache.load_has_ended(entry.req.cache_request_handle):

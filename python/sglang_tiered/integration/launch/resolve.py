@@ -63,10 +63,6 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 LOAD_DEADLINE_S = 10.0
 LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 
-# SGLang admits a request without its stored prefix once it has re-issued the load this often.
-# A put-off load is re-issued each scheduling pass, so the cap must not end its wait.
-MAX_LOAD_REISSUES = 1_000_000
-
 # Values of AWS_SERVER_SIDE_ENCRYPTION that obstore knows, and those that take a key's name.
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", "sse-c")
 _NAMING_A_KEY = ("aws:kms", "aws:kms:dsse")
@@ -242,7 +238,6 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
         "--hicache-storage-backend": "dynamic",
         "--hicache-storage-backend-extra-config": json.dumps(extra),
         "--hicache-storage-prefetch-policy": "timeout",
-        "--hicache-storage-prefetch-retry-max-attempts": str(MAX_LOAD_REISSUES),
     }
 
 

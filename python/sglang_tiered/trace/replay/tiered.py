@@ -256,7 +256,8 @@ class TieredStack(RadixStack):
                 return
             if not self._window.is_put_off(job):
                 continue
-            if not self._window.has_turn(job, self._loading_tokens):
+            num_tokens = self._window.num_tokens(job)
+            if not self._window.has_room(num_tokens, self._loading_tokens):
                 return  # those behind it wait their turn
             put_off = self._totals.loads_put_off
             self._withdraw(job)

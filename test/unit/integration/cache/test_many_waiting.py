@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import hooks
-from sglang_tiered.integration.cache.load_scheduler import MAX_LOOKS_PER_STEP
+from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -53,6 +54,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
         finally:
             disk.set()
             thread.set()
+
+
+def asking(handle: CacheRequestHandle, **more: Any) -> Any:
+    """What the hooks look at of SGLang's request."""
+    return SimpleNamespace(
+        rid=handle.rid, cache_request_handle=handle, storage_prefetch_retry_attempts=0, **more
+    )
 
 
 def ask_all(world: CacheWorld) -> list[Any]:
@@ -188,6 +196,129 @@ def test_newcomer_overtakes_no_put_off_load(world: CacheWorld) -> None:
     assert world.is_retried(waiting) and not world.is_retried(newcomer)
 
 
+def pass_of(world: CacheWorld, *requests: Any) -> list[Any]:
+    """A pass of the scheduler over these; return those that it could admit."""
+    world.cache.check_hicache_events()
+    return [each for each in requests if world.cache.load_has_ended(each)]
+
+
+def test_wait_for_room_ends_when_computing_would(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load before it hangs, and that after it would still gain by its turn."""
+    now = [0.0]
+    monkeypatch.setattr(world.cache.tiering.waits, "_clock", lambda: now[0])
+    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
+    world.asks("first", prompt(0, 1))
+    waiting = world.asks("waiting", prompt(1, 1))
+    for now[0] in (0.0, 0.9 * PAGE):  # computing takes a second per token
+        assert not pass_of(world, waiting)
+    now[0] = 1.3 * (PAGE + 1)
+    assert pass_of(world, waiting) == [waiting]
+
+
+def test_load_ends_when_its_request_waited_enough(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk always seems to be nearly there."""
+    now = [0.0]
+    monkeypatch.setattr(world.cache.tiering.waits, "_clock", lambda: now[0])
+    request = world.asks("r", prompt(0, 1))
+    for now[0] in (0.0, 0.9 * PAGE):
+        assert not pass_of(world, request)
+    now[0] = 1.3 * (PAGE + 1)
+    assert pass_of(world, request) == [request]
+
+
+def test_no_small_load_behind_passes_a_large_one(world: CacheWorld) -> None:
+    """Nor where all of their requests could start but for their loads."""
+    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
+    world.disk.set()  # type: ignore[attr-defined]
+    world.store(large := prompt(900, 3))
+    world.disk.clear()  # type: ignore[attr-defined]
+    first = world.asks("first", prompt(0, 1))
+    waiting = [world.asks("large", large)]
+    for number in range(1, 4):
+        waiting.append(world.asks(f"small{number}", prompt(number, 1)))
+        for _ in range(4):
+            assert not pass_of(world, *waiting)
+            assert not any(map(world.is_retried, waiting))
+    world.disk.set()  # type: ignore[attr-defined]
+    admit(world, first)
+    assert not pass_of(world, *waiting)
+    assert [world.is_retried(each) for each in waiting] == [True, False, False, False]
+
+
+def test_loads_that_nobody_can_admit_give_way(world: CacheWorld) -> None:
+    """Their requests wait for an adapter's slot, say, and are not looked at."""
+    loads = world.cache.tiering.loads
+    loads._window = PrefetchWindow(2 * PAGE)
+    world.disk.set()  # type: ignore[attr-defined]
+    stuck = [world.asks(f"stuck{number}", prompt(number, 1)) for number in range(2)]
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    waiting = world.asks("waiting", prompt(2, 1))
+    for _ in range(2 * GIVES_WAY_STEPS):
+        assert not pass_of(world, waiting)
+    assert world.is_retried(waiting)
+    assert waiting == world.asks("waiting", prompt(2, 1))
+    admit(world, waiting)
+    # Now a slot is free for it, and it finds its prefix in memory or loads it again.
+    [gave_way] = [each for each in stuck if loads.is_put_off(each)]
+    assert not pass_of(world, gave_way)
+    assert not pass_of(world, gave_way) and world.is_retried(gave_way)
+    tokens = prompt(stuck.index(gave_way), 1)
+    world.asks(gave_way.rid, tokens)
+    world.until(lambda: world.cache.load_has_ended(gave_way))
+    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
+    assert match.host_hit_length == PAGE
+
+
+def test_burst_of_returns_is_loaded(world: CacheWorld) -> None:
+    """Put off again and again, it takes none of the attempts that SGLang has for itself."""
+    cache = world.cache
+    cache.tiering.loads._window = PrefetchWindow(2 * PAGE)
+    world.disk.set()  # type: ignore[attr-defined]
+    scheduler = SimpleNamespace(tree_cache=cache, enable_priority_scheduling=False)
+    reqs = [
+        asking(CacheRequestHandle(f"r{number}", 0), number=number) for number in range(NUM_LOADS)
+    ]
+
+    def prefetch(req: Any) -> None:
+        hooks._before_prefetch(scheduler, req)
+        world.asks(req.rid, prompt(req.number, 1))
+
+    for req in reqs:
+        prefetch(req)
+    waiting, num_loaded = list(reqs), 0
+
+    def is_done() -> bool:
+        nonlocal num_loaded
+        for req, _ in cache.storage_prefetch_retries.pop_ready(waiting, 1, 8):
+            req.storage_prefetch_retry_attempts += 1
+            prefetch(req)
+        for req in list(waiting):
+            if cache.check_prefetch_progress(req.cache_request_handle):
+                num_loaded += cache.pop_prefetch_loaded_span(req.cache_request_handle)[0] > 0
+                cache.finish_storage_prefetch_admission(req.cache_request_handle, PAGE, None)
+                waiting.remove(req)
+        return not waiting
+
+    world.until(is_done)
+    assert num_loaded == NUM_LOADS
+    assert not any(req.storage_prefetch_retry_attempts for req in reqs)
+
+
+def test_load_with_no_attempt_left_waits_for_none(world: CacheWorld) -> None:
+    """SGLang attempts it no more, so its turn would never come."""
+    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
+    world.asks("first", prompt(0, 1))
+    req = asking(CacheRequestHandle("spent", 0))
+    req.storage_prefetch_retry_attempts = 8
+    scheduler = SimpleNamespace(tree_cache=world.cache, enable_priority_scheduling=False)
+    hooks._before_prefetch(scheduler, req)
+    assert world.cache.load_has_ended(world.asks("spent", prompt(1, 1)))
+
+
 def test_request_elsewhere_holds_no_other_up(world: CacheWorld) -> None:
     """It was put off, and now waits for a decode server, where SGLang attempts nothing."""
     world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
@@ -213,9 +344,7 @@ def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
             policy=SimpleNamespace(priority_sign=-1),
         )
         handle = CacheRequestHandle(f"r{priority}", 0)
-        hooks._before_prefetch(
-            scheduler, SimpleNamespace(cache_request_handle=handle, priority=priority)
-        )
+        hooks._before_prefetch(scheduler, asking(handle, priority=priority))
         requests.append(world.asks(handle.rid, prompt(number, 1)))
     world.disk.set()  # type: ignore[attr-defined]
     admit(world, first)

@@ -22,7 +22,12 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
-from sglang_tiered.integration.cache.planned_hits import LoadingCache, Prefetch, allocate_now
+from sglang_tiered.integration.cache.planned_hits import (
+    LoadingCache,
+    Prefetch,
+    allocate_now,
+    restorable_ends,
+)
 from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
 if TYPE_CHECKING:
@@ -83,7 +88,6 @@ class LoadAheadCache(LoadingCache, Protocol):
     def is_backuped(self, node_id: int) -> bool: ...
     def is_root(self, node_id: int) -> bool: ...
     def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
-    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]: ...
     def release_aborted_request(self, request: CacheRequestHandle) -> None: ...
     def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None: ...
 
@@ -224,7 +228,7 @@ class ChainLoader:
         """Return how many tokens this rank would load behind the first ``start``."""
         page_size = self._cache.page_size
         held = hashes[: sum(span.num_pages for span in spans)]
-        places = self._loads.restorable_ends(node, held, storage)
+        places = restorable_ends(self._cache, node, held, storage)
         ends = None if places is None else [place * page_size for place in places]
         num_held = piece_length(
             len(held) * page_size,

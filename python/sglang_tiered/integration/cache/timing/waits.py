@@ -54,6 +54,12 @@ class AdmissionWaits:
         if wait is not None and wait.held_up_at is None:
             wait.held_up_at = self._clock()
 
+    def held_s(self, request: Hashable) -> float:
+        """Return how long nothing but its load has kept a request."""
+        wait = self._waiting.get(request)
+        held_up_at = None if wait is None else wait.held_up_at
+        return 0.0 if held_up_at is None else self._clock() - held_up_at
+
     def admitted(self, request: Hashable) -> None:
         """Count the waits of a request."""
         wait = self._waiting.pop(request, None)
