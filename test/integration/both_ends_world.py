@@ -2,7 +2,7 @@
 
 Each KV slot holds a number that depends on every token before it, and every prefix is compared
 before each batch, so KV of another place is seen at once, even where pages repeat. Arguments: the
-store's folder, a seed, ``overlap`` or ``normal``. The last line is JSON.
+store's folder, a seed (or ``FIRST-LAST``), ``overlap`` or ``normal``. A line of JSON for each run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from array import array
 from collections import Counter
@@ -29,9 +28,13 @@ torch.set_num_threads(1)
 for name in [name for name in os.environ if name.startswith("SGLANG_")]:
     del os.environ[name]
 
+from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from slow_reads import SlowReads  # noqa: E402
+from world_waits import BoundedWaits  # noqa: E402
 
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
 from sglang_tiered.integration.admin.control import _use_new_keys  # noqa: E402
 from sglang_tiered.integration.cache.load_planner import _Load  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
@@ -42,6 +45,9 @@ PAGE, LAYERS, HEADS, DIM = 16, 2, 2, 64
 MAX_RUNNING = 16
 NUM_STEPS, NUM_FAMILIES = 700, 4
 DEADLINE_S = 20.0
+DEADLINE_OF_RUN_S = 150.0
+ADAPTERS = (None, None, "one", "two")
+"""Of each family of prompts."""
 
 
 def value_at(tokens: Any) -> torch.Tensor:
@@ -52,8 +58,6 @@ def value_at(tokens: Any) -> torch.Tensor:
 
 
 def configure(folder: str, host_bytes: int) -> None:
-    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-
     nvme = NvmeConfig(
         directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
     )
@@ -77,7 +81,6 @@ class SchedulingWorld:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.managers.schedule_policy import SchedulePolicy
-        from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -139,6 +142,7 @@ class SchedulingWorld:
         self.cache.init_hicache(arguments, params)
         self.device_tokens, self.has_overlap = device_tokens, has_overlap
         self.log: list[Any] = []
+        self.busy_adapters: set[str | None] = set()  # for which there is no slot now
         scheduler = self.scheduler = Scheduler.__new__(Scheduler)
         scheduler.__dict__.update(
             grammar_manager=SimpleNamespace(
@@ -155,7 +159,11 @@ class SchedulingWorld:
             chunked_prefill_size=chunk_tokens,
             dynamic_chunk_sizer=None,
             tp_worker=SimpleNamespace(
-                model_runner=SimpleNamespace(attn_backend=object(), prefill_aware_swa=False)
+                model_runner=SimpleNamespace(
+                    attn_backend=object(),
+                    prefill_aware_swa=False,
+                    lora_manager=SimpleNamespace(validate_lora_batch=self.busy_adapters.isdisjoint),
+                )
             ),
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             max_prefill_tokens=16384,
@@ -168,7 +176,8 @@ class SchedulingWorld:
             tree_cache=self.cache,
             token_to_kv_pool_allocator=self.allocator,
             req_to_token_pool=self.rows,
-            enable_lora=False,
+            enable_lora=True,
+            enable_lora_overlap_loading=False,
             enable_hicache_storage=True,
             enable_lmcache=False,
             truncation_align_size=None,
@@ -256,8 +265,6 @@ class SchedulingWorld:
 
     def step(self) -> None:
         """One pass of ``event_loop_overlap``, or of ``event_loop_normal``."""
-        from sglang.srt.managers.scheduler import Scheduler
-
         scheduler = self.scheduler
         plan = Scheduler.get_next_batch_to_run(
             scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -289,16 +296,19 @@ class SchedulingWorld:
                     yield "jump" if begin > last else "go on" if begin == last else "lost"
                 ends[rid] = end
 
-    def add(self, rid: str, tokens: list[int]) -> Any:
+    def request(self, rid: str, tokens: list[int], adapter: str | None = None) -> Any:
         from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = SamplingParams(max_new_tokens=1)
         sampling.normalize(None)
-        req = Req(rid, "", array("q", tokens), sampling, vocab_size=1 << 20)
+        req = Req(rid, "", array("q", tokens), sampling, vocab_size=1 << 20, lora_id=adapter)
         if self.cache.purged_tenants:
-            req.extra_key = self.cache.purged_tenants.key_of(None, None)
+            req.extra_key = self.cache.purged_tenants.key_of(req.extra_key, None)
+        return req
+
+    def add(self, rid: str, tokens: list[int], adapter: str | None = None) -> Any:
+        req = self.request(rid, tokens, adapter)
         Scheduler._add_request_to_queue(self.scheduler, req)
         return req
 
@@ -379,34 +389,13 @@ class SchedulingWorld:
         assert self.allocator.available_size() == self.device_tokens
 
 
-class SlowReads:
-    """Lets reads through one by one, and cuts some short."""
-
-    def __init__(self, reads: Any, rnd: random.Random) -> None:
-        self._gate, self._rnd, self.is_open = threading.Semaphore(0), rnd, True
-        self._read = reads.read
-        reads.read = self.read
-
-    def read(self, hashes: Any, host_indices: torch.Tensor) -> list[bool]:
-        while not self.is_open and not self._gate.acquire(timeout=0.01):
-            pass
-        served = self._read(hashes, host_indices)
-        if not self.is_open and self._rnd.random() < 0.08:
-            cut = self._rnd.randrange(len(served) + 1)
-            served = served[:cut] + [False] * (len(served) - cut)
-        return served
-
-    def let(self, number: int) -> None:
-        for _ in range(number):
-            self._gate.release()
-
-
 class RandomPrices:
     """In place of what is learnt: each time something is asked for, another answer. Everything that
     may be decided is, some time."""
 
     def __init__(self, planner: Any, rnd: random.Random) -> None:
         self.num_planned, self.is_on = 0, False
+        self._share = rnd.choice([0.9, 0.5, 0.1])  # of the loads that come from their back
         self._planner, self._rnd = planner, rnd
         both_ends.MIN_SEGMENT_TOKENS = rnd.choice([2, 4, 8]) * PAGE
         both_ends._front_s = lambda *_: rnd.random()
@@ -415,20 +404,23 @@ class RandomPrices:
 
     def plan_segments(self, request: Any, *, num_ahead: int) -> list[int] | None:
         books = self._planner._books.get(request)
-        if not self.is_on or books is None or self._rnd.random() < 0.1:
+        if not self.is_on or books is None or self._rnd.random() > self._share:
             return None
         bounds = both_ends.segment_bounds(
             books.prefix["num_before"], books.prefix["num_held"], PAGE
         )
         if bounds:
             self.num_planned += 1
-            parts = (bounds[-1] - bounds[0],)
-            self._planner._loads[request] = _Load(LoadPlan(parts, 1.0, 1.0), is_back=True)
+            num_back = bounds[-1] - bounds[0]
+            saved_s = self._planner.costs.prefill.seconds(num_back, bounds[0])
+            plan = LoadPlan((num_back,), saved_s / 2, saved_s)
+            self._planner._loads[request] = _Load(plan, is_back=True)
         return bounds or None
 
 
 class RandomRun:
-    """Requests with shared prefixes, short and late reads, evictions, aborts and a purge."""
+    """Requests with shared prefixes, alone and in bursts, of adapters whose slots may be taken, and
+    behind a decode server that is late; short and late reads, evictions, aborts and a purge."""
 
     def __init__(self, folder: str, seed: int, held: ExitStack, *, has_overlap: bool) -> None:
         rnd = self.rnd = random.Random(seed)
@@ -446,6 +438,8 @@ class RandomRun:
         self.reads = SlowReads(self.world.cache.storage.reads, random.Random(seed + 1))
         self.purge_at = rnd.randrange(NUM_STEPS * 3)
         self.families: list[list[int]] = []
+        self.waits = BoundedWaits(self.world)
+        self.at_door: list[tuple[int, Any]] = []  # until when decode is late, and for whom
         self.live: set[str] = set()
         self.num_requests = self.num_aborted = 0
 
@@ -457,21 +451,37 @@ class RandomRun:
             else:  # pages that repeat
                 tokens = [rnd.randrange(1, 1000) for _ in range(PAGE)] * rnd.randrange(20, 50)
             self.families.append(tokens)
-            world.add(f"p{number}", tokens)
+            world.add(f"p{number}", tokens, ADAPTERS[number])
             world.until(lambda rid=f"p{number}": rid in world.finished(0), world.step)
             world.step()
             world.settle()
         world.forget()
 
-    def arrives(self) -> None:
-        rnd = self.rnd
-        base = rnd.choice(self.families)
+    def arrives(self, number: int) -> None:
+        """A request comes; to a prefill server it may come before decode is ready for it."""
+        world, rnd = self.world, self.rnd
+        family = rnd.randrange(NUM_FAMILIES)
+        base = self.families[family]
         tokens = base[: rnd.randrange(1, len(base) + 1)]
         tokens = tokens + [rnd.randrange(1, 1000) for _ in range(rnd.randrange(1, 200))]
         rid = f"r{self.num_requests:04d}"
         self.num_requests += 1
         self.live.add(rid)
-        self.world.add(rid, tokens)
+        if rnd.random() < 0.8:
+            world.add(rid, tokens, ADAPTERS[family])
+            return
+        req = world.request(rid, tokens, ADAPTERS[family])
+        Scheduler._prefetch_kvcache(world.scheduler, req)
+        self.at_door.append((number + rnd.randrange(200), req))
+
+    def come_in(self, number: int) -> None:
+        """Decode is ready for some requests, and they may be computed."""
+        purged = self.world.cache.purged_tenants
+        for _, req in (entry for entry in self.at_door if entry[0] <= number):
+            if purged:
+                req.extra_key = purged.key_of(req.extra_key, None)
+            self.world.scheduler.waiting_queue.append(req)
+        self.at_door = [entry for entry in self.at_door if entry[0] > number]
 
     def something_happens(self) -> None:
         world, rnd, cache = self.world, self.rnd, self.world.cache
@@ -482,6 +492,9 @@ class RandomRun:
             if world.abort(rid):
                 self.num_aborted += 1
                 self.live.discard(rid)
+        if rnd.random() < 0.02:  # decodes take the slots of adapters, or leave them
+            world.busy_adapters.clear()
+            world.busy_adapters.update(rnd.sample(ADAPTERS[1:], rnd.randrange(len(ADAPTERS))))
         if rnd.random() < 0.03:
             cache.evict(EvictParams(num_tokens=rnd.randrange(16, world.device_tokens)))
         if rnd.random() < 0.03:
@@ -493,17 +506,25 @@ class RandomRun:
         self.prices.is_on, self.reads.is_open = True, False
         for number in range(NUM_STEPS):
             few_wait = len(world.scheduler.waiting_queue) < 6
-            if number < NUM_STEPS - 200 and few_wait and rnd.random() < 0.12:
-                self.arrives()
+            if number < NUM_STEPS - 200:
+                if few_wait and rnd.random() < 0.12:
+                    self.arrives(number)
+                if rnd.random() < 0.005:
+                    for _ in range(rnd.randrange(8, 25)):
+                        self.arrives(number)
+            self.come_in(number)
             if number == self.purge_at:
                 world.cache.purged_tenants.quarantine(None)
                 _use_new_keys(world.scheduler, world.cache)
             self.something_happens()
             num_logged = len(world.log)
             world.step()
+            self.waits.step()
             self.live.difference_update(world.finished(num_logged))
             time.sleep(0.0003)
         self.reads.is_open = True
+        world.busy_adapters.clear()
+        self.come_in(2 * NUM_STEPS)
         world.until(lambda: self.live.issubset(world.finished(0)), world.step)
         for _ in range(3):
             world.step()
@@ -514,19 +535,31 @@ class RandomRun:
             "aborted": self.num_aborted,
             "purged": self.purge_at < NUM_STEPS,
             "planned": self.prices.num_planned,
+            "held up": self.waits.num_held_up,
+            "given up": self.waits.num_given_up,
             **Counter(world.moves()),
         }
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(150, exit=True)
-    folder, seed, mode = sys.argv[1:4]
+    folder, seeds, mode = sys.argv[1:4]
     configure(folder, 1 << 20)  # the hooks depend on it
     register()
     HookRegistry.apply_hooks()
-    with ExitStack() as held:
-        run = RandomRun(folder, int(seed), held, has_overlap=mode == "overlap")
-        print(json.dumps(run.run()))
+    first, _, last = seeds.partition("-")
+    failed = []
+    for seed in range(int(first), int(last or first) + 1):
+        child = os.fork()  # of a process that has imported SGLang and has no thread yet
+        if child == 0:
+            faulthandler.dump_traceback_later(DEADLINE_OF_RUN_S, exit=True)
+            with ExitStack() as held:
+                run = RandomRun(f"{folder}/{seed}", seed, held, has_overlap=mode == "overlap")
+                print(json.dumps({"seed": seed, **run.run()}), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            failed.append(seed)
+    if failed:
+        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":

@@ -14,17 +14,17 @@ SCRIPT = Path(__file__).parent / "both_ends_world.py"
 DEADLINE_S = 240
 
 
-@pytest.mark.parametrize(
-    ("seed", "mode"), [(1, "overlap"), (3, "normal"), (7, "overlap"), (8, "normal")]
-)
-def test_random_runs_leave_nothing_wrong_or_behind(tmp_path: Path, seed: int, mode: str) -> None:
+@pytest.mark.parametrize(("seeds", "mode"), [("2-3", "overlap"), ("4-5", "normal")])
+def test_random_runs_leave_nothing_wrong_or_behind(tmp_path: Path, seeds: str, mode: str) -> None:
+    """Nor does any request wait longer than it may."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(seed), mode],
+        [sys.executable, str(SCRIPT), str(tmp_path), seeds, mode],
         check=False,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["planned"] > 0 and counts["jump"] > 0
+    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for what in ("planned", "jump", "held up"):
+        assert sum(run.get(what, 0) for run in runs) > 0, what

@@ -1,0 +1,58 @@
+"""What every request of a scheduling world may expect: it waits for a tier no longer than computing
+its prompt takes, and a quarter more while that would hold up others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+__all__ = ["BoundedWaits"]
+
+QUARTER_MORE = 1.25
+LOOKED_AT = 8
+"""Of the requests that wait, in one step: the others are asked in their turn."""
+
+
+class BoundedWaits:
+    """Watches what the scheduler asks of a world's cache, and raises ``AssertionError`` for a
+    request that still waits beyond its bound."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._asked = world.cache.check_prefetch_progress
+        world.cache.check_prefetch_progress = self._ask
+        self._since: dict[Any, float] = {}  # when nothing but its load first kept a request
+        self._num_late: dict[Any, int] = {}  # steps beyond its bound, in which it need not be asked
+        self.num_held_up = self.num_given_up = 0
+
+    def _ask(self, request: Any) -> bool:
+        now = time.monotonic()
+        may_start = bool(self._asked(request))
+        if may_start:
+            self._num_late.pop(request, None)
+        elif request not in self._world.cache.tiering.returns:
+            self.num_held_up += request not in self._since
+            self._check(request, now - self._since.setdefault(request, now))
+        return may_start
+
+    def _check(self, request: Any, waited_s: float) -> None:
+        waiting = self._world.scheduler.waiting_queue
+        req = next(each for each in waiting if each.cache_request_handle == request)
+        num_tokens = len(req.origin_input_ids)
+        bound_s = QUARTER_MORE * self._world.cache.tiering.planner.costs.prefill.seconds(
+            num_tokens, 0
+        )
+        if waited_s <= bound_s:
+            return
+        num_late = self._num_late[request] = self._num_late.get(request, 0) + 1
+        assert num_late <= 1 + len(waiting) // LOOKED_AT, (
+            f"{req.rid} waits for {waited_s:.3f} s; computing all of it takes {bound_s:.3f} s"
+        )
+
+    def step(self) -> None:
+        """Forget requests that were admitted or aborted."""
+        waiting = {each.cache_request_handle for each in self._world.scheduler.waiting_queue}
+        gone = [request for request in self._since if request not in waiting]
+        for request in gone:
+            del self._since[request]
+            self.num_given_up += self._num_late.pop(request, 0) > 0
