@@ -337,15 +337,17 @@ def _storage(module: ModuleType) -> None:
     before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
 
     def storing(original: Any) -> Any:
-        def _begin_store(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
+        def _begin_store(
+            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, operation: Any
+        ) -> Any:
             book = pages_of(self._pool(pool))
             if book is None:
-                return original(self, pool, hashes, host_indices)
+                return original(self, pool, hashes, host_indices, operation)
             BED.report.ran("store")
             with BED.device.lock:
                 checksums = book.begin_store(host_indices)
             try:
-                begun = original(self, pool, hashes, host_indices)
+                begun = original(self, pool, hashes, host_indices, operation)
             except BaseException:
                 with BED.device.lock:
                     book.end_store(host_indices, checksums)

@@ -188,3 +188,42 @@ def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> No
     assert server.tier_state()["tier_pages:nvme"] == 0
     assert cached(server, OTHER) == 0
     server.kill()
+
+
+def test_a_busy_server_serves_tiers_after_purges(launch: Launch, tmp_path: Path) -> None:
+    """Requests run all the time, and more prompts come back than memory holds."""
+    server = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tmp_path / "kv"))
+    prompts = make_prompts(9, 60, LENGTH)
+    ends, is_over = [], threading.Event()
+
+    def never_stop(number: int) -> None:
+        while not is_over.is_set():
+            server.generate(make_prompts(100 + number, 1, 80)[0], num_new=300)
+            ends.append(number)
+
+    busy = [threading.Thread(target=never_stop, args=(number,)) for number in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        before = cached_after_storing(server, prompts)
+        assert server.request("/tier/purge", {"all": True})["durable"]
+        assert server.tier_state()["tier_pages:nvme"] < len(prompts)
+        after = cached_after_storing(server, prompts)
+        assert server.request("/tier/purge", TENANT)["in_memory"] == "hidden", "it was idle"
+        print(f"cached tokens before {before}, after {after}, of {len(prompts) * aligned(LENGTH)}")
+        assert before > 0.5 * len(prompts) * aligned(LENGTH)
+        assert after > 0.9 * before
+    finally:
+        is_over.set()
+        for thread in busy:
+            thread.join(300)
+    assert ends
+    server.kill()
+
+
+def cached_after_storing(server: Server, prompts: list[list[int]]) -> int:
+    """Ask twice; returns the tokens that were found the second time."""
+    server.generate_all(prompts, **OTHER)
+    pages = aligned(LENGTH) // 64 * len(prompts)
+    server.wait_for_state("tier_pages:nvme", 0.9 * pages)
+    return sum(sum(each.cached.values()) for each in server.generate_all(prompts, **OTHER))

@@ -25,6 +25,7 @@
 | Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
 | Scheduler.on_idle | BEFORE | the last record of ``/tier/costs`` must not show work while the scheduler rests |
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
+| mem_cache.utils.storage_namespace_seed | AROUND | the other key of a purged tenant's requests separates nodes in the tree only; every tier knows a page by one hash |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
 | TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
@@ -185,8 +186,12 @@ def _register_control() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_tiered.integration.admin.control import Control
+    from sglang_tiered.integration.identity import tenants
 
     control, request = Control(), "sglang.srt.managers.schedule_batch.Req"
+    HookRegistry.register(
+        "sglang.srt.mem_cache.utils.storage_namespace_seed", tenants.around_seed, HookType.AROUND
+    )
     for target, hook, kind in (
         (f"{_SCHEDULER}.__init__", control.after_scheduler, HookType.AFTER),
         (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
@@ -332,13 +337,22 @@ def _after_weight_update(_: Any, updater: Any, recv_req: Any) -> None:
 
 
 def _after_session_update(result: Any, updater: Any, recv_req: Any) -> None:
-    if result.success or updater._session is not None:  # noqa: SLF001
-        _after_weight_update(result, updater, recv_req)  # else it was refused
+    cache = _cache_of(updater.scheduler)
+    if cache is None or not (result.success or updater._session is not None):  # noqa: SLF001
+        return  # it was refused
+    wants_flush = getattr(recv_req, "flush_cache", None)
+    # The call that ends a session has no such field: it goes by the others of the session.
+    cache.session_flushes = cache.session_flushes or bool(wants_flush)
+    _weights_changed(
+        updater, wants_flush=cache.session_flushes if wants_flush is None else wants_flush
+    )
 
 
 def _after_begin(result: Any, updater: Any, *_: Any) -> None:
     """Expect weights to change without a call from now on, for example by RDMA."""
-    if result.success:
+    cache = _cache_of(updater.scheduler)
+    if cache is not None and result.success:
+        cache.session_flushes = False
         _weights_changed(updater, are_final=False)
 
 
@@ -354,13 +368,14 @@ def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool
     # nothing, and a flush may have been refused, by a single rank whose load failed.
     is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
     (is_empty,) = least_on_every_rank(cache, [int(is_idle and cache.is_empty)])
-    cache.change_weights(tree_is_empty=are_final and bool(is_empty))
-    if wants_flush and not is_empty:
+    hides = wants_flush and not is_empty
+    if hides:
         logger.warning(
             "memory was not flushed after the change of weights (requests run or a disk hangs); "
-            "no request matches the old pages, and they are flushed once the server is idle"
+            "no request that comes now matches the old pages, and no tier takes them"
         )
         hide_memory(scheduler)
+    cache.change_weights(tree_is_empty=are_final and bool(is_empty or hides))
 
 
 def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:

@@ -121,9 +121,9 @@ class Control:
     def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""
         cache = scheduler.tree_cache
-        if not flushed or not isinstance(cache, TieredRadixCache):
-            return
-        cache.purged_tenants.release_all()
+        if flushed and isinstance(cache, TieredRadixCache) and cache.purged_tenants:
+            cache.purged_tenants.release_all()
+            _use_new_keys(scheduler, cache)  # a paused scheduler is flushed with requests waiting
 
     def around_clear(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """Empty memory where SGLang would clear the storage; leave another's storage to SGLang."""
@@ -201,10 +201,8 @@ class Control:
             self._purge(scheduler, cache, tenant, is_remote=True)
             return
         hide_memory(scheduler)
-        if cache.storage is not None:
-            cache.storage.drop_queued_stores()
         cache.forgotten.clear()
-        logger.info("memory is emptied in the next idle moment: pages in it were forgotten")
+        logger.info("device and host memory are hidden: too many pages in them were forgotten")
 
     def _purge(
         self,
@@ -272,17 +270,19 @@ def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Futu
 
 
 def hide_memory(scheduler: Any) -> None:
-    """Hide what device and host memory hold until they are emptied, in the next idle moment; the
-    tiers keep their pages. Every rank calls it in the same step."""
+    """Hide what device and host memory hold, and store none of it any more; the tiers keep their
+    pages and serve them. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
     if cache.tiering is not None:
         cache.tiering.hints.end_all(WEIGHTS)
     cache.purged_tenants.quarantine(None)
+    if cache.storage is not None:
+        cache.storage.refuse_queued_stores()
     _use_new_keys(scheduler, cache)
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
     if cache.tiering is not None:
-        cache.tiering.returns.forget_all()  # a chunked request keeps its key
+        cache.tiering.memory_was_hidden()
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
         request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)

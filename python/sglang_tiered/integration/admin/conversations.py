@@ -254,10 +254,10 @@ def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
 
 
 def key_of(cache: TieredRadixCache, selector: Selector) -> RadixKey:
-    """Return the key of a prefix's whole pages. Any thread."""
+    """Return the key of a prefix's whole pages, by which requests go now. Any thread."""
     return RadixKey(
         selector.tokens,
-        extra_key=selector.extra_key,
+        extra_key=cache.purged_tenants.key_of(selector.extra_key, selector.cache_salt),
         is_bigram=cache.tree_core.is_eagle,
         cache_salt=selector.cache_salt,
     ).page_aligned(cache.page_size)

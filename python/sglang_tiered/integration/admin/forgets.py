@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
@@ -19,7 +19,6 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
-from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 
 if TYPE_CHECKING:
@@ -72,9 +71,7 @@ class Forgets:
                 )
             elif "hashes" in body:
                 self._spend(cache, len(body["hashes"]))
-                self._begun[number] = _forget_pages(cache, body["hashes"], body["hashes"])
-                if cache.purged_tenants and cache.apply_remote_purge is not None:
-                    cache.apply_remote_purge(MEMORY)  # which may know the pages by other hashes
+                self._begun[number] = _forget_pages(cache, body["hashes"])
             else:  # a later question, and it was dropped
                 return refused("too many conversations are forgotten at once; ask again", 503)
         entry = self._begun[number]
@@ -123,14 +120,11 @@ def _forget(
     spend: Callable[[TieredRadixCache, int], None],
 ) -> _Forget:
     num_kept = -(-keep_tokens // int(cache.page_size))
-    hidden: dict[str, None] = {}
     hashes: dict[str, None] = {}
     for selector in (longest := _longest(selectors)):
-        found = _pages_behind(cache, selector, num_kept)
-        hidden.update(dict.fromkeys(found.hidden))
-        hashes.update(dict.fromkeys(found.hashes))
+        hashes.update(dict.fromkeys(_pages_behind(cache, selector, num_kept)))
     spend(cache, len(hashes))
-    entry = _forget_pages(cache, list(hidden), list(hashes))
+    entry = _forget_pages(cache, list(hashes))
     entry.selectors, entry.num_kept_tokens = longest, num_kept * int(cache.page_size)
     return entry
 
@@ -149,36 +143,24 @@ def _longest(selectors: list[Selector]) -> list[Selector]:
     ]
 
 
-class _Pages(NamedTuple):
-    hidden: list[str]  # as memory may know them
-    hashes: list[str]  # as the tiers do
+def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) -> list[str]:
+    key_of, salt = cache.purged_tenants.key_of, selector.cache_salt
+    # By the key of now: what a purge has hidden matches nothing anyway.
+    key = RadixKey(selector.tokens, extra_key=key_of(selector.extra_key, salt), cache_salt=salt)
+    pages = cache.page_hashes(key)
+    if num_kept and len(pages) > num_kept:
+        # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
+        cache.match_visible(key[: num_kept * int(cache.page_size)])
+    return pages[num_kept:]
 
 
-def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) -> _Pages:
-    page_size = int(cache.page_size)
-    purged, salt = cache.purged_tenants, selector.cache_salt
-    original = purged.original(selector.extra_key)
-    # Memory may know the pages by a key from before a purge of the tenant, or from after; the tiers
-    # know the first one.
-    names = dict.fromkeys((original, purged.key_of(original, salt), selector.extra_key))
-    hidden: list[str] = []
-    for name in names:
-        key = RadixKey(selector.tokens, extra_key=name, cache_salt=salt)
-        pages = cache.page_hashes(key)
-        hidden += pages[num_kept:]
-        if num_kept and len(pages) > num_kept:
-            # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
-            cache.match_visible(key[: num_kept * page_size])
-    return _Pages(hidden, hidden[: len(hidden) // len(names)])
-
-
-def _forget_pages(cache: TieredRadixCache, hidden: list[str], hashes: list[str]) -> _Forget:
-    """Hide pages in memory, and forget them in the tiers by the names they have there."""
+def _forget_pages(cache: TieredRadixCache, hashes: list[str]) -> _Forget:
+    """Hide pages in memory, and forget them in the tiers."""
     if not hashes:
         return _Forget([], 0, [])
-    cache.forgotten.hide(hidden)
+    cache.forgotten.hide(hashes)
     under_way = []
-    ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hidden)
+    ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hashes)
     if ahead is not None:
         under_way.append(ahead)
     if cache.storage is not None:

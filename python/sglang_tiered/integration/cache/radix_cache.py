@@ -45,6 +45,7 @@ from sglang_tiered.integration.cache.quiescing import (
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
 from sglang_tiered.integration.cache.timing.prefill_prior import make_planner
+from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
@@ -90,6 +91,7 @@ class TieredRadixCache(ForgettingCache):
     tiering: Tiering | None = None
     _observer: TierObserver | None = None
     _is_quiescing = False
+    session_flushes = False  # whether a call of this session of weight updates wanted a flush
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     apply_remote_purge: Callable[[bytes | None], object] | None = None  # once there is a scheduler
 
@@ -97,6 +99,7 @@ class TieredRadixCache(ForgettingCache):
         self.purged_tenants = PurgedTenants()
         self.recent_requests = RecentRequests()  # for queries by a request's id
         self._loads_under_way = LoadsUnderWay()
+        use_unmarked_core(params)
         super().__init__(params)  # which calls ``reset``
         # Whether no other rank must come to the same decisions.
         self.decides_alone = self.pp_size == 1 and not groups_of(self)
@@ -170,9 +173,10 @@ class TieredRadixCache(ForgettingCache):
         return self.purged_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
     def is_purged(self, node_id: int) -> bool:
-        """Whether a node's tenant was purged or a page of it forgotten, and the node is perhaps not
-        out of the tree yet."""
-        if self.purged_tenants and self.purged_tenants.blocks(self.tenant_of(node_id)):
+        """Whether a node is from before its tenant was purged or all memory was hidden, or a page
+        of it was forgotten: it is never stored."""
+        purged = self.purged_tenants
+        if purged and purged.is_hidden(*self.tree_core.prefetch_anchor_info(node_id)):
             return True
         return self.is_forgotten(node_id)
 
@@ -535,7 +539,8 @@ class TieredRadixCache(ForgettingCache):
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Make all stored pages unreadable: the model's weights were replaced.
 
-        ``tree_is_empty``: no KV of the weights before is left, not even of running requests."""
+        ``tree_is_empty``: no KV of the weights before is left within reach of a request that
+        comes: none at all, or all that there was is hidden."""
         namespace.forget_files()
         if self.tiering is not None:
             self.tiering.returns.forget_all()

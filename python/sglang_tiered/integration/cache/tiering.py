@@ -304,8 +304,7 @@ class Tiering:
             self.notes.copied(params.req, num_tokens)
         node_id, core = params.best_match_node, self._cache.tree_core
         path = core.collect_path_info([node_id])[0]
-        # Between a purge and the next reset, keys carry marks that mean nothing later.
-        if params.req is not None and path and not self._cache.purged_tenants:
+        if params.req is not None and path:
             hashes = [core.get_last_hash_value(node.node_id) for node in path]
             self.warm.note_loaded_back(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
             self.hints.note_use(hashes)
@@ -366,14 +365,13 @@ class Tiering:
         return self.warm.forget_pages(hashes)
 
     def _follow_forgotten(self) -> None:
-        """Take note of what other servers forgot; all ranks hide all memory in the same step.
-        Memory is hidden where it may know what they named by another key."""
+        """Take note of what other servers forgot. Beyond what is looked up one by one, all that
+        memory holds is hidden; the tiers keep their pages."""
         forgotten, hide = self._cache.forgotten, self._cache.apply_remote_purge
         news = forgotten.take_news()
         if news:
             self.forget_ahead(news)
-        is_renamed = bool(news and self._cache.purged_tenants)
-        if (is_renamed or forgotten.are_too_many) and hide is not None:
+        if forgotten.are_too_many and hide is not None:
             hide(MEMORY)
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
@@ -396,6 +394,12 @@ class Tiering:
         self.residents.clear()
         self.warm.tree_was_reset()
         self.hints.tree_was_reset()
+
+    def memory_was_hidden(self) -> None:
+        """Let go of what was kept in memory: requests go by other keys now, and find none of it."""
+        self.returns.forget_all()  # a chunked request keeps its key
+        while self.residents.dismiss_one():
+            pass
 
     def close(self) -> None:
         """Write the list of warm prefixes and the last lines of requests; no request may run. Waits

@@ -1,4 +1,4 @@
-"""Tenants: the owners of pages, and what keeps a purged tenant's nodes in the tree out of reach.
+"""Tenants: the owners of pages, and what keeps hidden nodes in the tree out of reach.
 
 A tenant is the ``extra_key`` and ``cache_salt`` of its requests, which SGLang seeds page hashes
 with. Its name on disk and in reports is a digest of both. The digest does not reveal them, but a
@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "MAX_KEY_BYTES",
     "SECRET_BITS",
     "UNKNOWN_TENANT",
     "PurgedTenants",
+    "around_seed",
+    "is_marked",
     "key_of_request",
     "short_key",
     "tenant_digest",
@@ -31,6 +37,14 @@ MAX_KEY_BYTES = 4096
 """Of an ``extra_key`` or a ``cache_salt``, in UTF-8. Nodes of the tree keep them, each its own."""
 
 SECRET_BITS = 62
+
+MAX_PURGED = 4096
+"""Tenants hidden one by one; beyond, all that memory holds is hidden, which is one entry."""
+
+_MARK = "\x1f"
+
+_tokens: set[str] = set()
+"""How the marks of this process begin."""
 
 _LONG = "\x1flong\x1f"  # before the digest of a longer one
 
@@ -78,13 +92,41 @@ def _users_key(extra_key: str | None) -> str | None:
     return extra_key.rpartition(_ADAPTER)[0] if extra_key and _ADAPTER in extra_key else extra_key
 
 
-class PurgedTenants:
-    """Tenants purged since the last reset of the tree, which needs an idle scheduler. Until then
-    their requests use another ``extra_key``: they match no node from before the purge, and no later
-    request matches those nodes. Neither is stored meanwhile.
+def is_marked(extra_key: str | None) -> bool:
+    """Whether a key bears a mark of this process."""
+    return _original(extra_key, _tokens) != extra_key
 
-    SGLang's tree cannot remove the nodes of one tenant; a key that is never used again hides them
-    just as well until the tree is reset. Owned by the scheduler thread.
+
+def around_seed(
+    seed: Callable[[str | None, str | None], str | None],
+    extra_key: str | None,
+    cache_salt: str | None,
+) -> str | None:
+    """Wrap SGLang's ``storage_namespace_seed``, which page hashes begin with: marks separate nodes
+    in the tree only, and the tiers know a page by one name."""
+    return seed(_original(extra_key, _tokens), cache_salt)
+
+
+def _original(extra_key: str | None, tokens: set[str]) -> str | None:
+    if not extra_key or _MARK not in extra_key:
+        return extra_key
+    for token in tokens:
+        if token in extra_key:
+            head, *marked = extra_key.split(token)
+            extra_key = head + "".join(part.partition(".")[2] for part in marked)
+    return extra_key or None
+
+
+class PurgedTenants:
+    """Hides nodes that are in the tree from every request that comes later: those of purged
+    tenants, or all. Requests use another ``extra_key`` from then on, so they match no node from
+    before and no later request matches those.
+
+    SGLang's tree cannot remove the nodes of one tenant. Those that are hidden are used no more, so
+    they are evicted as others need their memory. The other key lasts until the tree is reset, which
+    needs an idle scheduler; page hashes leave the marks out (``around_seed``), so it costs nobody
+    a hit in the tiers. Only what goes by a key with the marks of now may be stored. Owned by the
+    scheduler thread.
     """
 
     def __init__(self) -> None:
@@ -98,7 +140,9 @@ class PurgedTenants:
         marked. It must be the same on every rank, because SGLang's checks of rank divergence
         compare keys. Call it before any purge."""
         assert not self._purges, "keys with the old secret are in use"
-        self._token = f"{secret:016x}"
+        _tokens.discard(self._token)
+        self._token = f"{_MARK}{secret:016x}-"
+        _tokens.add(self._token)
 
     def __bool__(self) -> bool:
         return bool(self._purges)
@@ -106,10 +150,14 @@ class PurgedTenants:
     def quarantine(self, tenant: bytes | None) -> None:
         """Hide the nodes of a tenant, or of all (None), that are in the tree now."""
         self._num_purges += 1
-        self._purges[tenant] = f"\x1f{self._token}-{self._num_purges}."
+        if len(self._purges) >= MAX_PURGED:
+            tenant = None
+        if tenant is None:
+            self._purges.clear()
+        self._purges[tenant] = f"{self._token}{self._num_purges}."
 
     def release_all(self) -> None:
-        """End every quarantine: the tree was reset, with no request under way."""
+        """Use plain keys again: the tree was reset, with no request under way."""
         self._purges.clear()
 
     def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
@@ -121,22 +169,27 @@ class PurgedTenants:
         key = self.original(extra_key) or ""
         return key.rpartition(_ADAPTER)[2] or None if _ADAPTER in key else None
 
-    def blocks(self, tenant: bytes) -> bool:
-        """Return whether pages of this tenant must not be stored now."""
-        return tenant in self._purges or None in self._purges
+    def is_hidden(self, extra_key: str | None, cache_salt: str | None) -> bool:
+        """Whether a node or request with this key is from before its tenant was purged, or all was
+        hidden: what it holds must not be stored."""
+        marks = self._marks(extra_key, cache_salt)
+        key = extra_key or ""
+        return key.count(self._token) != len(marks) or not all(mark in key for mark in marks)
 
     def key_of(self, extra_key: str | None, cache_salt: str | None) -> str | None:
         """Return the ``extra_key`` that a request uses from now on."""
-        if not self._purges:
+        if not self._purges and (not extra_key or self._token not in extra_key):
             return extra_key
+        mark = "".join(self._marks(extra_key, cache_salt))
+        return (self.original(extra_key) or "") + mark if mark else self.original(extra_key)
+
+    def _marks(self, extra_key: str | None, cache_salt: str | None) -> list[str]:
+        if not self._purges:
+            return []
         tenant = self.tenant_of(extra_key, cache_salt)
-        marks = [self._purges.get(None), self._purges.get(tenant)]
-        mark = "".join(mark for mark in marks if mark is not None)
-        return (self.original(extra_key) or "") + mark if mark else extra_key
+        marks = (self._purges.get(None), self._purges.get(tenant))
+        return [mark for mark in marks if mark is not None]
 
     def original(self, extra_key: str | None) -> str | None:
         """Return a key without marks, which the tiers know its pages by."""
-        if not extra_key or self._token not in extra_key:
-            return extra_key
-        head, *marked = extra_key.split("\x1f" + self._token)
-        return (head + "".join(part.partition(".")[2] for part in marked)) or None
+        return _original(extra_key, {self._token})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.managers.cache_controller import StorageOperation
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -75,7 +76,7 @@ class TieredStorage(TierQueries):
 
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
     stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
-    ``_search``, ``_stores_suspended``, ``_dropping_stores`` and ``_namespace``."""
+    ``_search``, ``_stores_suspended``, ``_dropping_stores``, ``_first_store``, ``_namespace``."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = TieredConfig.from_environment()
@@ -101,6 +102,7 @@ class TieredStorage(TierQueries):
         self._late_purges = LatePurges()  # to begin when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._dropping_stores = False  # memory is about to be emptied
+        self._first_store = 0  # of SGLang's operations, that may be stored
         self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
         self.transfers: TierTransfers  # from when the host pools are registered
@@ -332,8 +334,8 @@ class TieredStorage(TierQueries):
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
 
-        If the tree still holds KV of the old weights, stores are refused until it is reset, since
-        nothing tells those pages from new ones.
+        If the tree still holds KV of the old weights within reach (not ``tree_is_empty``), stores
+        are refused until it is reset, since nothing tells those pages from new ones.
         """
         if self._search is not None:
             self._search.stop()
@@ -401,9 +403,11 @@ class TieredStorage(TierQueries):
         if self.remote_purges is not None:
             self.remote_purges.use_forgotten(forgotten, is_alone=is_alone)
 
-    def drop_queued_stores(self) -> None:
-        """Drop the stores that were announced and have not begun: what they hold was hidden."""
+    def refuse_queued_stores(self) -> None:
+        """Store nothing more of what SGLang has queued up to now: what it holds was hidden. By the
+        number of the operation, as the same pages may be announced again. Scheduler thread."""
         with self.gate.lock:
+            self._first_store = StorageOperation.counter
             self.gate.purge_tenant(None)
 
     def tree_was_reset(self) -> None:
@@ -533,11 +537,16 @@ class TieredStorage(TierQueries):
         return self.stores.store(pool, hashes, host_indices)
 
     def _begin_store(
-        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
+        self,
+        pool: PoolName,
+        hashes: Sequence[str],
+        host_indices: torch.Tensor,
+        operation: int | None,
     ) -> BegunStore:
         is_kv, num_pages, job = pool == PoolName.KV, len(hashes), None
         with self.gate.lock:
-            suspended = self._stores_suspended or self._search is not None
+            is_refused = operation is not None and operation < self._first_store
+            suspended = self._stores_suspended or self._search is not None or is_refused
             takes = not suspended and not self._dropping_stores
             admitted = self.gate.num_admitted(hashes, is_kv=is_kv) if takes else 0
             if admitted:

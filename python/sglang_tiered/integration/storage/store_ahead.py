@@ -122,14 +122,15 @@ class StoreAhead:
     the thread for what was begun of those that the thread will not come to. Where SGLang moves
     pages in host memory, it does so between two operations (``layout_lease``).
 
-    ``begin`` admits pages and hands them to the tier, ``end`` waits for that and returns which are
-    stored; admission takes an operation as a whole, so none is begun before all of the one before.
-    ``stores_queued`` is false where pages move. On the backup thread only.
+    ``begin`` admits pages of an operation, by its number, and hands them to the tier, ``end`` waits
+    for that and returns which are stored; admission takes an operation as a whole, so none is begun
+    before all of the one before. ``stores_queued`` is false where pages move. On
+    the backup thread only.
     """
 
     def __init__(
         self,
-        begin: Callable[[PoolName, Sequence[str], torch.Tensor], BegunStore],
+        begin: Callable[[PoolName, Sequence[str], torch.Tensor, int | None], BegunStore],
         end: Callable[[BegunStore], list[bool]],
         *,
         page_bytes: Callable[[PoolName], int],
@@ -184,7 +185,7 @@ class StoreAhead:
         part of KV that is not, and when SGLang has told its thread to stop."""
         operation = self._operation
         if operation is None:  # not SGLang's own thread
-            return self._end_store(self._begin_store(pool, hashes, host_indices))
+            return self._end_store(self._begin_store(pool, hashes, host_indices, None))
         stored: list[bool] = []
         refused: BegunStore | None = None
         is_told_to_stop = self._controller.storage_stop_event.is_set
@@ -292,7 +293,7 @@ class StoreAhead:
 
     def _begin(self, operation: Any, piece: _Piece) -> BegunStore:
         begun_at = self._clock()
-        begun = self._begin_store(*piece)
+        begun = self._begin_store(*piece, operation.id)
         part = _Part(begun, begun_at, self._clock)
         self._under_way[operation, piece.pool, piece.hashes[0]] = part
         self._num_bytes += part.num_bytes

@@ -112,7 +112,7 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> No
     assert other.extra_key == "b"
     new = receive(scheduler, request("a"))
     assert new.extra_key == waiting.extra_key
-    assert purged.blocks(A)
+    assert purged.is_hidden("a", None)
     scheduler.control.after_idle(None, scheduler)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
@@ -273,7 +273,7 @@ def test_purge_of_a_detached_tier_is_an_error(
     for _ in range(2):
         answer = ask(scheduler, "detached", extra_key="a")
         assert "attach it and purge again" in answer["error"]
-    assert purged.blocks(A), "memory forgets it all the same"
+    assert purged.is_hidden("a", None), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "detached", extra_key="a")["durable"] is False
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
@@ -303,7 +303,7 @@ def test_remote_purge_hides_pages_and_does_not_propagate(
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
-    assert purged.blocks(A)
+    assert purged.is_hidden("a", None)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
     scheduler.control.after_idle(None, scheduler)

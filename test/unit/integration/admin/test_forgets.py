@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin import forgets
@@ -16,7 +16,6 @@ from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import tenant_digest
-from sglang_tiered.integration.storage.remote_purges import MEMORY
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 
@@ -166,16 +165,16 @@ def test_pages_named_before_the_weights_are_known(
     monkeypatch.undo()
 
 
-def test_pages_named_in_a_quarantine_hide_memory(world: CacheWorld) -> None:
-    """A replica that knows no rid is told hashes, which are not those of a marked key."""
-    cache, acted = world.cache, []
-    cache.apply_remote_purge = acted.append
+def test_pages_named_after_a_purge_are_hidden(world: CacheWorld) -> None:
+    """A replica that knows no rid is told hashes, which are those of a marked key too."""
+    cache = world.cache
     hashes = cache.page_hashes(RadixKey(TOKENS, None))
-    answer(world, hashes=hashes[3:])
-    assert acted == []
     cache.purged_tenants.quarantine(None)
-    answer(world, hashes=hashes)
-    assert acted == [MEMORY]
+    key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
+    cache.insert(InsertParams(key=key, value=world.alloc(len(TOKENS))))
+    assert cache.match_visible(key).device_prefix_len == len(TOKENS)
+    answer(world, hashes=hashes[3:])
+    assert cache.match_visible(key).device_prefix_len == 3 * PAGE
 
 
 def test_question_that_was_dropped_is_asked_again(world: CacheWorld) -> None:

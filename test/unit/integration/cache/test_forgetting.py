@@ -4,9 +4,7 @@ them, until a request that began later computes them again."""
 from __future__ import annotations
 
 from array import array
-from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
@@ -17,7 +15,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
 
 if TYPE_CHECKING:
@@ -244,33 +241,16 @@ def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
     assert matched(world, TOKENS) == 6
 
 
-def test_news_in_a_quarantine_hide_memory(world: CacheWorld) -> None:
-    """A request in it goes by a marked key, so memory knows pages by other hashes."""
+def test_news_after_a_purge_hide_their_pages(world: CacheWorld) -> None:
+    """A request goes by a marked key then, and its pages by the hashes that others know."""
     cache = world.cache
-    scheduler: Any = SimpleNamespace(
-        tree_cache=cache, waiting_queue=[], grammar_manager=SimpleNamespace(grammar_queue=[])
-    )
-    cache.apply_remote_purge = partial(Control()._apply_remote_purge, scheduler, cache)
-
-    def num_found() -> int:
-        key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
-        match = cache.match_prefix(MatchPrefixParams(key=key))
-        return int(match.device_prefix_len + match.host_hit_length) // PAGE
-
     cache.purged_tenants.quarantine(None)
-    cache.insert(
-        InsertParams(
-            key=RadixKey(TOKENS, cache.purged_tenants.key_of(None, None)),
-            value=world.alloc(len(TOKENS)),
-        )
-    )
-    assert num_found() == 6
-    cache.forgotten.hide(hashes_of(TOKENS))  # here, by all its names
+    key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
+    cache.insert(InsertParams(key=key, value=world.alloc(len(TOKENS))))
+    assert cache.match_visible(key).device_prefix_len == len(TOKENS)
+    cache.forgotten.hear(hashes_of(TOKENS)[2:])
     cache.check_hicache_events()
-    assert num_found() == 6
-    cache.forgotten.hear(hashes_of(TOKENS))
-    cache.check_hicache_events()
-    assert num_found() == 0
+    assert cache.match_visible(key).device_prefix_len == 2 * PAGE
 
 
 def test_page_hidden_twice_needs_a_later_request() -> None:

@@ -3,9 +3,14 @@ nodes."""
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.bodies import CallError, parse_purge
+from sglang_tiered.integration.identity import tenants
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
@@ -34,7 +39,7 @@ def test_without_a_purge_keys_stay_as_they_are() -> None:
     purged = PurgedTenants()
     assert not purged
     assert [purged.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
-    assert not purged.blocks(A)
+    assert not purged.is_hidden("a", "salt")
 
 
 def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
@@ -43,14 +48,15 @@ def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
     first = purged.key_of("a", "salt")
     assert first != "a"
     assert purged.tenant_of(first, "salt") == A
-    assert purged.blocks(A)
+    assert purged.is_hidden("a", "salt") and not purged.is_hidden(first, "salt")
     assert purged.key_of(first, "salt") == first, "a request may be asked about twice"
     assert purged.key_of("b", "salt") == "b"
-    assert not purged.blocks(tenant_digest("b", "salt"))
+    assert not purged.is_hidden("b", "salt")
     purged.quarantine(A)
     assert purged.key_of(first, "salt") not in {"a", first}, "purged again: another key again"
+    assert purged.is_hidden(first, "salt")
     purged.release_all()
-    assert purged.key_of("a", "salt") == "a"
+    assert purged.key_of("a", "salt") == purged.key_of(first, "salt") == "a"
     assert purged.tenant_of(first, "salt") == A
 
 
@@ -64,7 +70,8 @@ def test_a_purge_of_everything_concerns_all_and_none() -> None:
     purged.quarantine(A)
     assert purged.key_of(both, "salt") not in {"a", both}
     assert purged.tenant_of(purged.key_of(both, "salt"), "salt") == A
-    assert purged.blocks(A) and purged.blocks(NO_TENANT)
+    assert purged.is_hidden(both, "salt") and purged.is_hidden("a", "salt")
+    assert purged.is_hidden(None, None) and not purged.is_hidden(untenanted, None)
 
 
 def test_sglangs_suffix_of_a_marked_key_counts() -> None:
@@ -98,6 +105,32 @@ def test_ambiguous_purge_is_refused(body: object) -> None:
 )
 def test_unambiguous_purge_is_accepted_unchanged(body: dict[str, object]) -> None:
     assert parse_purge(body) == body
+
+
+def test_marks_are_no_part_of_a_page_hash() -> None:
+    purged = PurgedTenants()
+    key = [RadixKey(array("q", range(16)), "a", cache_salt="salt")]
+    for tenant in (A, None, A):
+        purged.quarantine(tenant)
+        marked = purged.key_of("a", "salt")
+        key.append(RadixKey(array("q", range(16)), marked, cache_salt="salt"))
+    assert len({each.extra_key for each in key}) == len(key)
+    assert len({get_storage_hash_str(each, None, page_size=16)[0] for each in key}) == 1
+    forged = RadixKey(array("q", range(16)), "a\x1f1234-1.", cache_salt="salt")
+    assert get_storage_hash_str(forged, None, page_size=16) != get_storage_hash_str(
+        key[0], None, page_size=16
+    )
+
+
+def test_purged_tenants_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_PURGED", 3)
+    purged = PurgedTenants()
+    for number in range(3):
+        purged.quarantine(tenant_digest(str(number), None))
+    assert not purged.is_hidden("other", None)
+    purged.quarantine(tenant_digest("3", None))
+    assert all(purged.is_hidden(key, None) for key in ("0", "3", "other"))
+    assert len(purged._purges) == 1
 
 
 def test_ranks_with_one_secret_use_the_same_keys() -> None:

@@ -51,7 +51,11 @@ class Disk:
         self.now = 0.0
 
     def begin(
-        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
+        self,
+        pool: PoolName,
+        hashes: Sequence[str],
+        host_indices: torch.Tensor,
+        operation: int | None,
     ) -> BegunStore:
         if self.refused in hashes:
             self.num_refused += 1
@@ -111,6 +115,7 @@ class Node:
         self.host_indices = torch.arange(first * PAGE, (first + num_pages) * PAGE)
         self.pool_transfers = list(pool_transfers) or None
         self.stored: list[bool] = []
+        self.id = first
 
 
 class Controller:
@@ -585,7 +590,7 @@ def test_same_pages_twice_fail_with_the_first(cache: Any, monkeypatch: pytest.Mo
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(FileDevice, "writev", fail_behind_header)
-    given = PoolName.KV, keys_of(PROMPTS[0]), torch.arange(2 * SMALL_PAGE)
+    given = PoolName.KV, keys_of(PROMPTS[0]), torch.arange(2 * SMALL_PAGE), None
     first, second = (cache.storage._begin_store(*given) for _ in range(2))
     assert second.job.reasons == [Reason.DUPLICATE] * 2
     goes_on.set()

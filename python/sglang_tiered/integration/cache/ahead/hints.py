@@ -156,8 +156,7 @@ class Hints:
             return
         self._take_piece()
         hint = self._queue.next()
-        # Until memory is emptied after a purge, what is loaded now would go with it.
-        if hint is None or not loader.has_room() or self._cache.purged_tenants:
+        if hint is None or not loader.has_room():
             return
         hinted = self._hinted[hint.chain]
         if hinted.pause_steps > 0:

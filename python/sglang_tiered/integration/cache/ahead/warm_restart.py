@@ -140,12 +140,13 @@ class WarmHost:
         loaded back; ``prefixes`` are the last pages of the nodes before."""
         is_eagle = self._cache.tree_core.is_eagle  # its pages are of pairs of tokens
         tokens = req.full_untruncated_fill_ids[: num_tokens + int(is_eagle)]
+        extra_key = self._cache.purged_tenants.original(req.extra_key)
         content = WarmChain(
             tokens.tobytes(),
-            self._cache.purged_tenants.tenant_of(req.extra_key, req.cache_salt),
-            tenant_digest(req.extra_key, req.cache_salt),
+            self._cache.purged_tenants.tenant_of(extra_key, req.cache_salt),
+            tenant_digest(extra_key, req.cache_salt),
         )
-        self._keys[content.keys] = req.extra_key, req.cache_salt
+        self._keys[content.keys] = extra_key, req.cache_salt
         if len(self._keys) > MAX_KEYS:  # what none of is left
             kept = {each.keys for each in self._list.snapshot()}
             self._keys = {digest: keys for digest, keys in self._keys.items() if digest in kept}
@@ -194,6 +195,7 @@ class WarmHost:
     def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None:
         """Load the chains that are kept under these keys: a request goes by them."""
         if self._unnamed:
+            extra_key = self._cache.purged_tenants.original(extra_key)
             digest = tenant_digest(extra_key, cache_salt)
             chains = self._unnamed.pop(digest, ())
             if chains:
@@ -216,11 +218,10 @@ class WarmHost:
         self.num_tokens_loaded += num_loaded
         if stop is not None:
             self._ended()
-        # Until memory is emptied after a purge, what is loaded now would go with it.
-        if self._loads.is_loading_or_waiting() or self._cache.purged_tenants:
+        if self._loads.is_loading_or_waiting() or self._clock() < self._rests_until:
             return
-        if self._clock() < self._rests_until:
-            return
+        if self._chain is not None and self._is_hidden(self._chain):
+            self._put_last()  # by another key, once its turn comes again
         if self._chain is None and self._waiting:
             self._named = self._waiting.popleft()
             self._chain = self._take(self._named)
@@ -249,15 +250,19 @@ class WarmHost:
         self._chain = None
         self._rests_until = self._clock() + LATER_S
 
+    def _is_hidden(self, chain: Chain) -> bool:
+        return self._cache.purged_tenants.is_hidden(chain.extra_key, chain.cache_salt)
+
     def _take(self, named: _Named) -> Chain | None:
-        if named.pages is not None:
+        if named.pages is not None and not self._is_hidden(named.pages):
             return named.pages
         if self.num_tokens_loaded + named.chain.num_tokens > self._capacity:
             self._waiting.clear()
             self._unnamed.clear()
             return None
-        tokens = named.chain.token_ids()
-        return chain_of(self._cache, tokens, named.extra_key, named.cache_salt)
+        tokens, salt = named.chain.token_ids(), named.cache_salt
+        extra_key = self._cache.purged_tenants.key_of(named.extra_key, salt)
+        return chain_of(self._cache, tokens, extra_key, salt)
 
     def _ended(self) -> None:
         self._chain = None

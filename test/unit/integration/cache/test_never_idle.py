@@ -1,0 +1,237 @@
+"""A server that is never idle: what was hidden stays hidden, and the tiers serve everybody else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.managers.cache_controller import StorageOperation
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.integration.admin.control import Control, hide_memory
+from sglang_tiered.integration.identity.tenants import tenant_digest
+from sglang_tiered.storage.base import NO_TENANT
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAGES = 6
+
+
+class BusyServer:
+    """A world with requests under way all the time, whose pages say by which weights they were
+    computed."""
+
+    def __init__(self, world: CacheWorld) -> None:
+        self.world, self.cache = world, world.cache
+        self.weights = 1
+        self.control = Control()
+        self.waiting: list[Any] = []
+        self.scheduler: Any = SimpleNamespace(
+            tree_cache=self.cache,
+            waiting_queue=self.waiting,
+            grammar_manager=SimpleNamespace(grammar_queue=[]),
+            is_fully_idle=lambda: False,
+        )
+        self.control.after_scheduler(None, self.scheduler)
+        self.num_asked = 0
+
+    def key(self, tokens: array[int], extra_key: str | None = None) -> RadixKey:
+        """The key of a request that comes now."""
+        key_of = self.cache.purged_tenants.key_of
+        is_eagle = self.cache.tree_core.is_eagle
+        return RadixKey(tokens[:], key_of(extra_key, None), is_bigram=is_eagle)
+
+    def compute(self, key: RadixKey) -> None:
+        """A request computes a prompt with the weights of now, and puts it into the tree."""
+        num_tokens = len(key) // PAGE * PAGE
+        slots = self.world.alloc(num_tokens)
+        pool = self.world.allocator.get_kvcache()
+        for layer in range(2):
+            for buffer in pool.get_kv_buffer(layer):
+                buffer[slots] = float(self.weights)
+        self.cache.insert(InsertParams(key=key[:num_tokens], value=slots))
+        self.world.wait_for_copies()
+
+    def is_stored(self, tokens: array[int], extra_key: str | None = None) -> bool:
+        """Whether NVMe has a prompt, by the name that every server gives it."""
+        is_eagle = self.cache.tree_core.is_eagle
+        key = RadixKey(tokens, extra_key, is_bigram=is_eagle).page_aligned(PAGE)
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        return bool(self.cache.storage.lookup_leading(hashes) == len(hashes))
+
+    def store(self, tokens: array[int], extra_key: str | None = None) -> None:
+        self.compute(self.key(tokens, extra_key))
+        self.world.until(lambda: self.is_stored(tokens, extra_key))
+        self.world.until(lambda: not self.cache.ongoing_backup)
+
+    def num_found(self, tokens: array[int], extra_key: str | None = None) -> int:
+        """The tokens that memory has for a request that comes now."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens, extra_key)))
+        return int(match.device_prefix_len + match.host_hit_length)
+
+    def loads(self, tokens: array[int], extra_key: str | None = None) -> int:
+        """A request comes; returns the tokens that a tier brought for it."""
+        self.num_asked += 1
+        request = CacheRequestHandle(f"busy {self.num_asked}", 0)
+        key, cache = self.key(tokens, extra_key), self.cache
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        start = match.device_prefix_len + match.host_hit_length
+        cache.prefetch_from_storage(
+            request,
+            match.last_host_node,
+            tokens[start:],
+            cache.get_last_hash_value(match.last_host_node),
+            matched_prefix_tokens=tokens[:start],
+            extra_key=key.extra_key,
+        )
+        self.world.until(lambda: cache.check_prefetch_progress(request))
+        return self.num_found(tokens, extra_key) - start
+
+    def loaded_weights(self, tokens: array[int]) -> set[float]:
+        """By which weights the host pages of a prompt were computed, which NVMe brought."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
+        node, core = match.best_match_node, self.cache.tree_core
+        found: set[float] = set()
+        for part in core.collect_path_info([node])[0]:
+            spec = core.build_storage_backup_spec(part.node_id, False)
+            assert spec is not None
+            pages = self.cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+            for slot in spec.host_value[::PAGE].tolist():
+                found.update(pages.get_data_page(slot).flatten().unique().tolist())
+        return found
+
+    def purge(self, tenant: bytes | None) -> None:
+        self.control._purge(self.scheduler, self.cache, tenant)
+
+    def change_weights(self) -> None:
+        """As after an update whose flush was refused."""
+        self.weights += 1
+        hide_memory(self.scheduler)
+        self.cache.change_weights(tree_is_empty=True)
+
+
+@pytest.fixture(params=["plain", "window", "small", "eagle"])
+def busy(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[BusyServer]:
+    kind = request.param
+    with cache_world(
+        tmp_path,
+        monkeypatch,
+        has_window=kind == "window",
+        is_small=kind == "small",
+        is_eagle=kind == "eagle",
+    ) as world:
+        yield BusyServer(world)
+
+
+def test_hidden_memory_comes_back_from_tiers(busy: BusyServer) -> None:
+    """Forgotten pages, or a forget elsewhere with several ranks: tiers keep theirs."""
+    tokens = prompt(1, PAGES)
+    busy.store(tokens)
+    hide_memory(busy.scheduler)
+    assert busy.num_found(tokens) == 0
+    assert busy.loads(tokens) > 0
+
+
+def test_a_busy_server_stores_after_a_purge(busy: BusyServer) -> None:
+    busy.store(prompt(1, PAGES))
+    busy.purge(None)
+    assert busy.num_found(prompt(1, PAGES)) == busy.loads(prompt(1, PAGES)) == 0
+    tokens = prompt(2, PAGES)
+    busy.store(tokens)
+    assert not busy.is_stored(prompt(1, PAGES))
+    busy.cache.reset()
+    busy.world.allocator.clear()
+    busy.cache.purged_tenants.release_all()
+    assert busy.loads(tokens) > 0, "found by its plain name, as after a restart"
+
+
+def test_prompts_grow_below_what_was_loaded(busy: BusyServer) -> None:
+    """Part of a path has the hashes it was loaded with, part those of the Rust core."""
+    short, long = prompt(1, 2), prompt(1, PAGES)
+    busy.store(short)
+    busy.purge(tenant_digest("other", None))
+    hide_memory(busy.scheduler)
+    busy.loads(short)
+    busy.store(long)
+    hide_memory(busy.scheduler)
+    busy.store(prompt(1, PAGES + 2))
+    assert busy.is_stored(long)
+
+
+def test_only_the_purged_tenant_is_hidden(busy: BusyServer) -> None:
+    busy.store(prompt(1, PAGES), "a")
+    busy.store(prompt(1, PAGES), "b")
+    busy.purge(tenant_digest("a", None))
+    assert busy.num_found(prompt(1, PAGES), "b") > 0 == busy.num_found(prompt(1, PAGES), "a")
+    assert busy.is_stored(prompt(1, PAGES), "b") and not busy.is_stored(prompt(1, PAGES), "a")
+    busy.store(prompt(1, PAGES), "a")
+    assert busy.num_found(prompt(1, PAGES), "a") > 0
+
+
+def test_no_kv_of_old_weights_is_stored(busy: BusyServer) -> None:
+    """Its pages have the hashes of the new ones."""
+    tokens = prompt(1, PAGES)
+    old = busy.key(tokens)
+    busy.store(tokens)
+    busy.change_weights()
+    assert busy.num_found(tokens) == busy.loads(tokens) == 0
+    busy.compute(old)  # a request from before ends
+    for _ in range(20):
+        busy.cache.check_hicache_events()
+    assert not busy.is_stored(tokens)
+    busy.store(tokens)
+    hide_memory(busy.scheduler)
+    assert busy.loads(tokens) > 0
+    assert busy.loaded_weights(tokens) == {2.0}
+
+
+def test_stores_queued_before_are_refused(busy: BusyServer) -> None:
+    """The same pages are announced again, by the same hashes, before the thread comes to them."""
+    storage, tokens = busy.cache.storage, prompt(1, PAGES)
+    storage.gate.lock.acquire()
+    try:
+        busy.compute(busy.key(tokens))
+        for _ in range(20):
+            busy.cache.check_hicache_events()
+        queued = list(busy.cache.ongoing_backup)
+        assert queued
+        busy.change_weights()
+        busy.compute(busy.key(tokens))
+        busy.cache.check_hicache_events()
+    finally:
+        storage.gate.lock.release()
+    busy.world.until(lambda: not busy.cache.ongoing_backup)
+    busy.world.until(lambda: busy.is_stored(tokens))
+    hide_memory(busy.scheduler)
+    assert busy.loads(tokens) > 0
+    assert busy.loaded_weights(tokens) == {2.0}
+
+
+def test_old_operation_takes_no_new_announcement(busy: BusyServer) -> None:
+    """A node may be queued twice: the first takes what was announced, and was refused."""
+    storage, tokens = busy.cache.storage, prompt(1, PAGES)
+    old = StorageOperation.counter
+    busy.change_weights()
+    busy.compute(key := busy.key(tokens))
+    hashes = get_storage_hash_str(key.page_aligned(PAGE), None, page_size=PAGE)
+    busy.world.until(lambda: busy.is_stored(tokens))
+    slots = torch.arange(len(hashes) * PAGE)
+    with storage.gate.lock:
+        storage.gate.announce_store(hashes, num_tokens=PAGE, prefix_tokens=PAGE, tenant=NO_TENANT)
+        refused = storage._begin_store(PoolName.KV, hashes, slots, old - 1)
+    assert refused.job is None and refused.num_admitted == 0
