@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import Job, Reason, Run, Tier
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,7 @@ __all__ = ["Loader"]
 JOIN_S = 10.0
 logger = logging.getLogger(__name__)
 
+_INTERNAL_ERROR = "internal error while loading from tiers; pages not yet read are misses"
 _MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 
 
@@ -88,10 +89,10 @@ class Loader:
         """Load from NVMe alone."""
         observer = self.observer
         if observer is None:
-            return self._tiers[Tier.NVME].submit_load(run)
+            return self._ask(Tier.NVME, run)
         reading = observer.begin_read(run.num_bytes, Tier.NVME)
         metered = None if run.meter is None else run.meter.begins(Tier.NVME, run.num_bytes)
-        job = self._tiers[Tier.NVME].submit_load(run)
+        job = self._ask(Tier.NVME, run)
         if metered is not None:
             job.call_at_end(metered)
         if reading is not None:
@@ -99,11 +100,14 @@ class Loader:
         return job
 
     def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
-        """Submit the parts of a job. Memory only."""
+        """Submit the parts of a job. Memory only. Raises nothing: parts may be under way."""
         deadline = None if deadline_s is None else self._clock() + deadline_s
         load = _Load(job, tenant, deadline, self._generation(), self._order())
         job.reasons = [Reason.MISS] * job.run.num_pages
-        self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
+        try:
+            self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
+        except Exception:
+            logger.exception(_INTERNAL_ERROR)
         self._settle(load)
 
     def _submit_from(
@@ -141,10 +145,22 @@ class Loader:
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
         part = _Part(load, tier, positions, failed, reading)
         metered = None if run.meter is None else run.meter.begins(tier, run.num_bytes)
-        job = part.job = self._tiers[tier].submit_load(run, deadline_s=self._left_s(load))
+        job = part.job = self._ask(tier, run, deadline_s=self._left_s(load))
         if metered is not None:  # before the load can be over
             job.call_at_end(metered)
         job.call_at_end(lambda _: self._part_ended(part))
+
+    def _ask(self, tier: Tier, run: Run, *, deadline_s: float | None = None) -> Job:
+        """Submit to a tier. One that raises has failed these pages: other parts of the load may be
+        under way, whose end the caller waits for."""
+        try:
+            return self._tiers[tier].submit_load(run, deadline_s=deadline_s)
+        except Exception:
+            logger.exception(_INTERNAL_ERROR)
+            failed = Job(JobKind.LOAD, run)
+            failed.reasons = [Reason.IO_ERROR] * run.num_pages
+            failed.finish()
+            return failed
 
     def _left_s(self, load: _Load) -> float | None:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
@@ -183,9 +199,7 @@ class Loader:
             try:
                 self._follow_up(part)
             except Exception:
-                logger.exception(
-                    "internal error while loading from several tiers; pages not yet read are misses"
-                )
+                logger.exception(_INTERNAL_ERROR)
             self._settle(part.load)
 
     def _follow_up(self, part: _Part) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
@@ -34,7 +36,7 @@ from sglang_tiered.storage.base import (
     unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
-from sglang_tiered.storage.promises import all_true
+from sglang_tiered.storage.promises import all_true, ended
 from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.applied_forgets import AppliedForgets
 from sglang_tiered.storage.stack.demotion import Demoter
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
 __all__ = ["TierStack"]
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 _FLUSH_STEP_S = 1.0
@@ -293,12 +297,12 @@ class TierStack(WriteTier):
         propagated, and only hidden in the bucket, which both servers share: it may be long ago,
         with much stored there since."""
         with self._gate:
-            begun = [self.nvme.begin_purge(tenant)]
+            begun = [_begun(lambda: self.nvme.begin_purge(tenant))]
             for remote in self.remote.values():
                 if is_remote:
-                    remote.hide(tenant)
+                    begun.append(_begun(partial(remote.hide, tenant)))
                 elif propagate or remote.tier is not Tier.PEER:
-                    begun.append(remote.begin_purge(tenant, local=begun[0]))
+                    begun.append(_begun(partial(remote.begin_purge, tenant, local=begun[0])))
             # Last: a reader under the new generation must find no purged page.
             self._generation += 1
         return all_true(begun)
@@ -308,12 +312,12 @@ class TierStack(WriteTier):
         (``is_remote``) is only hidden in the tiers that both share."""
         unique = unique_keys(keys)
         with self._gate:
-            begun = [self.nvme.forget(unique)]
+            begun = [_begun(lambda: self.nvme.forget(unique))]
             for remote in self.remote.values():
                 if is_remote:
-                    remote.hide_pages(unique)
+                    begun.append(_begun(partial(remote.hide_pages, unique)))
                 else:
-                    begun.append(remote.forget(unique, local=begun[0]))
+                    begun.append(_begun(partial(remote.forget, unique, local=begun[0])))
             self._generation += 1  # last, as for a purge
         return all_true(begun)
 
@@ -408,3 +412,12 @@ class TierStack(WriteTier):
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
         staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
+
+
+def _begun(erase: Callable[[], Future[bool] | None]) -> Future[bool]:
+    """Erase in one tier. One that raises has not done it, and must not keep the others from it."""
+    try:
+        return erase() or ended(True)
+    except Exception:
+        logger.exception("internal error while a tier was told to erase pages; ask again")
+        return ended(False)

@@ -4,7 +4,7 @@ tried next, and what a purge leaves of them."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from shared_tier import SharedTier
@@ -18,6 +18,7 @@ from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span, StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from kit.runs import Blank, MakeRun, PageData
@@ -285,3 +286,82 @@ def test_a_long_lookup_holds_the_scheduler_briefly(world: World, make_run: MakeR
     assert time.thread_time() - computed < 0.2, "whatever else has the core meanwhile"
     assert time.monotonic() - begun < 5, "it waited"
     assert sum(span.num_pages for span in spans) == 1600
+
+
+class Raising(Forgetful):
+    """Has a bug: it raises where others end a job, or a future."""
+
+    is_raising = False
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        if self.is_raising:
+            raise RuntimeError("a bug")
+        return super().submit_load(run, deadline_s=deadline_s)
+
+    def begin_purge(
+        self, tenant: bytes | None, *, local: Future[bool] | None = None
+    ) -> Future[bool]:
+        if self.is_raising:
+            raise RuntimeError("a bug")
+        return super().begin_purge(tenant, local=local)
+
+
+def test_raising_tier_leaves_no_read_unowned(
+    world: World, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVMe's part was under way already: it would land in pages that were given to others."""
+    world.peers = peers = Raising(tier=Tier.PEER)
+    engine = world.open()
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(part(run, 0, 1)))
+    finished(peers.submit_store(part(run, 2, 3)))
+    finished(world.bucket.submit_store(part(run, 2)))
+    peers.is_raising = True
+    nvme: list[Job] = []
+    submit = engine.nvme.submit_load
+
+    def note(run: Run, **named: Any) -> Job:
+        nvme.append(submit(run, **named))
+        return nvme[-1]
+
+    monkeypatch.setattr(engine.nvme, "submit_load", note)
+    ended_first: list[bool] = []
+    job = engine.submit_load(blank(run))
+    job.call_at_end(lambda _: ended_first.append(all(nvme[0].ok)))
+    assert finished(job) == [Reason.OK] * 3 + [Reason.IO_ERROR], "the bucket served one of two"
+    assert ended_first == [True]
+
+
+def test_a_lone_tier_that_raises_fails_its_load(
+    world: World, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.open(peers=False, bucket=False)
+    monkeypatch.setattr(engine.nvme, "submit_load", lambda *_, **__: {}["a bug"])
+    run = make_run(1, PAGES)
+    assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR] * 4
+
+
+def test_raising_lookup_ends_the_load(
+    world: World, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.open()
+    monkeypatch.setattr(world.peers, "contains", lambda keys: {}["a bug"])
+    assert finished(engine.submit_load(blank(make_run(1, PAGES)))) == [Reason.MISS] * 4
+    monkeypatch.undo()
+
+
+def test_raising_tier_stops_no_purge_of_others(
+    world: World, make_run: MakeRun, blank: Blank
+) -> None:
+    """What was read before it must not be kept by NVMe either."""
+    world.peers = peers = Raising(tier=Tier.PEER)
+    engine = world.open()
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(run))
+    finished(world.bucket.submit_store(run))
+    generation = engine._generation
+    peers.is_raising = True
+    assert is_true(engine.begin_purge(None), TIMEOUT_S) is False
+    assert engine._generation == generation + 1
+    assert not any(world.bucket.contains(run.keys)), "the bucket was told"
+    assert finished(engine.submit_load(blank(run))) == [Reason.MISS] * 4
