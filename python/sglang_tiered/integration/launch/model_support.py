@@ -34,11 +34,8 @@ def check_model(server_args: Any, config: TieredConfig) -> None:
         is_hybrid_swa=model_config_of(server_args).is_hybrid_swa,
         full_attention_layers=model_config_of(server_args).full_attention_layer_ids,
     )
-    if config.nvme is not None and not config.nvme.trust_mm_hashes:
-        _check_media(
-            is_multimodal=model_config_of(server_args).is_multimodal,
-            num_tokenizer_workers=server_args.tokenizer_worker_num,
-        )
+    _check_workers(server_args.tokenizer_worker_num)
+    _check_rows_by_slot(server_args)
 
 
 def _check(
@@ -60,10 +57,24 @@ def _check(
         )
 
 
-def _check_media(*, is_multimodal: bool, num_tokenizer_workers: int) -> None:
-    if is_multimodal and num_tokenizer_workers > 1:
+def _check_rows_by_slot(server_args: Any) -> None:
+    """SGLang keeps these rows beside the KV, by device slot. A prefix that comes back from host
+    memory or NVMe gets other slots, with the rows of another prompt, and so does whoever finds it
+    on the device afterwards."""
+    for name in ("enable_return_routed_experts", "enable_return_indexer_topk"):
+        if getattr(server_args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} would answer with rows of other prompts where a prefix comes from a "
+                "tier, because SGLang keeps them by place in device memory only; drop it, or pass "
+                "--tier-mode off."
+            )
+
+
+def _check_workers(num_workers: int) -> None:
+    if num_workers > 1:
         raise ConfigError(
-            f"--tokenizer-worker-num {num_tokenizer_workers} takes hashes of images from clients, "
-            "because SGLang's tokenizer workers load no plugins; drop it, or pass "
-            "--tier-trust-mm-hashes on where every client is trusted."
+            f"--tokenizer-worker-num {num_workers} leaves the server without the /tier calls, ids "
+            "of conversations and checks of image hashes, because SGLang's tokenizer workers load "
+            "no plugins; drop it, or pass --tier-mode off."
         )
