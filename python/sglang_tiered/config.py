@@ -55,7 +55,6 @@ __all__ = [
     "TransferConfig",
     "cache_directory",
     "default_region_bytes",
-    "default_tier_directory",
     "format_bytes",
 ]
 
@@ -430,6 +429,15 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`none`",
         ),
     ] = "none"
+    model_name: Annotated[
+        str | None,
+        Flag(
+            "--transfer-model",
+            text("NAME"),
+            "On both sides: the model of every server of this name is equal. Decode stores by it.",
+            default="by the files of the model",
+        ),
+    ] = None
     peer_timeout_s: Annotated[
         float,
         Flag(
@@ -589,10 +597,4 @@ def default_region_bytes(
 
 def cache_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
     """``$XDG_CACHE_HOME``, by default ``~/.cache``."""
-    base = environment.get("XDG_CACHE_HOME")
-    return Path(base).expanduser() if base else Path.home() / ".cache"
-
-
-def default_tier_directory(environment: MutableMapping[str, str] = os.environ) -> Path:
-    """``sglang-tiered/kv`` in the user's cache."""
-    return cache_directory(environment) / "sglang-tiered" / "kv"
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

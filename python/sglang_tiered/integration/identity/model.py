@@ -126,7 +126,8 @@ def unresolved(what: str, why: str) -> str:
     """Return an identity that no other process has, and log why."""
     logger.warning(
         "%s cannot be identified (%s); the tiers start empty: pages stored before are not found, "
-        "and pages stored now are not found after a restart",
+        "and pages stored now are not found after a restart; KV is handed over between servers "
+        "with the same --transfer-model only",
         what,
         why,
     )

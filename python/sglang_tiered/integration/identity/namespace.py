@@ -16,6 +16,7 @@ import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES
 from sglang_tiered.integration.identity.model import identify_files, identify_model, unresolved
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.integration.identity.model import Contents
 
 __all__ = [
@@ -30,9 +32,12 @@ __all__ = [
     "describe_pool",
     "digest",
     "forget_files",
+    "handoff_identity",
     "has_draft",
+    "received_identity",
     "server_identity",
     "successor",
+    "updated_identity",
 ]
 
 NAMESPACE_VERSION = 2
@@ -112,6 +117,14 @@ _NUMBER_FORMATS = {
     ),
 }
 
+_OF_DRAFT = {
+    "draft",
+    "draft_kv_cache_dtype",
+    "draft_quantization",
+    "draft_window",
+    "speculative_algorithm",
+}
+
 _files_are_old = False
 
 
@@ -135,10 +148,81 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
 
     Reads SGLang's published configuration; call it after the model is loaded.
     """
+    from sglang.srt.runtime_context import get_lora
+
+    return {
+        **_model_identity(),
+        # SGLang's page keys contain the names and paths of --lora-paths, not the weights.
+        "adapters": {
+            adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
+            for adapter in get_lora().lora_paths or ()
+        },
+        "tp": [storage_config.tp_rank, storage_config.tp_size],
+        "pp": [storage_config.pp_rank, storage_config.pp_size],
+        "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
+        "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
+    }
+
+
+def handoff_identity(declared: str | None, kv_format: str, *, with_draft: bool) -> dict[str, Any]:
+    """Return what gives KV its meaning on its way to another server, whose ranks may be cut
+    otherwise; as ``server_identity``, without geometry, which the handoff compares by itself.
+
+    ``declared``: a name that stands for the model at the operator's word (``--transfer-model``).
+    ``kv_format``: the number format of an element. ``with_draft``: a draft model's KV goes along.
+    """
+    import importlib.metadata
+
+    from sglang.srt.runtime_context import get_lora, get_serving
+
+    # Each server has paths of its own, so adapters go by the names that requests use.
+    lora = {
+        adapter.lora_name: identify_model(adapter.lora_path, None, "auto")
+        for adapter in get_lora().lora_paths or ()
+    }
+    common = {"adapters": lora, "kv_format": kv_format}
+    if declared is not None:
+        version = importlib.metadata.version("sglang")
+        of_weights = get_serving().weight_version
+        return {**common, "declared": declared, "sglang": version, "weight_version": of_weights}
+    identity = _model_identity()
+    if not with_draft:
+        identity = {name: value for name, value in identity.items() if name not in _OF_DRAFT}
+    return {**common, **identity}
+
+
+def updated_identity(before: bytes, path: str, load_format: str | None) -> dict[str, Any]:
+    """Return the identity of weights that were read from ``path`` over those of ``before``.
+
+    The files need not name every weight, so what was there before counts. Call it afterwards.
+    """
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    how = str(load_format or model.load_format)
+    return {"before": before.hex(), "files": identify_model(path, None, how, model.download_dir)}
+
+
+def received_identity(transfer: TransferConfig | None) -> dict[str, Any]:
+    """Return what sets KV that this server received apart from KV that it computed; empty where
+    nothing does. It is part of the namespace, since a page does not tell which of the two it is."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if transfer is None or get_disagg().disaggregation_mode != "decode":
+        return {}
+    received: dict[str, Any] = {}
+    if transfer.codec in LOSSY_CODEC_NAMES:
+        received["transfer_codec"] = transfer.codec
+    if transfer.model_name is not None:
+        received["transfer_model"] = transfer.model_name
+    return received
+
+
+def _model_identity() -> dict[str, Any]:
     import importlib.metadata
 
     from sglang.srt.arg_groups.fields.model import Model
-    from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_serving, get_spec
+    from sglang.srt.runtime_context import get_exec, get_model, get_serving, get_spec
 
     # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
     # incomplete identity would let pages of another meaning be read.
@@ -175,16 +259,7 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
         "draft_quantization": spec.speculative_draft_model_quantization,
         "draft_window": [spec.speculative_draft_window_size, spec.speculative_draft_sink_size],
         "speculative_algorithm": spec.speculative_algorithm,
-        # SGLang's page keys contain the names and paths of --lora-paths, not the weights.
-        "adapters": {
-            adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
-            for adapter in get_lora().lora_paths or ()
-        },
         "weight_version": get_serving().weight_version,
-        "tp": [storage_config.tp_rank, storage_config.tp_size],
-        "pp": [storage_config.pp_rank, storage_config.pp_size],
-        "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
-        "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
     }
 
 

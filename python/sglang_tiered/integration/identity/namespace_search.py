@@ -50,6 +50,7 @@ class NamespaceSearch:
     ``namespace`` is the one to open the tiers under, None where there is no guess. While ``answer``
     is None it may be another model's: no page of it may be used and none added. ``is_nameless``
     says that no process will have the answer again. ``directory`` holds remembered digests.
+    ``meanwhile`` tells users what has to wait.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class NamespaceSearch:
         directory: Path,
         *,
         patience_s: float | None = None,
+        meanwhile: str = "nothing is loaded from the tiers and nothing is stored",
     ) -> None:
         self._identity, self._pools = identity, pools
         self._digests = FileDigests(directory)
@@ -87,9 +89,9 @@ class NamespaceSearch:
         if len(looks) == len(unknown):
             self.namespace = namespace.digest(spell_out(identity, known | looks), pools)
         logger.warning(
-            "reading %s of weights in the background, to identify them; until that is done nothing "
-            "is loaded from the tiers and nothing is stored",
+            "reading %s of weights in the background, to identify them; until that is done %s",
             format_bytes(sum(file.stamp.num_bytes for file in unknown)),
+            meanwhile,
         )
 
     def stop(self) -> None:
@@ -119,7 +121,9 @@ class NamespaceSearch:
             seconds = time.monotonic() - begun
             answer = self._conclude(known | found)
         except Exception:
-            logger.exception("internal error while reading weights; the tiers start empty")
+            logger.exception(
+                "internal error while reading weights; they count as no other server's"
+            )
             self.is_nameless = True
             self.answer = namespace.successor(b"")
             return

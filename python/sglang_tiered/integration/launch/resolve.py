@@ -24,8 +24,8 @@ from sglang_tiered.config import (
     ObjectConfig,
     TieredConfig,
     TierMode,
+    cache_directory,
     default_region_bytes,
-    default_tier_directory,
     format_bytes,
 )
 from sglang_tiered.errors import ConfigError
@@ -271,7 +271,8 @@ def _resolve_nvme(
                 "already; drop it, or pass --tier-mode off."
             )
     values = values_of(NvmeConfig, explicit)
-    directory = Path(values.setdefault("directory", str(default_tier_directory().absolute())))
+    place = (cache_directory() / "sglang-tiered" / "kv").absolute()
+    directory = Path(values.setdefault("directory", str(place)))
     parent = _existing_parent(directory)
     free = shutil.disk_usage(parent).free
     kind = filesystem_type(parent)

@@ -147,6 +147,8 @@ class TieredStorage(TierQueries):
         if codec is not None:
             check_codec(codec, pools)
             identity["lossy_codec"] = codec
+        if received := namespace.received_identity(config.transfer):
+            identity["received"] = received
         search = self._search = NamespaceSearch(  # which ``close`` stops if the tiers do not open
             identity,
             {pool_label(name): namespace.describe_pool(pool) for name, pool in pools.items()},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_tiered.config import ObjectConfig, default_tier_directory
+from sglang_tiered.config import ObjectConfig, cache_directory
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of, refuse_given
 from sglang_tiered.integration.launch.resolve import resolve_object
@@ -46,4 +46,4 @@ def test_a_refused_object_url_shows_no_credentials() -> None:
 
 def test_a_tilde_in_the_cache_directory_is_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
-    assert default_tier_directory().is_relative_to(Path.home())
+    assert cache_directory().is_relative_to(Path.home())

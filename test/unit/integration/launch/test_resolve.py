@@ -306,6 +306,7 @@ def test_flags_are_frozen() -> None:
             "transfer-window-bytes",
             "--transfer-connections",
             "--transfer-codec",
+            "--transfer-model",
             "transfer-peer-timeout",
         ],
     }
