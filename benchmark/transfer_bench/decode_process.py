@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.settings import TransferSettings
 
 DEADLINE_S = 60.0
+MODEL = bytes(32)  # of both ends
 
 
 class _Received:
@@ -111,10 +112,13 @@ def _answer(pipe: Connection, pool: Pool, pages: Any, cpu_before: float) -> None
 def _endpoint(
     pool: Pool, received: Any, settings: TransferSettings, keys: Path | None
 ) -> DecodeEndpoint:
-    return DecodeEndpoint(
+    endpoint = DecodeEndpoint(
+        server="decode",
         layout=pool.layout,
         memories=pool.memories,
         listener=received,
         settings=settings,
         keys=None if keys is None else load_keys(keys, "decode"),
     )
+    endpoint.set_model(MODEL)
+    return endpoint

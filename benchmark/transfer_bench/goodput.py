@@ -131,6 +131,7 @@ class _Sender:
         self._name, self._pool, self._pipe, self._events = name, pool, pipe, _Events()
         self._endpoint = PrefillEndpoint(
             host="127.0.0.1",
+            server=name,
             layout=pool.layout,
             memories=pool.memories,
             rank=0,
@@ -138,6 +139,7 @@ class _Sender:
             settings=settings,
             keys=load_keys(keys, "prefill") if has_keys else None,
         )
+        self._endpoint.set_model(decode_process.MODEL)
         pipe.send(("endpoint", name, settings, keys if has_keys else None))
         pipe.recv()
 

@@ -80,7 +80,7 @@ class World:
         queue = SendQueue(memories, pairs, 64, Tagger(b""), buffers, 1 << 30)
         is_computed = (done or are_done)(None, event)
         chunk = Chunk(numbers.numpy(), 0, is_last=True, is_computed=is_computed)
-        queue.add_chunk(Open(1, 1, len(CHOSEN), [], 0, 1, False), chunk, Fence())
+        queue.add_chunk(Open(1, 1, len(CHOSEN), [], 0, 1, False, bytes(32)), chunk, Fence())
 
         payloads = []
         parcel = queue.next_parcel()

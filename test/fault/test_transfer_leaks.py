@@ -143,6 +143,7 @@ def test_an_address_that_cannot_be_bound_leaves_nothing() -> None:
         with pytest.raises(TransferError, match="pass another --host"):
             PrefillEndpoint(
                 host="203.0.113.7",  # reserved for documentation: no machine has it
+                server="",
                 layout=pool.layout,
                 memories=pool.memories,
                 rank=0,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from transfer_pair import HOST, IMPATIENT, Decode, Prefill, decode, prefill
+from transfer_pair import HOST, IMPATIENT, MODEL, Decode, Prefill, decode, prefill
 from transfer_strangers import TIMEOUT_MS, Scanner, StrangePrefill, strange_decode, strange_prefill
 from zmq.utils.monitor import parse_monitor_message
 
@@ -87,8 +87,8 @@ FRAMES: dict[str, list[bytes]] = {
     "other_types": [VERSION_FRAME, msgspec.msgpack.encode(["open", "one", None, 3.5, {}, [], 1])],
     "unknown_tag": [VERSION_FRAME, msgspec.msgpack.encode(["pickle", b"cos\nsystem\n"])],
     "deep": [VERSION_FRAME, b"\x91" * 100_000],
-    "negative": [VERSION_FRAME, encode(messages.Open(1, 1, -1, [], 0, 1, False))],
-    "no_receivers": [VERSION_FRAME, encode(messages.Open(1, 1, 1, [], 0, 0, False))],
+    "negative": [VERSION_FRAME, encode(messages.Open(1, 1, -1, [], 0, 1, False, MODEL))],
+    "no_receivers": [VERSION_FRAME, encode(messages.Open(1, 1, 1, [], 0, 0, False, MODEL))],
     "huge_number": [VERSION_FRAME, msgspec.msgpack.encode(["ping", 2**64 - 1])],
     "other_version": [b"sgt-kv/2", b"whatever a later version says"],
     "other_protocol": [b"MDPW02", b"\x01"],
@@ -283,8 +283,8 @@ def test_a_false_claimants_end_leaves_the_room_served(sender: Prefill, receiver:
     sender.endpoint.expect_room(1)
     with strange_decode(sender.address) as stranger:
         stranger.greet()
-        stranger.tell(messages.Claim(1))
-        stranger.tell(messages.Claim(2))
+        stranger.tell(messages.Claim(1, MODEL))
+        stranger.tell(messages.Claim(2, MODEL))
         eventually(lambda: sender.endpoint.num_rooms == 2)
         receiver.open(1, [sender], [1])
         sender.events.wait_for("ready", 1)

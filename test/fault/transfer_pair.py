@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
 
 DEADLINE_S = 20.0
+MODEL = b"m" * 32  # of every endpoint unless a test says otherwise
 HOST = os.environ.get("TRANSFER_TEST_HOST", "127.0.0.1")
 
 TCP = TransferSettings(same_host=False)
@@ -186,6 +187,9 @@ class Decode:
     endpoint: DecodeEndpoint
     events: Recorder
 
+    def claim(self, room: int, prefills: Sequence[Prefill]) -> None:
+        self.endpoint.claim_room(room, [Target(item.address) for item in prefills])
+
     def open(
         self,
         room: int,
@@ -225,10 +229,12 @@ def prefill(
     seed: int = 1,
     keys: Keys | None = None,
     rank: int = 0,
+    model: bytes | None = MODEL,
 ) -> Iterator[Prefill]:
     pool, events = Pool(shape, seed), Recorder()
     endpoint = PrefillEndpoint(
         host=HOST,
+        server=f"{HOST}:30000",
         layout=pool.layout,
         memories=pool.memories,
         rank=rank,
@@ -236,6 +242,7 @@ def prefill(
         settings=settings,
         keys=keys,
     )
+    endpoint.set_model(model)
     try:
         yield Prefill(pool, endpoint, events)
     finally:
@@ -244,12 +251,22 @@ def prefill(
 
 @contextmanager
 def decode(
-    shape: Shape = Shape(), *, settings: TransferSettings = TCP, keys: Keys | None = None
+    shape: Shape = Shape(),
+    *,
+    settings: TransferSettings = TCP,
+    keys: Keys | None = None,
+    model: bytes | None = MODEL,
 ) -> Iterator[Decode]:
     pool, events = Pool(shape), Recorder()
     endpoint = DecodeEndpoint(
-        layout=pool.layout, memories=pool.memories, listener=events, settings=settings, keys=keys
+        server=f"{HOST}:30001",
+        layout=pool.layout,
+        memories=pool.memories,
+        listener=events,
+        settings=settings,
+        keys=keys,
     )
+    endpoint.set_model(model)
     try:
         yield Decode(pool, endpoint, events)
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 import zmq
-from transfer_pair import DEADLINE_S, HOST, Pool, Shape
+from transfer_pair import DEADLINE_S, HOST, MODEL, Pool, Shape
 
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME
@@ -47,7 +47,7 @@ class StrangeDecode:
         return connection
 
     def hello(self, instance: bytes = b"strange", window: int = 1 << 20, **changes: Any) -> None:
-        hello = messages.Hello(instance, self.layout, window, False)
+        hello = messages.Hello(instance, "", self.layout, window, False)
         self.tell(msgspec.structs.replace(hello, **changes))
 
     def greet(self, **changes: Any) -> messages.Welcome:
@@ -66,7 +66,7 @@ class StrangeDecode:
         )
 
     def open(self, room: int, num_pages: int = 1, generation: int = 1, receivers: int = 1) -> None:
-        self.tell(messages.Open(room, generation, num_pages, [], 0, receivers, False))
+        self.tell(messages.Open(room, generation, num_pages, [], 0, receivers, False, MODEL))
 
     def tell(self, message: Any) -> None:
         self.control.send_multipart([VERSION_FRAME, encode(message)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import make_prompts
+from conftest import ROOT, make_prompts
 from kit.scrapes import by_rank, labels_of
 from prefill_decode import PrefillDecode, post, transfer_state
 
@@ -191,6 +193,33 @@ def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
         doomed.result(60)
     for server in (pair.prefill, pair.decode):
         _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
+
+
+def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path) -> None:
+    """A rolling update: one side is ahead, then both are level again."""
+    other = model.with_name("other")
+    command = [str(ROOT / "scripts" / "make_demo_model.py"), str(other), "--seed", "2"]
+    subprocess.run([sys.executable, *command], check=True, timeout=120)
+    prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
+    expected = pair.generate(prompt).output_ids
+    update(pair.prefill, other)
+    before = transfer_state(pair.decode)
+    for reply in pair.both(again):
+        assert reply.status == 503
+        assert f"decode at 127.0.0.1:{pair.decode.port}" in reply.error, reply.error
+        assert f"prefill at 127.0.0.1:{pair.prefill.port}" in reply.error, reply.error
+    assert all(transfer_state(pair.decode)[name] == before[name] for name in MOVED)
+    assert pair.generate(prompt).status == 503, "nor is what decode's memory holds enough"
+    update(pair.decode, other)
+    after = pair.generate(prompt).output_ids
+    assert after != expected
+    for server in (pair.decode, pair.prefill):
+        update(server, model)
+    assert pair.generate(prompt).output_ids == expected
+
+
+def update(server: Server, model: Path) -> None:
+    assert server.request("/update_weights_from_disk", {"model_path": str(model)})["success"]
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ class RoomMachine(RuleBasedStateMachine):
     @rule(number=numbers, session=sessions, num_receivers=st.integers(1, 3))
     def open(self, number: int, session: str, num_receivers: int) -> None:
         self.generation += 1
-        message = Open(number, self.generation, 1, [], 0, num_receivers, False)
+        message = Open(number, self.generation, 1, [], 0, num_receivers, False, bytes(32))
         was_here = number in self.expected or number in self.opens
         known = self.table.get(number)
         is_taken = known is not None and (known.is_ready or session in known.opens)

@@ -384,6 +384,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     # The rest of what is hooked.
     "sglang.srt.disaggregation.utils:get_kv_class": ("transfer_backend", "class_type"),
+    "sglang.srt.disaggregation.utils:prepare_abort": ("req", "error_message", "status_code"),
     f"{_DECODE}PreallocQueue.__init__": ("self",),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")

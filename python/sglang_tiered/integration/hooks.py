@@ -2,7 +2,7 @@
 
 | target | kind | reason |
 |---|---|---|
-| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792) |
+| SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc}, begin_weight_update and end_weight_update | AFTER | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792); what is handed over is named anew |
 | SchedulerWeightUpdaterManager.update_weights_from_{disk,distributed,tensor,ipc} | BEFORE | with stores under way SGLang refuses the flush, and old KV stays in memory under new weights |
 | SchedulerWeightUpdaterManager.release_memory_occupation | AROUND | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored under their namespace |
 | SchedulerWeightUpdaterManager.resume_memory_occupation | AROUND | SGLang ends the scheduler when asked to resume what was not released, as after a disk that hung |
@@ -19,7 +19,7 @@
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
 | configs.model_config._get_and_verify_dtype | AROUND, CPU only | SGLang makes float16 of a float32 checkpoint, which a CPU computes slowest of all formats (``cpu.number_format``) |
-| Scheduler.flush_cache | AFTER | a flush releases purged tenants |
+| Scheduler.flush_cache | AFTER | a flush releases purged tenants, and prefill hands KV over again that may have been of weights before |
 | SchedulerFlushWrapper.handle, Scheduler.detach_hicache_storage_wrapped | BEFORE | both need an idle scheduler; hints that load for no request would keep it busy |
 | Scheduler.clear_hicache_storage_wrapped | AROUND | ``POST /hicache/storage-backend/clear`` must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
 | Scheduler.on_idle | AFTER | nodes that a purge left in the tree are removed when no request uses them; SGLang's tree cannot remove one tenant |
@@ -33,6 +33,7 @@
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
 | TokenizerManager._create_tokenized_object, TokenizerManager.{_send_one_request, _send_batch_request} | AFTER, BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
+| disaggregation.utils.prepare_abort | BEFORE | a handoff between servers of unequal models is answered with 503, not 500: another pair may serve the request |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
@@ -62,7 +63,7 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory, number_format
-from sglang_tiered.integration.identity import conversation_ids, named_in_body
+from sglang_tiered.integration.identity import conversation_ids, named_in_body, namespace
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
     refuse_placeholder_tokens,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 
 __all__ = ["RepeatFilter", "register"]
 
@@ -240,6 +242,10 @@ def _register_transfer_backend() -> None:
         _after_decode_queue,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.utils.prepare_abort", _before_abort, HookType.BEFORE
+    )
+    HookRegistry.register(f"{_SCHEDULER}.flush_cache", _after_flush, HookType.AFTER)
 
 
 def _register_decode_loads() -> None:
@@ -293,6 +299,25 @@ def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type:
     return kv_transfer.CLASSES[class_type.value]
 
 
+def _before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:
+    """Answer 503 for a pair of unequal models: another pair may serve the request."""
+    from http import HTTPStatus
+
+    from sglang_tiered.transfer.messages import is_other_model
+
+    if is_other_model(error_message):
+        status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    return (req, error_message, status_code), {}
+
+
+def _after_flush(flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    from sglang_tiered.integration.observe.transfer_stats import manager_of
+
+    handoff = manager_of(scheduler)
+    if flushed and handoff is not None:
+        handoff.handed.memory_was_flushed()
+
+
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -331,42 +356,68 @@ def _before_weight_update(updater: Any, recv_req: Any) -> None:
         cache.quiesce()
 
 
-def _after_weight_update(_: Any, updater: Any, recv_req: Any) -> None:
+def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
     """Treat a failed update as an update too: it may have replaced some weights."""
-    _weights_changed(updater, wants_flush=bool(getattr(recv_req, "flush_cache", False)))
+    wants_flush = bool(getattr(recv_req, "flush_cache", False))
+    _weights_changed(updater, _update_of(result, updater, recv_req), wants_flush=wants_flush)
+
+
+def _update_of(result: Any, updater: Any, recv_req: Any) -> WeightUpdate:
+    from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+
+    return WeightUpdate(
+        getattr(recv_req, "model_path", None),
+        getattr(recv_req, "load_format", None),
+        is_complete=result.success and updater._session is None,  # noqa: SLF001
+    )
 
 
 def _after_session_update(result: Any, updater: Any, recv_req: Any) -> None:
-    cache = _cache_of(updater.scheduler)
-    if cache is None or not (result.success or updater._session is not None):  # noqa: SLF001
+    if not (result.success or updater._session is not None):  # noqa: SLF001
         return  # it was refused
-    wants_flush = getattr(recv_req, "flush_cache", None)
-    # The call that ends a session has no such field: it goes by the others of the session.
-    cache.session_flushes = cache.session_flushes or bool(wants_flush)
-    _weights_changed(
-        updater, wants_flush=cache.session_flushes if wants_flush is None else wants_flush
-    )
+    cache, wants_flush = _cache_of(updater.scheduler), getattr(recv_req, "flush_cache", None)
+    if cache is not None:
+        # The call that ends a session has no such field: it goes by the others of the session.
+        cache.session_flushes = cache.session_flushes or bool(wants_flush)
+        wants_flush = cache.session_flushes if wants_flush is None else wants_flush
+    update = _update_of(result, updater, recv_req)
+    _weights_changed(updater, update, wants_flush=bool(wants_flush))
 
 
 def _after_begin(result: Any, updater: Any, *_: Any) -> None:
     """Expect weights to change without a call from now on, for example by RDMA."""
     cache = _cache_of(updater.scheduler)
-    if cache is not None and result.success:
-        cache.session_flushes = False
-        _weights_changed(updater, are_final=False)
+    if result.success:
+        if cache is not None:
+            cache.session_flushes = False
+        _weights_will_change(updater)
 
 
-def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool = True) -> None:
+def _weights_will_change(updater: Any) -> None:
+    from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+
+    _weights_changed(updater, WeightUpdate(), are_final=False)
+
+
+def _weights_changed(
+    updater: Any, update: WeightUpdate, *, wants_flush: bool = False, are_final: bool = True
+) -> None:
+    from sglang_tiered.integration.observe.transfer_stats import manager_of
+
     scheduler = updater.scheduler
-    cache = _cache_of(scheduler)
+    cache, handoff = _cache_of(scheduler), manager_of(scheduler)
+    # What is left in memory counts, not what the call asked for: the last call of a session flushes
+    # nothing, and a flush may have been refused, by a single rank whose load failed.
+    is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
     if cache is None:
+        if handoff is not None:
+            namespace.forget_files()
+            is_clean = are_final and is_idle and not _holds_kv(scheduler.tree_cache)
+            handoff.weights_changed(update, memory_is_clean=is_clean)
         return
     from sglang_tiered.integration.admin.control import hide_memory
     from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 
-    # What is left in memory counts, not what the call asked for: the last call of a session flushes
-    # nothing, and a flush may have been refused, by a single rank whose load failed.
-    is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
     (is_empty,) = least_on_every_rank(cache, [int(is_idle and cache.is_empty)])
     hides = wants_flush and not is_empty
     if hides:
@@ -376,6 +427,18 @@ def _weights_changed(updater: Any, *, wants_flush: bool = False, are_final: bool
         )
         hide_memory(scheduler)
     cache.change_weights(tree_is_empty=are_final and bool(is_empty or hides))
+    if handoff is not None:
+        is_clean = are_final and bool(is_empty or hides)
+        handoff.weights_changed(update, memory_is_clean=is_clean)
+
+
+def _holds_kv(tree: Any) -> bool:
+    """Whether a tree of SGLang's own holds any KV."""
+    try:
+        held = tree.total_size()
+    except NotImplementedError:  # without a prefix cache
+        return False
+    return any(held if isinstance(held, tuple) else (held,))
 
 
 def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -394,7 +457,7 @@ def _around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -
     of_weights = not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
     are_kept = get_exec().features.enable_weights_cpu_backup
     if of_weights and updater.memory_saver_adapter.enabled and not are_kept:
-        _weights_changed(updater, are_final=False)
+        _weights_will_change(updater)
     return result
 
 

@@ -17,11 +17,13 @@ from sglang_tiered.wire.keys import KEY_BYTES
 from sglang_tiered.wire.sockets import printable
 
 __all__ = [
+    "CHANGED",
     "KV_COMPONENT",
     "MAGIC",
     "MAX_CONNECTIONS",
     "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
+    "MODEL_BYTES",
     "VERSION",
     "TOKEN_BYTES",
     "VERSION_FRAME",
@@ -48,11 +50,13 @@ __all__ = [
     "StateLayout",
     "Welcome",
     "check_version",
+    "is_other_model",
+    "other_model",
     "peer_failed",
 ]
 
 MAGIC = b"sgt-kv/"
-VERSION = 3
+VERSION = 4
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
@@ -62,6 +66,9 @@ MAX_CONTROL_BYTES = 4 << 20
 """The same for messages without pages, and so for all messages from a decode instance."""
 
 TOKEN_BYTES = 16
+MODEL_BYTES = 32
+"""A digest of model, weights and number formats: KV of another one is noise to its receiver."""
+
 MAX_CONNECTIONS = 64
 KV_COMPONENT = -1
 """``component`` of the KV pages themselves; 0 and up are state components (SWA, Mamba, ...)."""
@@ -76,6 +83,8 @@ Positives = Annotated[list[Positive], Many]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
 Short = Annotated[bytes, msgspec.Meta(max_length=64)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Model = Annotated[bytes, msgspec.Meta(min_length=MODEL_BYTES, max_length=MODEL_BYTES)]
+Place = Annotated[str, msgspec.Meta(max_length=300)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,9 +123,11 @@ class KVLayout(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Opens a session. ``instance`` changes with every start of the process."""
+    """Opens a session. ``instance`` changes with every start of the process. ``server``: where it
+    answers requests, for who reads of it."""
 
     instance: Short
+    server: Place
     layout: KVLayout
     window_bytes: Positive
     is_same_host: bool  # prefill's address is one of decode's machine
@@ -124,13 +135,15 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 class Claim(_Message, frozen=True, tag="claim"):
     """A request of this room is here, and its pages will be allocated when there is memory. If this
-    session ends before ``Open``, the room will not be opened."""
+    session ends before ``Open``, the room will not be opened. ``model``: as in ``Open``."""
 
     room: int
+    model: Model
 
 
 class Open(_Message, frozen=True, tag="open"):
-    """The pages of a room are allocated; ``num_receivers`` such messages make it complete."""
+    """The pages of a room are allocated; ``num_receivers`` such messages make it complete.
+    ``model``: digest of what gives KV its meaning, as decode has it now."""
 
     room: int
     generation: int
@@ -139,6 +152,7 @@ class Open(_Message, frozen=True, tag="open"):
     prefix_tokens: Count
     num_receivers: Positive
     is_dummy: bool
+    model: Model
 
 
 class Abort(_Message, frozen=True, tag="abort"):
@@ -295,6 +309,25 @@ def peer_failed(reason: str) -> str:
     """The reason of a room that failed because of its other end, in the words by which SGLang's
     clients recognize a request that is worth sending again."""
     return f"PD peer failed: {reason}"
+
+
+OTHER_MODEL = "whose KV differs"
+CHANGED = "changed while the request was under way; send it again"
+
+
+def is_other_model(reason: str) -> bool:
+    """Whether a room failed because its ends have, or had, different models: another pair may
+    serve it."""
+    return OTHER_MODEL in reason or CHANGED in reason
+
+
+def other_model(prefill: str, sent: bytes, decode: str, wanted: bytes, note: str = "") -> str:
+    """The sentence of a pair whose models differ: both addresses, both digests, the way out."""
+    return (
+        f"prefill at {prefill} has the model {sent.hex()[:16]} and decode at {decode} the model "
+        f"{wanted.hex()[:16]}, {OTHER_MODEL}; serve the same weights with the same settings and "
+        f"SGLang on both, or declare them equal with --transfer-model{note and f' ({note})'}"
+    )
 
 
 def check_version(frame: bytes, who: str) -> None:

@@ -16,7 +16,7 @@ from sglang_tiered.transfer.messages import KVLayout, StateLayout
 if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory
 
-__all__ = ["at_rank", "host_memory_of", "layout_of", "memories_of"]
+__all__ = ["at_rank", "format_of", "host_memory_of", "layout_of", "memories_of"]
 
 DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""
@@ -43,13 +43,18 @@ def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> K
     )
 
 
-def _element(args: Any, server_args: Any) -> str:
-    """The element format of a page, as ``KVLayout`` names it. Empty for formats that no lossy codec
-    takes, and beside a draft model, whose part of the pool may have another format."""
+def format_of(args: Any, server_args: Any) -> str:
+    """The number format of an element of KV, by one name however it was asked for."""
     name = str(args.kv_cache_dtype_str)
     if name == "auto":
         name = str(model_config_of(server_args).dtype).removeprefix("torch.")
-    name = {"bf16": "bfloat16"}.get(name, name)
+    return {"bf16": "bfloat16"}.get(name, name)
+
+
+def _element(args: Any, server_args: Any) -> str:
+    """The element format of a page, as ``KVLayout`` names it. Empty for formats that no lossy codec
+    takes, and beside a draft model, whose part of the pool may have another format."""
+    name = format_of(args, server_args)
     return name if name in FLOAT_DTYPES and not args.num_draft_entries else ""
 
 

@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.common.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device
+from sglang.srt.runtime_context import get_device, get_serving
 
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
@@ -41,20 +41,27 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     is_wildcard,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
+from sglang_tiered.integration.disaggregation.handed_model import (
+    HandedModel,
+    WeightUpdate,
+    digests_directory,
+)
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
+from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
+from sglang_tiered.transfer.messages import CHANGED
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from sglang_tiered.transfer.decode.sessions import Address
@@ -137,6 +144,8 @@ class KVManagerRole:
     attn_tp_size: int
     update_status: Any
     server_socket: Any
+    bootstrap_host: str
+    local_ip: str
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
         config = TieredConfig.from_environment()
@@ -148,9 +157,42 @@ class KVManagerRole:
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
         self._exporter: MetricsExporter | None = None
+        self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
         super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
+        self._digests = digests_directory(config)
+        self._identify = partial(
+            namespace.handoff_identity,
+            self._transfer.model_name,
+            kv_pools.format_of(args, server_args),
+            with_draft=bool(args.num_draft_entries),
+        )
+
+    def _hand(self, tell: Callable[[bytes | None, str], None]) -> None:
+        """Find out whose KV this rank has, and tell its endpoint."""
+        is_declared = self._transfer.model_name is not None
+        self.handed = HandedModel(self._identify, self._digests, is_declared=is_declared, tell=tell)
+
+    def weights_changed(self, update: WeightUpdate, *, memory_is_clean: bool) -> None:
+        """End what is under way, and name the new weights. On the scheduler's thread, after they
+        were replaced and before it does anything else."""
+        assert self.handed is not None
+        self.end_rooms(f"the weights of {self.server} {CHANGED}")
+        self.handed.weights_changed(update, memory_is_clean=memory_is_clean)
+
+    def end_rooms(self, reason: str) -> None:
+        """Fail every request whose handoff is under way."""
+        raise NotImplementedError
+
+    @property
+    def server(self) -> str:
+        """Where this server answers requests."""
+        host = str(self.bootstrap_host)
+        if is_wildcard(address_of(host)):
+            host = str(self.local_ip)
+        port = get_serving().port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def rest(self) -> None:
         """Wait a moment for a room to move while this instance has nothing to compute. On the
@@ -182,6 +224,11 @@ class KVManagerRole:
                 self.failure_records.setdefault(room, reason)
         self.update_status(room, status)
         self._happened.set()
+
+    def _on_tick(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
+        if self.handed is not None:
+            self.handed.settle()
+        self._export(endpoint)
 
     def _export(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
         if not self.server_args.enable_metrics:
@@ -215,6 +262,14 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: PrefillEndpoint
 
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self._hand(self.endpoint.set_model)
+
+    def end_rooms(self, reason: str) -> None:
+        """As above; the endpoint fails them before it takes another chunk."""
+        self.endpoint.fail_rooms(reason)
+
     def register_to_bootstrap(self) -> None:
         """Listen, then announce where. SGLang's constructor calls this."""
         host = address_of(self.bootstrap_host)
@@ -228,13 +283,14 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             )
         self.endpoint = PrefillEndpoint(
             host=host,
+            server=self.server,
             layout=self._of_rank(),
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
             settings=self._settings(),
             keys=keys,
-            on_tick=self._export,
+            on_tick=self._on_tick,
         )
         self.rank_port = self.endpoint.control_port
         if not is_wildcard(host):
@@ -299,13 +355,21 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         super().__init__(args, mode, server_args, is_mla_backend)
         self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
         self.endpoint = DecodeEndpoint(
+            server=self.server,
             layout=self._of_rank(),
             memories=self._memories,
             listener=self,
             settings=self._settings(),
             keys=self._keys("decode"),
-            on_tick=self._export,
+            on_tick=self._on_tick,
         )
+        self._hand(lambda model, _: self.endpoint.set_model(model))
+
+    def end_rooms(self, reason: str) -> None:
+        """As above. A room that was received, and that the scheduler has not taken, ends too."""
+        for room in list(self.request_status):
+            self.endpoint.close_room(room)
+            self._conclude(room, KVPoll.Failed, reason)
 
     def check_is_allowed(self, host: str) -> None:
         """Raises ``TransferError`` for a prefill server that decode takes no KV from. Resolves

@@ -84,12 +84,14 @@ class DecodeListener(Protocol):
 
 
 class DecodeEndpoint:
-    """Methods may be called on any thread and return at once; ``close`` ends it. ``on_tick`` is
-    called a few times a second on the endpoint's thread."""
+    """Methods may be called on any thread and return at once; ``close`` ends it. ``server``: where
+    this instance answers requests, to be named to prefill. ``on_tick`` is called a few times a
+    second on the endpoint's thread. Prefill hears of no room before ``set_model``."""
 
     def __init__(
         self,
         *,
+        server: str,
         layout: KVLayout,
         memories: Memories,
         listener: DecodeListener,
@@ -106,9 +108,12 @@ class DecodeEndpoint:
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
         self._senders: dict[int, list[PrefillLink]] = {}  # by room
+        self._model: bytes | None = None  # of the KV that is taken
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
         self.stats = DecodeStats()
         self._loop = EndpointLoop("kv-transfer-decode", lambda: None, self._tick)
         self._links = PrefillLinks(
+            server=server,
             layout=layout,
             settings=settings,
             keys=keys,
@@ -126,10 +131,15 @@ class DecodeEndpoint:
     def num_sessions(self) -> int:
         return len(self._links)
 
+    def set_model(self, model: bytes | None) -> None:
+        """Name the model (``messages.Open``) whose KV is taken from now on. None: prefill hears of
+        no room until it is known. Close the rooms of another model yourself."""
+        self._loop.call(self._set_model, model)
+
     def claim_room(self, room: int, targets: Sequence[Target]) -> None:
         """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
         follow; if this instance ends before, prefill fails the request at once."""
-        self._loop.call(self._claim, room, list(targets))
+        self._loop.call(self._once_known, self._claim, room, list(targets))
 
     def open_room(
         self,
@@ -172,7 +182,8 @@ class DecodeEndpoint:
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:
                 raise TransferError("this room is open for another request already.")
-        self._loop.call(self._open, receiving, list(targets), prefix_tokens, num_receivers)
+        arguments = receiving, list(targets), prefix_tokens, num_receivers
+        self._loop.call(self._once_known, self._open, *arguments)
 
     def close_room(self, room: int) -> None:
         """Take the room's pages back: once this has returned, they are not written."""
@@ -184,7 +195,7 @@ class DecodeEndpoint:
 
     def abort_room(self, room: int, targets: Sequence[Target], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
-        self._loop.call(self._abort, room, list(targets), reason)
+        self._loop.call(self._once_known, self._abort, room, list(targets), reason)
 
     def close(self) -> None:
         """Close all rooms and end the thread. Call once, not on its thread."""
@@ -199,9 +210,25 @@ class DecodeEndpoint:
 
     # Sessions.
 
+    def _set_model(self, model: bytes | None) -> None:
+        self._model = model
+        if model is not None:
+            held, self._held = self._held, []
+            for function, arguments in held:
+                function(*arguments)
+
+    def _once_known(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Say what concerns a room, in order, once the model is known."""
+        if self._model is None:
+            self._held.append((function, arguments))
+        else:
+            function(*arguments)
+
     def _claim(self, number: int, targets: list[Target]) -> None:
+        assert self._model is not None
         for target in targets:
-            self._links.link_to(target.address).send_control(messages.Claim(number))
+            claim = messages.Claim(number, self._model)
+            self._links.link_to(target.address).send_control(claim)
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         reason = messages.peer_failed(reason)
@@ -268,6 +295,7 @@ class DecodeEndpoint:
     def _ask(
         self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
     ) -> None:
+        assert self._model is not None
         links = self._senders[room.number] = [self._links.link_to(item.address) for item in targets]
         rows = [0 if item is None else len(item) for _, item in room.states]
         for target, link in zip(targets, links, strict=True):
@@ -280,6 +308,7 @@ class DecodeEndpoint:
                     prefix_tokens,
                     num_receivers,
                     target.is_dummy,
+                    self._model,
                 )
             )
 

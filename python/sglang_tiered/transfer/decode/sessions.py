@@ -148,12 +148,14 @@ class PrefillLinks:
     def __init__(
         self,
         *,
+        server: str,
         layout: KVLayout,
         settings: TransferSettings,
         keys: Keys | None,
         loop: EndpointLoop,
         events: LinkEvents,
     ) -> None:
+        self._server = server
         self._layout = layout
         self._settings = settings
         self._keys = keys
@@ -247,7 +249,7 @@ class PrefillLinks:
         control.connect(sockets.endpoint_of(*link.address))
         reads = settings.same_host and is_own_address(host)
         link.send_control(
-            messages.Hello(self._instance, self._layout, settings.window_bytes, reads)
+            messages.Hello(self._instance, self._server, self._layout, settings.window_bytes, reads)
         )
 
     def _make_socket(

@@ -18,6 +18,7 @@ import zmq
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.messages import other_model
 from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
 from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
 from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
@@ -82,14 +83,17 @@ class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
     and return at once.
 
-    ``host`` is bound as it is, to free ports; ``on_tick`` is called a few times a second on the
-    endpoint's thread. Raises ``TransferError`` when the address cannot be bound.
+    ``host`` is bound as it is, to free ports; ``server``: where this instance answers requests, to
+    be named to who is refused; ``on_tick`` is called a few times a second on the endpoint's thread.
+    No room is ready before ``set_model``. Raises ``TransferError`` when the address cannot be
+    bound.
     """
 
     def __init__(
         self,
         *,
         host: str,
+        server: str,
         layout: KVLayout,
         memories: Memories,
         rank: int,
@@ -102,6 +106,9 @@ class PrefillEndpoint:
         self._listener = listener
         self._settings = settings
         self._on_tick = on_tick
+        self._server = server
+        self._model: bytes | None = None  # of the KV that is sent
+        self._model_note = ""
         self._peers = DecodePeers(
             host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
         )
@@ -131,6 +138,16 @@ class PrefillEndpoint:
     @property
     def num_sessions(self) -> int:
         return len(self._peers)
+
+    def set_model(self, model: bytes | None, note: str = "") -> None:
+        """Name the model (``messages.Open``) of the KV that is sent from now on. Decode ranks of
+        another are refused. None: rooms wait until it is known. ``note`` is told to who is
+        refused, after the sentence."""
+        self._loop.call(self._set_model, model, note)
+
+    def fail_rooms(self, reason: str) -> None:
+        """Fail every room there is: its KV is, or may be, of another model than is named next."""
+        self._loop.call(self._fail_rooms, reason)
 
     def expect_room(self, room: int) -> None:
         """Admit the room's request: from here on the endpoint waits for its decode ranks."""
@@ -191,7 +208,7 @@ class PrefillEndpoint:
         known.num_heard += 1
         match message:
             case messages.Claim():
-                self._rooms.claim_room(known, message.room, time.monotonic())
+                self._claim(known, message)
             case messages.Open():
                 self._open(known, message)
             case messages.Abort():
@@ -212,6 +229,35 @@ class PrefillEndpoint:
 
     # Rooms.
 
+    def _set_model(self, model: bytes | None, note: str) -> None:
+        self._model, self._model_note = model, note
+        for room in self._rooms:
+            for peer, theirs in list(room.models.items()):
+                if self._is_refused(peer, room.number, theirs):
+                    break
+            else:
+                self._check_ready(room)
+
+    def _is_refused(self, peer: DecodePeer, number: int, theirs: bytes) -> bool:
+        """Fail a room whose decode rank has another model."""
+        own = self._model
+        if own is None or theirs == own:
+            return False
+        self._fail(
+            number, other_model(self._server, own, peer.server, theirs, self._model_note), True
+        )
+        return True
+
+    def _fail_rooms(self, reason: str) -> None:
+        for room in self._rooms:
+            self._fail(room.number, reason, True)
+
+    def _claim(self, peer: DecodePeer, message: messages.Claim) -> None:
+        room = self._rooms.claim_room(peer, message.room, time.monotonic())
+        if not isinstance(room, str) and not room.is_ready:
+            room.models[peer] = message.model
+            self._is_refused(peer, message.room, message.model)
+
     def _expect(self, number: int) -> None:
         room = self._rooms.expect_room(number, time.monotonic())
         if isinstance(room, str):
@@ -225,10 +271,12 @@ class PrefillEndpoint:
             failed = messages.Failed(message.room, message.generation, room)
             self._peers.send(peer.identity, failed)
             return
-        self._check_ready(room)
+        room.models[peer] = message.model
+        if not self._is_refused(peer, message.room, message.model):
+            self._check_ready(room)
 
     def _check_ready(self, room: Room[DecodePeer]) -> None:
-        if room.is_ready or not room.is_complete:
+        if room.is_ready or not room.is_complete or self._model is None:
             return
         room.is_ready = True
         room.claims.clear()  # from here on only the ranks that opened it matter
@@ -308,6 +356,7 @@ class PrefillEndpoint:
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
             room.opens.pop(peer, None)
+            room.models.pop(peer, None)
             self._fail(room.number, messages.peer_failed(reason), True)
 
     def _say_goodbye(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from sglang_tiered.transfer.same_host import Fence
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from sglang_tiered.transfer.messages import Open
 
@@ -32,6 +32,7 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 @dataclass(eq=False, slots=True)
 class Room(Generic[SessionT]):
     """One request's handoff. ``unfinished``: sessions that have not confirmed the whole room.
+    ``models``: of the decode ranks that claimed or opened it, in the words of ``messages.Open``.
     ``fence`` is closed before its pages may go to another request."""
 
     number: int
@@ -41,6 +42,7 @@ class Room(Generic[SessionT]):
     is_last_queued: bool = False
     claims: set[SessionT] = field(default_factory=set)
     opens: dict[SessionT, Open] = field(default_factory=dict)
+    models: dict[SessionT, bytes] = field(default_factory=dict)
     unfinished: set[SessionT] = field(default_factory=set)
     fence: Fence = field(default_factory=Fence)
 
@@ -66,6 +68,10 @@ class RoomTable(Generic[SessionT]):
 
     def __len__(self) -> int:
         return len(self._rooms)
+
+    def __iter__(self) -> Iterator[Room[SessionT]]:
+        """Every room there is now; rooms may go meanwhile."""
+        return iter(list(self._rooms.values()))
 
     @property
     def num_orphans(self) -> int:

@@ -29,7 +29,7 @@ from sglang_tiered.wire.keys import (
     new_session_key,
     password_of,
 )
-from sglang_tiered.wire.sockets import encode, endpoint_of
+from sglang_tiered.wire.sockets import encode, endpoint_of, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +50,7 @@ class DecodePeer:
 
     identity: bytes
     instance: bytes
+    server: str  # where it answers requests, as it says
     token: bytes
     tagger: Tagger
     sending: SendQueue
@@ -160,7 +161,8 @@ class DecodePeers:
         )
         token = secrets.token_bytes(messages.TOKEN_BYTES)
         links: list[bytes | None] = [None] * self._settings.num_connections
-        peer = DecodePeer(identity, hello.instance, token, tagger, sending, now, now)
+        server = printable(hello.server)
+        peer = DecodePeer(identity, hello.instance, server, token, tagger, sending, now, now)
         peer.links = links
         door = self.door.name if self.door is not None and hello.is_same_host else None
         self._by_identity[identity] = self._by_token[token] = peer

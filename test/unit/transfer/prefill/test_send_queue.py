@@ -40,7 +40,7 @@ def queue() -> SendQueue:
 
 
 def opened(room: int = 1, num_pages: int = 4) -> Open:
-    return Open(room, 7, num_pages, [], 0, 1, False)
+    return Open(room, 7, num_pages, [], 0, 1, False, bytes(32))
 
 
 def add(queue: SendQueue, pages: list[int], fence: Fence | None = None, **changes: Any) -> None:

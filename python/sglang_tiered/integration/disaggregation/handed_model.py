@@ -1,0 +1,163 @@
+"""``HandedModel``: which model the KV is of that one rank sends or takes, from start to exit.
+
+Weights do not change on disk alone: they are replaced while the server runs, and memory may hold KV
+of those before. So what goes out or comes in is named anew with every change, and the rooms under
+way end with it (``transfer``'s README, the model).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.config import cache_directory
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from sglang_tiered.config import TieredConfig
+
+__all__ = ["HandedModel", "WeightUpdate", "digests_directory"]
+
+MEANWHILE = "requests wait for it, since none is handed over"
+UNKNOWN = "no file tells the weights of prefill"
+REPLACED = "the weights of prefill were replaced while it ran"
+STALE = "prefill still holds KV of the weights before; flush its cache"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What is known of new weights. ``path``: the files that were read, None where they came
+    otherwise. ``is_complete``: all of them were replaced, and no more of them come in the same
+    session."""
+
+    path: str | None = None
+    load_format: str | None = None
+    is_complete: bool = False
+
+
+def digests_directory(config: TieredConfig | None) -> Path:
+    """The directory where digests of weights are remembered: the tiers', else the user's cache."""
+    if config is not None and config.nvme is not None:
+        return Path(config.nvme.directory)
+    return cache_directory() / "sglang-tiered"
+
+
+class HandedModel:
+    """``tell`` takes the digest (None while it is not known) and a note for who is refused.
+
+    ``settle`` is for the endpoint's thread, everything else for the scheduler's. ``identify``
+    makes the identity of the weights as they were loaded."""
+
+    def __init__(
+        self,
+        identify: Callable[[], Mapping[str, Any]],
+        directory: Path,
+        *,
+        is_declared: bool,
+        tell: Callable[[bytes | None, str], None],
+    ) -> None:
+        self._identify = identify
+        self._directory = directory
+        self._is_declared = is_declared
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._search: NamespaceSearch | None = None
+        self._model: bytes | None = None
+        self._note = ""
+        self._is_stale = False
+        self._complete: bytes | None = None  # the last model that was not replaced in part
+        self._path_of_failed: str | None = None
+        self._version: Any = None
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be made (%s); weights are read again at every start", directory, error
+            )
+        identity = identify()
+        self._version = identity.get("weight_version")
+        self._look_for(identity, UNKNOWN)
+
+    def settle(self) -> None:
+        """Tell the digest once the weights have been read. Memory only."""
+        with self._lock:
+            search = self._search
+            if search is None or search.answer is None:
+                return
+            self._search = None
+            self._complete = search.answer
+            self._know(search.answer, UNKNOWN if search.is_nameless else self._note)
+
+    def weights_changed(self, update: WeightUpdate, *, memory_is_clean: bool) -> None:
+        """Name the new weights. End the rooms under way first. ``memory_is_clean``: no request
+        matches KV of the weights before."""
+        with self._lock:
+            self._is_stale = not memory_is_clean
+            if self._search is not None:
+                self._search.stop()
+                self._search = None
+        identity = self._identity_after(update)
+        if identity is None:
+            with self._lock:
+                self._know(namespace.successor(b""), REPLACED)
+        else:
+            self._look_for(identity, REPLACED)
+
+    def _identity_after(self, update: WeightUpdate) -> Mapping[str, Any] | None:
+        """None for weights that no other server can name."""
+        if self._is_declared:
+            identity = self._identify()
+            version = identity["weight_version"]
+            if not update.is_complete or version == self._version:
+                return None
+            self._version = version
+            return identity
+        before = self._complete
+        if update.path is None or before is None:
+            self._complete = None
+            return None
+        if not update.is_complete:  # reading the same files again replaces what it replaced
+            if self._path_of_failed not in (None, update.path):
+                self._complete = None
+            self._path_of_failed = update.path
+            return None
+        if self._path_of_failed not in (None, update.path):
+            self._complete = None
+            return None
+        self._path_of_failed = None
+        return namespace.updated_identity(before, update.path, update.load_format)
+
+    def memory_was_flushed(self) -> None:
+        """No KV of weights before is left."""
+        with self._lock:
+            was_stale, self._is_stale = self._is_stale, False
+            if was_stale and self._model is not None:
+                self._know(self._model, self._note)
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._search is not None:
+            self._search.stop()
+
+    def _look_for(self, identity: Mapping[str, Any], note: str) -> None:
+        search = NamespaceSearch(identity, {}, self._directory, patience_s=0.0, meanwhile=MEANWHILE)
+        with self._lock:
+            self._search, self._model, self._note = search, None, note
+            self._complete = None
+            self._tell(None, "")
+        self.settle()
+
+    def _know(self, model: bytes, note: str) -> None:
+        self._model, self._note = model, note
+        if self._is_stale:
+            self._tell(namespace.successor(model), STALE)
+        else:
+            self._tell(model, note)

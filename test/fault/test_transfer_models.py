@@ -1,0 +1,99 @@
+"""KV of one model is noise to another: a pair of unequal ones hands nothing over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transfer_pair import HOST, MODEL, decode, hand_over, prefill
+
+if TYPE_CHECKING:
+    from transfer_pair import Decode, Prefill
+
+OTHER = b"o" * 32
+SENTENCE = (
+    f"prefill at {HOST}:30000 has the model {MODEL.hex()[:16]} and decode at {HOST}:30001 "
+    f"the model {OTHER.hex()[:16]}, whose KV differs; "
+)
+
+
+def open_room(sender: Prefill, receiver: Decode, room: int = 1) -> None:
+    sender.endpoint.expect_room(room)
+    receiver.open(room, [sender], [1, 2])
+
+
+def reasons(sender: Prefill, receiver: Decode, room: int = 1) -> list[str]:
+    return [end.events.wait_for("failed", room)[2] for end in (sender, receiver)]
+
+
+def test_other_model_is_refused_on_both_sides() -> None:
+    with prefill() as sender, decode(model=OTHER) as receiver:
+        open_room(sender, receiver)
+        for reason in reasons(sender, receiver):
+            assert SENTENCE in reason and "--transfer-model" in reason
+        assert not receiver.pool.kv.any(), "something landed"
+
+
+def test_claim_of_other_model_ends_the_request() -> None:
+    """Prefill need not compute what nobody takes, though decode has no memory yet."""
+    with prefill() as sender, decode(model=OTHER) as receiver:
+        sender.endpoint.expect_room(1)
+        receiver.claim(1, [sender])
+        assert SENTENCE in sender.events.wait_for("failed", 1)[2]
+        receiver.open(1, [sender], [1, 2])
+        assert SENTENCE in receiver.events.wait_for("failed", 1)[2]
+
+
+def test_requests_wait_until_both_models_are_known() -> None:
+    with prefill(model=None) as sender, decode(model=None) as receiver:
+        sender.endpoint.expect_room(1)
+        receiver.claim(1, [sender])
+        receiver.open(1, [sender], [1, 2])
+        receiver.endpoint.set_model(MODEL)
+        sender.endpoint.expect_room(2)
+        receiver.open(2, [sender], [3, 4])  # a session is open by then
+        assert sender.events.kinds(1) == []
+        sender.endpoint.set_model(MODEL)
+        for room, pages in ((1, [1, 2]), (2, [3, 4])):
+            sender.events.wait_for("ready", room)
+            sender.send(room, [8, 9])
+            receiver.events.wait_for("received", room)
+            assert (receiver.pool.pages(pages) == sender.pool.pages([8, 9])).all()
+
+
+def test_late_answer_refuses_rooms_that_waited() -> None:
+    with prefill(model=None) as sender, decode(model=OTHER) as receiver:
+        open_room(sender, receiver)
+        sender.endpoint.set_model(MODEL)
+        assert all(SENTENCE in reason for reason in reasons(sender, receiver))
+
+
+def test_rooms_under_way_end_with_prefills_update() -> None:
+    with prefill() as sender, decode() as receiver:
+        open_room(sender, receiver)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [8], is_last=False)
+        sender.endpoint.fail_rooms("the weights changed")
+        sender.endpoint.set_model(OTHER)
+        sender.send(1, [9], start=1)  # computed with the weights after
+        assert all("the weights changed" in reason for reason in reasons(sender, receiver))
+        open_room(sender, receiver, 2)
+        assert all("whose KV differs" in reason for reason in reasons(sender, receiver, 2))
+        receiver.endpoint.set_model(OTHER)
+        hand_over(sender, receiver, 3)
+
+
+def test_rooms_after_decodes_update_are_refused() -> None:
+    """Decode was updated; prefill was not."""
+    with prefill() as sender, decode() as receiver:
+        hand_over(sender, receiver, 1)
+        receiver.endpoint.set_model(OTHER)
+        open_room(sender, receiver, 2)
+        assert all(SENTENCE in reason for reason in reasons(sender, receiver, 2))
+
+
+def test_note_of_prefill_reaches_both_sides() -> None:
+    with prefill() as sender, decode(model=OTHER) as receiver:
+        sender.endpoint.set_model(MODEL, "its weights are in no file")
+        open_room(sender, receiver)
+        for reason in reasons(sender, receiver):
+            assert reason.endswith("--transfer-model (its weights are in no file)")
