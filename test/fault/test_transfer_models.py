@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from transfer_pair import HOST, MODEL, decode, hand_over, prefill
 
 if TYPE_CHECKING:
     from transfer_pair import Decode, Prefill
 
 OTHER = b"o" * 32
+ADAPTER = b"a" * 32
 SENTENCE = (
     f"prefill at {HOST}:30000 has the model {MODEL.hex()[:16]} and decode at {HOST}:30001 "
     f"the model {OTHER.hex()[:16]}, whose KV differs; "
@@ -58,6 +60,24 @@ def test_requests_wait_until_both_models_are_known() -> None:
             sender.send(room, [8, 9])
             receiver.events.wait_for("received", room)
             assert (receiver.pool.pages(pages) == sender.pool.pages([8, 9])).all()
+
+
+@pytest.mark.parametrize("is_claimed_first", [False, True])
+def test_other_adapter_is_another_model(is_claimed_first: bool) -> None:
+    with prefill() as sender, decode() as receiver:
+        for room, theirs in ((1, ADAPTER), (2, OTHER), (3, b"")):
+            calls = [
+                lambda room=room: sender.endpoint.expect_room(room, ADAPTER),
+                lambda room=room, theirs=theirs: receiver.open(
+                    room, [sender], [1, 2], adapter=theirs
+                ),
+            ]
+            for call in reversed(calls) if is_claimed_first else calls:
+                call()
+            if theirs == ADAPTER:
+                sender.events.wait_for("ready", room)
+            else:
+                assert all("whose KV differs" in told for told in reasons(sender, receiver, room))
 
 
 def test_late_answer_refuses_rooms_that_waited() -> None:

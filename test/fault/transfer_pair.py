@@ -201,6 +201,7 @@ class Decode:
         num_receivers: int = 1,
         prefix_tokens: int = 0,
         dummies: Sequence[int] = (),
+        adapter: bytes = b"",
     ) -> None:
         targets = [
             Target(item if isinstance(item, tuple) else item.address, index in dummies)
@@ -214,6 +215,7 @@ class Decode:
             aux_row=aux_row,
             prefix_tokens=prefix_tokens,
             num_receivers=num_receivers,
+            adapter=adapter,
         )
 
 

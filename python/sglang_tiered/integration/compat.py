@@ -386,6 +386,11 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.disaggregation.utils:get_kv_class": ("transfer_backend", "class_type"),
     "sglang.srt.disaggregation.utils:prepare_abort": ("req", "error_message", "status_code"),
     f"{_DECODE}PreallocQueue.__init__": ("self",),
+    f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req"),
+    "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender": ("self", "req"),
+    "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter_from_tensors": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.unload_lora_adapter": ("self", "recv_req"),
     **{
         f"{_UPDATER}.{method}": ("self", "recv_req")
         for method in (

@@ -33,6 +33,8 @@
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
 | TokenizerManager._create_tokenized_object, TokenizerManager.{_send_one_request, _send_batch_request} | AFTER, BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
+| Scheduler.{load_lora_adapter, load_lora_adapter_from_tensors, unload_lora_adapter} | AFTER | an adapter that was loaded while the server runs is part of what KV means, and has another id on every server |
+| PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter its request uses |
 | disaggregation.utils.prepare_abort | BEFORE | a handoff between servers of unequal models is answered with 503, not 500: another pair may serve the request |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
@@ -96,6 +98,10 @@ REFUSED = 2
 TIERS_INFO = "sglang_tiered_tiers"
 """Key of what the tiers hold in a scheduler's start message."""
 
+_ENDS_OF_HANDOFFS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+)
 LOOKUP_LOOK_S = 0.01
 
 logger = logging.getLogger(__name__)
@@ -246,6 +252,11 @@ def _register_transfer_backend() -> None:
         "sglang.srt.disaggregation.utils.prepare_abort", _before_abort, HookType.BEFORE
     )
     HookRegistry.register(f"{_SCHEDULER}.flush_cache", _after_flush, HookType.AFTER)
+    for target in _ENDS_OF_HANDOFFS:
+        HookRegistry.register(target, _before_handoff, HookType.BEFORE)
+    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        HookRegistry.register(f"{_SCHEDULER}.{method}", _after_adapter, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.unload_lora_adapter", _after_adapter_ended, HookType.AFTER)
 
 
 def _register_decode_loads() -> None:
@@ -308,6 +319,29 @@ def _before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:
     if is_other_model(error_message):
         status_code = HTTPStatus.SERVICE_UNAVAILABLE
     return (req, error_message, status_code), {}
+
+
+def _before_handoff(queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    if queue.transfer_backend.value == TRANSFER_BACKEND:
+        manager = queue.kv_manager
+        manager.arriving = manager.adapters.digest_of(req.lora_id)
+
+
+def _after_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
+    from sglang_tiered.integration.observe.transfer_stats import manager_of
+
+    handoff = manager_of(scheduler)
+    if handoff is not None and result.success:
+        path = getattr(recv_req, "lora_path", None)
+        handoff.adapters.note_loaded(recv_req.lora_id, path)
+
+
+def _after_adapter_ended(result: Any, scheduler: Any, recv_req: Any) -> None:
+    from sglang_tiered.integration.observe.transfer_stats import manager_of
+
+    handoff = manager_of(scheduler)
+    if handoff is not None and result.success:
+        handoff.adapters.note_unloaded(recv_req.lora_id)
 
 
 def _after_flush(flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:

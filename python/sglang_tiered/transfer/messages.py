@@ -8,6 +8,7 @@ can be told so.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -53,6 +54,7 @@ __all__ = [
     "is_other_model",
     "other_model",
     "peer_failed",
+    "with_adapter",
 ]
 
 MAGIC = b"sgt-kv/"
@@ -309,6 +311,11 @@ def peer_failed(reason: str) -> str:
     """The reason of a room that failed because of its other end, in the words by which SGLang's
     clients recognize a request that is worth sending again."""
     return f"PD peer failed: {reason}"
+
+
+def with_adapter(model: bytes, adapter: bytes) -> bytes:
+    """The model of a request that uses an adapter (its digest; empty without one)."""
+    return hashlib.sha256(model + adapter).digest() if adapter else model
 
 
 OTHER_MODEL = "whose KV differs"

@@ -1,4 +1,4 @@
-"""``HandedModel``: which model the KV is of that one rank sends or takes, from start to exit.
+"""``HandedModel`` and ``HandedAdapters``: what the KV is of that a rank sends or takes.
 
 Weights do not change on disk alone: they are replaced while the server runs, and memory may hold KV
 of those before. So what goes out or comes in is named anew with every change, and the rooms under
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import cache_directory
 from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = ["HandedModel", "WeightUpdate", "digests_directory"]
+__all__ = ["HandedAdapters", "HandedModel", "WeightUpdate", "digests_directory"]
 
 MEANWHILE = "requests wait for it, since none is handed over"
+ADAPTER_MEANWHILE = "requests of this adapter are refused by the other server"
 UNKNOWN = "no file tells the weights of prefill"
 REPLACED = "the weights of prefill were replaced while it ran"
 STALE = "prefill still holds KV of the weights before; flush its cache"
@@ -161,3 +163,41 @@ class HandedModel:
             self._tell(namespace.successor(model), STALE)
         else:
             self._tell(model, note)
+
+
+class HandedAdapters:
+    """What tells apart the LoRA adapters that were loaded while the server runs, by SGLang's ids.
+    The scheduler's thread only.
+
+    Those of ``--lora-paths`` are part of the model. One that is loaded later belongs to the
+    requests that name it only, by the bytes of its files: each server gives it an id of its own,
+    and may have it elsewhere."""
+
+    def __init__(self, directory: Path) -> None:
+        """``directory`` holds remembered digests."""
+        self._directory = directory
+        self._searches: dict[str, NamespaceSearch | None] = {}
+
+    def note_loaded(self, lora_id: str, path: str | None) -> None:
+        """Read the files of an adapter, on a thread. Without ``path`` it came from tensors, and has
+        no equal."""
+        self._searches[lora_id] = None
+        if path is not None:
+            identity = {"adapter": identify_model(path, None, "auto")}
+            self._searches[lora_id] = NamespaceSearch(
+                identity, {}, self._directory, patience_s=0.0, meanwhile=ADAPTER_MEANWHILE
+            )
+
+    def note_unloaded(self, lora_id: str) -> None:
+        search = self._searches.pop(lora_id, None)
+        if search is not None:
+            search.stop()
+
+    def digest_of(self, lora_id: str | None) -> bytes:
+        """Return the digest of a request's adapter; empty without one, and for one that is part of
+        the model. What is not known (yet) has a digest that nobody else has."""
+        if lora_id is None or lora_id not in self._searches:
+            return b""
+        search = self._searches[lora_id]
+        answer = None if search is None else search.answer
+        return namespace.successor(b"") if answer is None else answer

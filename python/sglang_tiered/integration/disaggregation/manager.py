@@ -42,6 +42,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
 from sglang_tiered.integration.disaggregation.handed_model import (
+    HandedAdapters,
     HandedModel,
     WeightUpdate,
     digests_directory,
@@ -134,6 +135,8 @@ class KVManagerRole:
     class."""
 
     reports_transfer_latency = True
+    arriving = b""
+    """Digest of the adapter of the request whose end SGLang makes next (``HandedAdapters``)."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
     request_status: Any
@@ -162,6 +165,7 @@ class KVManagerRole:
         super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         self._digests = digests_directory(config)
+        self.adapters = HandedAdapters(self._digests)
         self._identify = partial(
             namespace.handoff_identity,
             self._transfer.model_name,
@@ -412,6 +416,7 @@ class _End:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
+    adapter = b""
     _failure: KVTransferError | None = None
 
     def __init__(
@@ -427,6 +432,7 @@ class _End:
             # A number of its own, so that its end touches no other request's room.
             bootstrap_room = next(_NO_ROOMS)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)  # type: ignore[call-arg]
+        self.adapter = mgr.arriving
         if reason is not None:
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
@@ -463,7 +469,7 @@ class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     def __init__(self, mgr: PrefillKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
         if self.conclude_state is None and not mgr.is_dummy_cp_rank:
-            mgr.endpoint.expect_room(self.bootstrap_room)
+            mgr.endpoint.expect_room(self.bootstrap_room, self.adapter)
 
     def abort(self) -> None:
         self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
@@ -527,6 +533,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
                 prefix_tokens=decode_prefix_len or 0,
                 num_receivers=self.required_dst_info_num,
                 memory=memory,
+                adapter=self.adapter,
             )
         except TransferError as error:
             self._fail(str(error))
@@ -571,7 +578,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
             self._fail(f"the prefill server at {server} does not say which replica has the request")
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
-            self.kv_mgr.endpoint.claim_room(self.bootstrap_room, self._targets())
+            self.kv_mgr.endpoint.claim_room(self.bootstrap_room, self._targets(), self.adapter)
 
     def _register_kv_args(self) -> bool:
         """Does nothing: the session's Hello registers this rank, once per prefill server."""

@@ -136,10 +136,11 @@ class DecodeEndpoint:
         no room until it is known. Close the rooms of another model yourself."""
         self._loop.call(self._set_model, model)
 
-    def claim_room(self, room: int, targets: Sequence[Target]) -> None:
+    def claim_room(self, room: int, targets: Sequence[Target], adapter: bytes = b"") -> None:
         """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
-        follow; if this instance ends before, prefill fails the request at once."""
-        self._loop.call(self._once_known, self._claim, room, list(targets))
+        follow; if this instance ends before, prefill fails the request at once. ``adapter``: digest
+        of the request's, if it is no part of the model."""
+        self._loop.call(self._once_known, self._claim, room, list(targets), adapter)
 
     def open_room(
         self,
@@ -152,13 +153,15 @@ class DecodeEndpoint:
         prefix_tokens: int,
         num_receivers: int,
         memory: PagedMemory | None = None,
+        adapter: bytes = b"",
     ) -> None:
         """Ask ``targets`` for a room. ``pages`` of ``memory`` (default: the device's pool) must
         stay allocated until the listener has heard how the room ended or ``close_room`` has
         returned.
 
-        ``num_receivers``: decode ranks that each target serves. Raises ``TransferError`` for
-        pages that do not exist, and for a room that is open: it keeps its pages.
+        ``num_receivers``: decode ranks that each target serves. ``adapter``: as ``claim_room``
+        says. Raises ``TransferError`` for pages that do not exist, and for a room that is open: it
+        keeps its pages.
         """
         memory = memory or self._memories.kv
         check_pages(memory, pages, "the scheduler")
@@ -182,7 +185,7 @@ class DecodeEndpoint:
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:
                 raise TransferError("this room is open for another request already.")
-        arguments = receiving, list(targets), prefix_tokens, num_receivers
+        arguments = receiving, list(targets), prefix_tokens, num_receivers, adapter
         self._loop.call(self._once_known, self._open, *arguments)
 
     def close_room(self, room: int) -> None:
@@ -224,10 +227,10 @@ class DecodeEndpoint:
         else:
             function(*arguments)
 
-    def _claim(self, number: int, targets: list[Target]) -> None:
+    def _claim(self, number: int, targets: list[Target], adapter: bytes) -> None:
         assert self._model is not None
+        claim = messages.Claim(number, messages.with_adapter(self._model, adapter))
         for target in targets:
-            claim = messages.Claim(number, self._model)
             self._links.link_to(target.address).send_control(claim)
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
@@ -281,19 +284,29 @@ class DecodeEndpoint:
     # Rooms.
 
     def _open(
-        self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
+        self,
+        room: ReceiveRoom,
+        targets: list[Target],
+        prefix_tokens: int,
+        num_receivers: int,
+        adapter: bytes,
     ) -> None:
         if room.is_closed:
             return
         try:
-            self._ask(room, targets, prefix_tokens, num_receivers)
+            self._ask(room, targets, prefix_tokens, num_receivers, adapter)
         except Exception as error:
             # Conclude the room after any error: the scheduler would wait for it without end.
             logger.exception("KV transfer: internal error while asking for a room; it fails")
             self._conclude_failed(room, f"decode could not ask for the pages ({error})")
 
     def _ask(
-        self, room: ReceiveRoom, targets: list[Target], prefix_tokens: int, num_receivers: int
+        self,
+        room: ReceiveRoom,
+        targets: list[Target],
+        prefix_tokens: int,
+        num_receivers: int,
+        adapter: bytes,
     ) -> None:
         assert self._model is not None
         links = self._senders[room.number] = [self._links.link_to(item.address) for item in targets]
@@ -308,7 +321,7 @@ class DecodeEndpoint:
                     prefix_tokens,
                     num_receivers,
                     target.is_dummy,
-                    self._model,
+                    messages.with_adapter(self._model, adapter),
                 )
             )
 

@@ -149,9 +149,10 @@ class PrefillEndpoint:
         """Fail every room there is: its KV is, or may be, of another model than is named next."""
         self._loop.call(self._fail_rooms, reason)
 
-    def expect_room(self, room: int) -> None:
-        """Admit the room's request: from here on the endpoint waits for its decode ranks."""
-        self._loop.call(self._expect, room)
+    def expect_room(self, room: int, adapter: bytes = b"") -> None:
+        """Admit the room's request: from here on the endpoint waits for its decode ranks.
+        ``adapter``: digest of the request's, if it is no part of the model."""
+        self._loop.call(self._expect, room, adapter)
 
     def send_chunk(self, room: int, chunk: Chunk) -> None:
         """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
@@ -232,21 +233,20 @@ class PrefillEndpoint:
     def _set_model(self, model: bytes | None, note: str) -> None:
         self._model, self._model_note = model, note
         for room in self._rooms:
-            for peer, theirs in list(room.models.items()):
-                if self._is_refused(peer, room.number, theirs):
-                    break
-            else:
+            if not self._is_refused(room):
                 self._check_ready(room)
 
-    def _is_refused(self, peer: DecodePeer, number: int, theirs: bytes) -> bool:
-        """Fail a room whose decode rank has another model."""
-        own = self._model
-        if own is None or theirs == own:
+    def _is_refused(self, room: Room[DecodePeer]) -> bool:
+        """Fail a room of which a decode rank has another model than this request's."""
+        if self._model is None or not room.is_expected:
             return False
-        self._fail(
-            number, other_model(self._server, own, peer.server, theirs, self._model_note), True
-        )
-        return True
+        own = messages.with_adapter(self._model, room.adapter)
+        for peer, theirs in room.models.items():
+            if theirs != own:
+                reason = other_model(self._server, own, peer.server, theirs, self._model_note)
+                self._fail(room.number, reason, True)
+                return True
+        return False
 
     def _fail_rooms(self, reason: str) -> None:
         for room in self._rooms:
@@ -256,13 +256,15 @@ class PrefillEndpoint:
         room = self._rooms.claim_room(peer, message.room, time.monotonic())
         if not isinstance(room, str) and not room.is_ready:
             room.models[peer] = message.model
-            self._is_refused(peer, message.room, message.model)
+            self._is_refused(room)
 
-    def _expect(self, number: int) -> None:
+    def _expect(self, number: int, adapter: bytes) -> None:
         room = self._rooms.expect_room(number, time.monotonic())
         if isinstance(room, str):
             self._listener.room_failed(number, room)
-        else:
+            return
+        room.adapter = adapter
+        if not self._is_refused(room):
             self._check_ready(room)
 
     def _open(self, peer: DecodePeer, message: messages.Open) -> None:
@@ -272,7 +274,7 @@ class PrefillEndpoint:
             self._peers.send(peer.identity, failed)
             return
         room.models[peer] = message.model
-        if not self._is_refused(peer, message.room, message.model):
+        if not self._is_refused(room):
             self._check_ready(room)
 
     def _check_ready(self, room: Room[DecodePeer]) -> None:

@@ -33,6 +33,7 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 class Room(Generic[SessionT]):
     """One request's handoff. ``unfinished``: sessions that have not confirmed the whole room.
     ``models``: of the decode ranks that claimed or opened it, in the words of ``messages.Open``.
+    ``adapter``: digest of the request's, empty without one.
     ``fence`` is closed before its pages may go to another request."""
 
     number: int
@@ -43,6 +44,7 @@ class Room(Generic[SessionT]):
     claims: set[SessionT] = field(default_factory=set)
     opens: dict[SessionT, Open] = field(default_factory=dict)
     models: dict[SessionT, bytes] = field(default_factory=dict)
+    adapter: bytes = b""
     unfinished: set[SessionT] = field(default_factory=set)
     fence: Fence = field(default_factory=Fence)
 
