@@ -86,7 +86,7 @@ class HandedModel:
             )
         identity = identify()
         self._version = identity.get("weight_version")
-        self._look_for(identity, UNKNOWN)
+        self._look_for(identity, "")
 
     def settle(self) -> None:
         """Tell the digest once the weights have been read. Memory only."""

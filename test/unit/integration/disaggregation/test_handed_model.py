@@ -83,6 +83,7 @@ def pair(tmp_path: Path) -> tuple[Server, Server]:
 
 def test_equal_files_elsewhere_are_the_same_model(pair: tuple[Server, Server]) -> None:
     assert pair[0].says() == pair[1].says()
+    assert pair[0].says()[1] == "", "nothing is wrong with them"
     assert pair[0].told[0] == (None, ""), "nothing is handed over before it is known"
 
 
