@@ -65,6 +65,7 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory, number_format
+from sglang_tiered.integration.disaggregation import registration
 from sglang_tiered.integration.identity import conversation_ids, named_in_body, namespace
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
@@ -98,10 +99,6 @@ REFUSED = 2
 TIERS_INFO = "sglang_tiered_tiers"
 """Key of what the tiers hold in a scheduler's start message."""
 
-_ENDS_OF_HANDOFFS = (
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
-)
 LOOKUP_LOOK_S = 0.01
 
 logger = logging.getLogger(__name__)
@@ -248,15 +245,7 @@ def _register_transfer_backend() -> None:
         _after_decode_queue,
         HookType.AFTER,
     )
-    HookRegistry.register(
-        "sglang.srt.disaggregation.utils.prepare_abort", _before_abort, HookType.BEFORE
-    )
-    HookRegistry.register(f"{_SCHEDULER}.flush_cache", _after_flush, HookType.AFTER)
-    for target in _ENDS_OF_HANDOFFS:
-        HookRegistry.register(target, _before_handoff, HookType.BEFORE)
-    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
-        HookRegistry.register(f"{_SCHEDULER}.{method}", _after_adapter, HookType.AFTER)
-    HookRegistry.register(f"{_SCHEDULER}.unload_lora_adapter", _after_adapter_ended, HookType.AFTER)
+    registration.register()
 
 
 def _register_decode_loads() -> None:
@@ -308,48 +297,6 @@ def _around_get_kv_class(original: Callable[..., Any], backend: Any, class_type:
     from sglang_tiered.integration.disaggregation import manager as kv_transfer
 
     return kv_transfer.CLASSES[class_type.value]
-
-
-def _before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:
-    """Answer 503 for a pair of unequal models: another pair may serve the request."""
-    from http import HTTPStatus
-
-    from sglang_tiered.transfer.messages import is_other_model
-
-    if is_other_model(error_message):
-        status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    return (req, error_message, status_code), {}
-
-
-def _before_handoff(queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    if queue.transfer_backend.value == TRANSFER_BACKEND:
-        manager = queue.kv_manager
-        manager.arriving = manager.adapters.digest_of(req.lora_id)
-
-
-def _after_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
-    from sglang_tiered.integration.observe.transfer_stats import manager_of
-
-    handoff = manager_of(scheduler)
-    if handoff is not None and result.success:
-        path = getattr(recv_req, "lora_path", None)
-        handoff.adapters.note_loaded(recv_req.lora_id, path)
-
-
-def _after_adapter_ended(result: Any, scheduler: Any, recv_req: Any) -> None:
-    from sglang_tiered.integration.observe.transfer_stats import manager_of
-
-    handoff = manager_of(scheduler)
-    if handoff is not None and result.success:
-        handoff.adapters.note_unloaded(recv_req.lora_id)
-
-
-def _after_flush(flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    from sglang_tiered.integration.observe.transfer_stats import manager_of
-
-    handoff = manager_of(scheduler)
-    if flushed and handoff is not None:
-        handoff.handed.memory_was_flushed()
 
 
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:

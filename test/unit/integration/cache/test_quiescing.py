@@ -185,6 +185,7 @@ def updater_of(cache: Any, calls: list[str]) -> Any:
         grammar_manager=SimpleNamespace(grammar_queue=[]),
     )
     return SimpleNamespace(
+        _session=None,
         scheduler=scheduler,
         memory_saver_adapter=SimpleNamespace(enabled=False),
         offload_tags=set(),
@@ -255,7 +256,7 @@ def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
     hooks._before_weight_update(updater, request)
     assert updater.scheduler.is_fully_idle()
     flush(cache)  # as SGLang does once the weights are there
-    hooks._after_weight_update(None, updater, request)
+    hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
     assert not cache.purged_tenants
     store(cache, prompt(4))
 
@@ -268,7 +269,7 @@ def test_old_kv_after_a_refused_flush_matches_nothing(
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
     request = SimpleNamespace(flush_cache=True)
     hooks._before_weight_update(updater, request)
-    hooks._after_weight_update(None, updater, request)
+    hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
     assert cache.purged_tenants.key_of(None, None) is not None
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
