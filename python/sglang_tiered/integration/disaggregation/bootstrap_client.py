@@ -37,6 +37,7 @@ __all__ = [
     "forget_connections",
     "is_loopback",
     "is_wildcard",
+    "shown_server",
 ]
 
 logger = logging.getLogger(__name__)
@@ -366,6 +367,12 @@ def addresses_of(host: str) -> list[str]:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
     return ipaddress.ip_address(host).is_loopback
+
+
+def shown_server(host: str, own_address: str, port: int) -> str:
+    """Where a server of ``--host`` answers, for who reads it on another machine."""
+    host = own_address if is_wildcard(address_of(host)) else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_wildcard(host: str) -> bool:

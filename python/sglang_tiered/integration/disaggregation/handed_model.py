@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = ["HandedAdapters", "HandedModel", "WeightUpdate", "digests_directory"]
+__all__ = ["HandedAdapters", "HandedModel", "WeightUpdate", "digests_directory", "handed_model_of"]
 
 MEANWHILE = "requests wait for it, since none is handed over"
 ADAPTER_MEANWHILE = "requests of this adapter are refused by the other server"
@@ -50,6 +51,20 @@ def digests_directory(config: TieredConfig | None) -> Path:
     if config is not None and config.nvme is not None:
         return Path(config.nvme.directory)
     return cache_directory() / "sglang-tiered"
+
+
+def handed_model_of(
+    config: TieredConfig | None,
+    kv_format: str,
+    tell: Callable[[bytes | None, str], None],
+    *,
+    with_draft: bool,
+) -> HandedModel:
+    """Find out whose KV this rank has, as ``namespace.handoff_identity`` says."""
+    transfer = None if config is None else config.transfer
+    name = None if transfer is None else transfer.model_name
+    identify = partial(namespace.handoff_identity, name, kv_format, with_draft=with_draft)
+    return HandedModel(identify, digests_directory(config), is_declared=name is not None, tell=tell)
 
 
 class HandedModel:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.runtime_context import get_device
 
 from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
@@ -16,7 +18,15 @@ from sglang_tiered.transfer.messages import KVLayout, StateLayout
 if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory
 
-__all__ = ["at_rank", "format_of", "host_memory_of", "layout_of", "memories_of"]
+__all__ = [
+    "at_rank",
+    "copied",
+    "device_of",
+    "format_of",
+    "host_memory_of",
+    "layout_of",
+    "memories_of",
+]
 
 DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""
@@ -115,3 +125,14 @@ def _layer_ids(args: Any, *, is_mla: bool) -> list[int]:
         )
     layers = range(first, first + num_target // per_layer)
     return [*layers] * per_layer + [DRAFT_LAYERS + index for index in range(num_draft)]
+
+
+def device_of(args: Any) -> str:
+    """The device of a rank's pools: ``cpu``, or one of CUDA."""
+    device = str(get_device().device)
+    return device if device == "cpu" else f"{device}:{args.gpu_id}"
+
+
+def copied(indices: Any) -> Any:
+    """A copy as int32, since SGLang reuses its index buffers."""
+    return np.array(indices, np.int32)

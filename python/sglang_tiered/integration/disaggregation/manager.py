@@ -15,7 +15,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -25,7 +24,7 @@ from sglang.srt.disaggregation.common.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device, get_serving
+from sglang.srt.runtime_context import get_serving
 
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
@@ -39,6 +38,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     forget_connections,
     is_loopback,
     is_wildcard,
+    shown_server,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
 from sglang_tiered.integration.disaggregation.handed_model import (
@@ -46,9 +46,9 @@ from sglang_tiered.integration.disaggregation.handed_model import (
     HandedModel,
     WeightUpdate,
     digests_directory,
+    handed_model_of,
 )
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
-from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
@@ -62,7 +62,7 @@ from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from sglang_tiered.transfer.decode.sessions import Address
@@ -146,6 +146,7 @@ class KVManagerRole:
     attn_tp_rank: int
     attn_tp_size: int
     update_status: Any
+    end_rooms: Any
     server_socket: Any
     bootstrap_host: str
     local_ip: str
@@ -154,7 +155,7 @@ class KVManagerRole:
         config = TieredConfig.from_environment()
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, server_args, is_mla_backend, self._transfer.codec)
-        device = _device_of(args)
+        device = kv_pools.device_of(args)
         self._memories = kv_pools.memories_of(args, device)
         self.has_streams = device != "cpu"
         self.host_memory = kv_pools.host_memory_of(args)
@@ -164,19 +165,13 @@ class KVManagerRole:
         self._happened = threading.Event()
         super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
-        self._digests = digests_directory(config)
-        self.adapters = HandedAdapters(self._digests)
-        self._identify = partial(
-            namespace.handoff_identity,
-            self._transfer.model_name,
+        self.adapters = HandedAdapters(digests_directory(config))
+        self._hand = partial(
+            handed_model_of,
+            config,
             kv_pools.format_of(args, server_args),
             with_draft=bool(args.num_draft_entries),
         )
-
-    def _hand(self, tell: Callable[[bytes | None, str], None]) -> None:
-        """Find out whose KV this rank has, and tell its endpoint."""
-        is_declared = self._transfer.model_name is not None
-        self.handed = HandedModel(self._identify, self._digests, is_declared=is_declared, tell=tell)
 
     def weights_changed(self, update: WeightUpdate, *, memory_is_clean: bool) -> None:
         """End what is under way, and name the new weights. On the scheduler's thread, after they
@@ -185,18 +180,10 @@ class KVManagerRole:
         self.end_rooms(f"the weights of {self.server} {CHANGED}")
         self.handed.weights_changed(update, memory_is_clean=memory_is_clean)
 
-    def end_rooms(self, reason: str) -> None:
-        """Fail every request whose handoff is under way."""
-        raise NotImplementedError
-
     @property
     def server(self) -> str:
         """Where this server answers requests."""
-        host = str(self.bootstrap_host)
-        if is_wildcard(address_of(host)):
-            host = str(self.local_ip)
-        port = get_serving().port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return shown_server(str(self.bootstrap_host), str(self.local_ip), get_serving().port)
 
     def rest(self) -> None:
         """Wait a moment for a room to move while this instance has nothing to compute. On the
@@ -268,10 +255,10 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
-        self._hand(self.endpoint.set_model)
+        self.handed = self._hand(self.endpoint.set_model)
 
     def end_rooms(self, reason: str) -> None:
-        """As above; the endpoint fails them before it takes another chunk."""
+        """Fail what is under way; the endpoint fails them before it takes another chunk."""
         self.endpoint.fail_rooms(reason)
 
     def register_to_bootstrap(self) -> None:
@@ -329,10 +316,10 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.endpoint.send_chunk(
             bootstrap_room,
             Chunk(
-                _pages(kv_indices) if indices_event is None else kv_indices.numpy(),
+                kv_pools.copied(kv_indices) if indices_event is None else kv_indices.numpy(),
                 index_slice.start,
                 is_last_chunk,
-                [None if rows is None else _pages(rows) for rows in state_indices or ()],
+                [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()],
                 aux_index if sends_metadata else None,
                 are_done(wait_event, indices_event),
             ),
@@ -367,10 +354,10 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             keys=self._keys("decode"),
             on_tick=self._on_tick,
         )
-        self._hand(lambda model, _: self.endpoint.set_model(model))
+        self.handed = self._hand(lambda model, _: self.endpoint.set_model(model))
 
     def end_rooms(self, reason: str) -> None:
-        """As above. A room that was received, and that the scheduler has not taken, ends too."""
+        """Fail what is under way, and what was received that the scheduler has not taken."""
         for room in list(self.request_status):
             self.endpoint.close_room(room)
             self._conclude(room, KVPoll.Failed, reason)
@@ -522,12 +509,12 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         memory = None
         if destination == KVTransferDestination.HOST:
             memory = self.kv_mgr.host_memory
-        rows = [None if rows is None else _pages(rows) for rows in state_indices or ()]
+        rows = [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()]
         try:
             self.kv_mgr.endpoint.open_room(
                 self.bootstrap_room,
                 self._targets(),
-                pages=_pages(kv_indices),
+                pages=kv_pools.copied(kv_indices),
                 state_rows=rows,
                 aux_row=aux_index,
                 prefix_tokens=decode_prefix_len or 0,
@@ -600,16 +587,6 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         room = self.bootstrap_room
         reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
         self.kv_mgr.endpoint.abort_room(room, [Target(rank) for rank in ranks], reason)
-
-
-def _device_of(args: Any) -> str:
-    device = str(get_device().device)
-    return device if device == "cpu" else f"{device}:{args.gpu_id}"
-
-
-def _pages(indices: Any) -> Any:
-    """A copy as int32, since SGLang reuses its index buffers."""
-    return np.array(indices, np.int32)
 
 
 CLASSES = {
