@@ -55,8 +55,8 @@ class PodConfig:
     """How a launch is cut and compiled. Raises ValueError for invalid sizes.
 
     block_m: query tokens of a prefill tile. block_n, block_n_decode: keys per step of a tile's
-    loop. num_warps, max_registers: of the fused and the prefill launch; a thread block has one
-    number for both roles. Stages: depth of the loops' software pipelines. decode_warps: of a launch
+    loop. num_warps: of the fused and the prefill launch; a thread block has one number for both
+    roles. Stages: depth of the loops' software pipelines. decode_warps: of a launch
     of decode tiles alone. split_len: tokens of a decode row that one tile reads at most, a multiple
     of block_n_decode; 0 to choose it for each batch. ctas_per_sm: thread blocks that fit on an SM,
     which a persistent launch fills and the ahead-of-time tests assert.
@@ -67,7 +67,6 @@ class PodConfig:
     block_n: int = 64
     block_n_decode: int = 64
     num_warps: int = 4
-    max_registers: int | None = None
     prefill_stages: int = 3
     decode_stages: int = 3
     decode_warps: int = 4
@@ -98,7 +97,6 @@ CONFIGS: dict[str, PodConfig] = {
     for config in (
         PodConfig("A", block_m=64, block_n=64, num_warps=4),
         PodConfig("B", block_m=128, block_n=32, num_warps=4),
-        PodConfig("C", block_m=128, block_n=64, num_warps=8, max_registers=128),
         PodConfig("D", block_m=64, block_n=32, block_n_decode=32, num_warps=4, ctas_per_sm=3),
     )
 }

@@ -36,7 +36,7 @@ __all__ = [
 # ROLES of the kernel.
 PREFILL, DECODE, BOTH = 1, 2, 3
 # Of ``constants``, those that are the compiler's and not the kernel's.
-COMPILER_OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
+COMPILER_OPTIONS = ("num_warps", "enable_fp_fusion")
 _SCHEDULES = {Schedule.TICKET: 0, Schedule.STATIC: 1, Schedule.PERSISTENT: 2}
 _LOG2_E = math.log2(math.e)
 # Partial results merged per step.
@@ -76,7 +76,7 @@ def constants(
     fake_sms: int = 0,
 ) -> dict[str, Any]:
     """What the kernel is compiled for: its constexprs by name and the compiler's options."""
-    options: dict[str, Any] = {
+    return {
         "Q_HEADS": shape.num_q_heads,
         "KV_HEADS": shape.num_kv_heads,
         "D": shape.head_dim,
@@ -104,9 +104,6 @@ def constants(
         # Said, since the default is about to change and with it the rounding.
         "enable_fp_fusion": True,
     }
-    if config.max_registers is not None and roles != DECODE:
-        options["maxnreg"] = config.max_registers
-    return options
 
 
 def merge_constants(shape: PodShape, *, sinks: bool) -> dict[str, Any]:

@@ -68,20 +68,25 @@ def _attend(
     window, qk_scale, cap, _ = scalars
     offs_d = tl.arange(0, D)
     offs_n = tl.arange(0, BLOCK_N)
+    # Slots are loaded a step ahead and carried. Loaded where they are used, they would be an
+    # indirection within the step, which gets the pipeline's stages in place of keys and values.
+    if AFFINE:
+        # A step lies in one page, so one slot gives them all. That of the first key that may be
+        # read: slots behind a window may have been given away.
+        nearest = tl.maximum(begin, lo) if MASKED else begin
+        ahead = tl.load(kv_row + nearest, mask=begin < end, other=0)
+    else:
+        n = begin + offs_n
+        ahead = tl.load(kv_row + n, mask=(n >= lo) & (n < hi), other=0)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = start + offs_n
         readable = (n >= lo) & (n < hi)
+        slots = ahead.to(tl.int64 if INDEX64 else tl.int32)
         if AFFINE:
-            # The step lies in one page, so one slot gives them all. That of the first key that may
-            # be read: slots behind a window may have been given away.
-            first = tl.maximum(start, lo) if MASKED else start
-            slot = tl.load(kv_row + first).to(tl.int64 if INDEX64 else tl.int32)
-            slots = slot + (n - first)
-        elif MASKED:
-            slots = tl.load(kv_row + n, mask=readable, other=0)
+            slots += n - (tl.maximum(start, lo) if MASKED else start)
+            ahead = tl.load(kv_row + start + BLOCK_N, mask=start + BLOCK_N < end, other=0)
         else:
-            slots = tl.load(kv_row + n)
-        slots = slots.to(tl.int64 if INDEX64 else tl.int32)
+            ahead = tl.load(kv_row + n + BLOCK_N, mask=n + BLOCK_N < hi, other=0)
 
         # Keys arrive transposed, [D, BLOCK_N].
         k_at = k_head + slots[None, :] * stride_k + offs_d[:, None]

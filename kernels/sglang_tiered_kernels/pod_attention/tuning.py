@@ -61,6 +61,9 @@ class Compiled:
     registers: per thread. spill_bytes: of local memory per thread. shared_bytes: per thread block.
     tensor_ops: warp-group matrix instructions in the code; async_copies: loads from global to
     shared memory that bypass registers. Both are counts of instructions, not of executions.
+    buffers: in shared memory, for each pipelined load of keys or values, loop by loop: those of
+    prefill first. waits: the copies that may still be under way at each wait within a loop; 0 is a
+    load that nothing overlaps.
     """
 
     registers: int
@@ -69,6 +72,8 @@ class Compiled:
     num_warps: int
     tensor_ops: int
     async_copies: int
+    buffers: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
 
     @property
     def ctas_per_sm(self) -> int:
@@ -162,6 +167,7 @@ def _compile(
     )
     kernel = triton.compile(source, target=_TARGET, options=compiler_options)
     usage, code = _inspect(kernel.asm["cubin"])
+    buffers, waits = _pipelines(kernel.asm["ttgir"])
     return Compiled(
         registers=usage["REG"],
         spill_bytes=usage["STACK"],
@@ -169,7 +175,25 @@ def _compile(
         num_warps=compiler_options["num_warps"],
         tensor_ops=len(re.findall(r"\bHGMMA\b", code)),
         async_copies=len(re.findall(r"\bLDGSTS\b", code)),
+        buffers=buffers,
+        waits=waits,
     )
+
+
+def _pipelines(ir: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``Compiled.buffers`` and ``Compiled.waits`` of a kernel in Triton's GPU dialect."""
+    buffers = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ir)
+    waits: list[str] = []
+    loops: list[int] = []  # how far the loops around this line are indented
+    for line in ir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if loops and indent <= loops[-1]:
+            loops.pop()
+        if " scf.for " in line:
+            loops.append(indent)
+        elif loops:
+            waits += re.findall(r"ttg\.async_wait\b.*\{num = (\d+)", line)
+    return tuple(map(int, buffers)), tuple(map(int, waits))
 
 
 def _inspect(cubin: bytes) -> tuple[dict[str, int], str]:
@@ -198,8 +222,8 @@ def report() -> str:
         "32-bit token slots, ticket schedule",
         "",
         "| config | role | warps | block_m x block_n, decode | registers | spill bytes "
-        "| shared KiB | CTAs per SM |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| shared KiB | CTAs per SM | K/V buffers |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for config in CONFIGS.values():
         for name, roles in _ROLES.items():
@@ -208,9 +232,14 @@ def report() -> str:
                 f"| {config.name} | {name} | {made.num_warps} "
                 f"| {config.block_m} x {config.block_n}, {config.block_n_decode} "
                 f"| {made.registers} | {made.spill_bytes} | {made.shared_bytes / 1024:.1f} "
-                f"| {made.ctas_per_sm} |"
+                f"| {made.ctas_per_sm} | {_buffers_of(made)} |"
             )
     return "\n".join(lines)
+
+
+def _buffers_of(made: Compiled) -> str:
+    """Each number once, in order: "3, 2" where prefill has three and decode two."""
+    return ", ".join(map(str, dict.fromkeys(made.buffers)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
