@@ -1,4 +1,5 @@
-"""What a layer of a mixed batch costs the host: Python from ``pod_attention`` to CUDA's launch.
+"""What a layer costs the host, of a mixed batch and of pages from and to host memory: Python from
+``pod_attention``, and from a copy that SGLang calls, to CUDA's launch.
 
 Runs without a GPU. The kernels are compiled for sm_90 and dispatched by Triton as on a server, but
 for its driver: what loads and launches code does nothing here, so what CUDA itself takes for a
@@ -17,11 +18,14 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+import sglang.srt.utils  # noqa: F401 - before a module of a platform, as a server has it
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from pod_bench.report import describe_device, describe_versions
+from sglang_tiered.integration.cuda_native import host_copies
+from sglang_tiered_kernels.page_copy import interface as copies_interface
 from sglang_tiered_kernels.pod_attention import PodShape, Roles, launch, make_plan, pod_attention
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ LLAMA_8B = PodShape(
 )
 LAYERS = 32
 SLOTS = 1 << 12
+COPIED_TOKENS = 8192
 
 
 class Driver:
@@ -82,6 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds = 3 if options.quick else 21
     raw = measure(rounds)
+    raw |= copies_us(rounds)
     print(f"microseconds a layer, median of {rounds} rounds of {LAYERS} layers")
     for name, values in raw.items():
         spread = f"({min(values):.1f} to {max(values):.1f})"
@@ -129,6 +135,34 @@ def layer_us(shape: PodShape, roles: Roles) -> float:
     for _ in range(LAYERS):
         pod_attention(q, *caches, out, starts, slots, plan, sm_scale=0.088, roles=roles)
     return (time.thread_time() - begin) / LAYERS * 1e6
+
+
+def copies_us(rounds: int) -> dict[str, list[float]]:
+    """Microseconds a layer of ``COPIED_TOKENS`` tokens, in pages of 64 in no order, by round."""
+    page = 64
+    shape = (COPIED_TOKENS // page, LAYERS, page, 8, 128)
+    host = [torch.empty(shape, dtype=torch.bfloat16) for _ in range(2)]
+    device = [torch.empty(COPIED_TOKENS, 8, 128, dtype=torch.bfloat16) for _ in range(2 * LAYERS)]
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1))
+    slots = (order[:, None] * page + torch.arange(page)).flatten()
+    raw: dict[str, list[float]] = {"host memory to device": [], "device to host memory": []}
+    kept, copies_interface.by_kernel = copies_interface.by_kernel, lambda device: True
+    try:
+        for number in range(rounds + 1):
+            begin = time.thread_time()
+            for layer in range(LAYERS):
+                host_copies.transfer_kv_per_layer_direct_pf_lf(
+                    host, device[layer::LAYERS], slots, slots, layer, page
+                )
+            middle = time.thread_time()
+            host_copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots, slots, page)
+            spent = middle - begin, time.thread_time() - middle
+            for values, seconds in zip(raw.values(), spent, strict=True):
+                if number:  # the first compiles
+                    values.append(seconds / LAYERS * 1e6)
+    finally:
+        copies_interface.by_kernel = kept
+    return raw
 
 
 @contextlib.contextmanager

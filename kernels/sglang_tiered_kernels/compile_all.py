@@ -32,26 +32,25 @@ _ROLES = {"fused": launch.BOTH, "prefill": launch.PREFILL, "decode": launch.DECO
 _LLAMA_8B = PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)
 
 
-def compile_copy(*, to_slab: bool, page_first: bool = True) -> str:
+def compile_copy(*, source_paged: bool, target_paged: bool) -> str:
     """PTX of ``page_copy`` for rows of 8 KiB and more at addresses that are multiples of 16 bytes.
     Raises what Triton raises."""
     constants: dict[str, Any] = {
-        "TO_SLAB": to_slab,
-        "PAGE_FIRST": page_first,
+        "SOURCE_PAGED": source_paged,
+        "TARGET_PAGED": target_paged,
         "ELEMENT": triton.language.int64,
         "ALIGNED": True,
         "BLOCK": 1024,
     }
-    pointers = dict.fromkeys(("addresses", "pages", "slab"), "*i64")
     names = page_copy_kernel.arg_names
-    aligned = ("addresses", "slab", "row_elements", "pitch_elements")
+    pointers = dict.fromkeys(("source", "of", "target", "to"), "*i64")
     source = ASTSource(
         fn=page_copy_kernel,
         signature={
             name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
         },
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={(names.index("row_elements"),): [["tt.divisibility", 16]]},
     )
     made = triton.compile(source, target=_TARGET, options={"enable_fp_fusion": True})
     code: str = made.asm["ptx"]
@@ -59,10 +58,13 @@ def compile_copy(*, to_slab: bool, page_first: bool = True) -> str:
 
 
 def _kernels() -> Iterator[tuple[str, Callable[[], str]]]:
-    for name, to_slab in (("gather", True), ("scatter", False)):
-        for layout, page_first in (("page first", True), ("buffer first", False)):
-            copy = partial(compile_copy, to_slab=to_slab, page_first=page_first)
-            yield f"page_copy {name}, {layout}", partial(_lines, copy)
+    for name, source_paged, target_paged in (
+        ("gather", True, False),
+        ("scatter", False, True),
+        ("between pools", True, True),
+    ):
+        copy = partial(compile_copy, source_paged=source_paged, target_paged=target_paged)
+        yield f"page_copy {name}", partial(_lines, copy)
     for config in CHOSEN_CONFIGS:
         for name, roles in _ROLES.items():
             made = partial(tuning.compile_pod, _LLAMA_8B, config, roles)

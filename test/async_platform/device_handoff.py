@@ -1,4 +1,5 @@
-"""Pages out of and into a device's pool, where no copy is done before it is waited for.
+"""Pages out of and into a device's pool, where no copy is done before it is waited for: the
+handoff's, and those between a device and host pools without SGLang's kernels.
 
 A process of its own, since the platform takes the place of torch's streams: its last line is JSON,
 whether all bytes were right as the code is, and with each of its waits taken away.
@@ -125,13 +126,50 @@ class World:
         sent[:] = 0  # the frame is the socket's again
         return np.array_equal(self.pool[[1, 3]][:, CHOSEN].reshape(-1), data)
 
+    def is_loaded_right(self, *, awaited: bool = True) -> bool:
+        """Host to device and back, layer by layer; SGLang takes its indices back at once."""
+        import sglang.srt.utils  # noqa: F401 - as a server has, before a module of a platform
+
+        from sglang_tiered.integration.cuda_native import host_copies
+
+        torch, layers, page = self.torch, 3, 4
+        generator = torch.Generator().manual_seed(3)
+        size = (PAGES, layers, page, 2, 8)
+        host = [torch.randn(size, generator=generator) for _ in range(2)]
+        device = [torch.zeros(PAGES * page, 2, 8) for _ in range(2 * layers)]
+        back = [torch.zeros(size) for _ in range(2)]
+        original = host_copies.copy_between
+        stream = torch.cpu.Stream()
+        stream.called("loading", lazy=True)
+
+        def later(*given: Any, **options: Any) -> None:
+            stream.copy(lambda: original(*given, **options) and None)
+
+        host_copies.copy_between = later  # type: ignore[assignment]
+        try:
+            indices = torch.cat([torch.arange(page) + page * one for one in CHOSEN])
+            for layer in range(layers):
+                host_copies.transfer_kv_per_layer_direct_pf_lf(
+                    host, device[layer::layers], indices, indices, layer, page
+                )
+            host_copies.transfer_kv_all_layer_direct_lf_pf(device, back, indices, indices, page)
+            indices.zero_()
+            event = torch.cpu.Event()
+            event.record(stream)
+            if awaited:
+                event.synchronize()
+        finally:
+            host_copies.copy_between = original
+        return all(torch.equal(b[CHOSEN], h[CHOSEN]) for b, h in zip(back, host, strict=True))
+
 
 def nothing(*_: Any) -> None:
     """In place of a wait."""
 
 
 def as_it_is(world: World) -> bool:
-    return world.is_sent_right() and world.is_sent_to_many_right() and world.is_received_right()
+    handed_over = world.is_sent_right() and world.is_sent_to_many_right()
+    return handed_over and world.is_received_right() and world.is_loaded_right()
 
 
 def numbers_are_not_awaited(world: World) -> bool:
@@ -159,12 +197,17 @@ def scatter_is_not_awaited(world: World) -> bool:
     return world.is_received_right()
 
 
+def load_is_not_awaited(world: World) -> bool:
+    return world.is_loaded_right(awaited=False)
+
+
 FAULTS = [
     numbers_are_not_awaited,
     copy_is_not_awaited,
     copy_goes_before_its_gather,
     gather_goes_before_the_last_copy,
     scatter_is_not_awaited,
+    load_is_not_awaited,
 ]
 
 

@@ -21,7 +21,7 @@ def test_every_kernel_compiles_with_the_installed_triton(
 
     assert compile_all.main() == 0
     said = capsys.readouterr().out
-    assert said.count("page_copy") == 4 and said.count(" fused") >= 2
+    assert said.count("page_copy") == 3 and said.count(" fused") >= 2
     assert "all compiled" in said
 
 

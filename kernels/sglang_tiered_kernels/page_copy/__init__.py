@@ -1,7 +1,15 @@
-"""Copies of KV pages between a paged pool and contiguous slabs."""
+"""Copies of KV pages between paged pools, and between a pool and contiguous slabs."""
 
 from __future__ import annotations
 
-from sglang_tiered_kernels.page_copy.interface import Band, PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy.interface import (
+    Band,
+    PagedPool,
+    SlabLayout,
+    copy_between,
+    gather,
+    scatter,
+    warm_up,
+)
 
-__all__ = ["Band", "PagedPool", "SlabLayout", "gather", "scatter"]
+__all__ = ["Band", "PagedPool", "SlabLayout", "copy_between", "gather", "scatter", "warm_up"]

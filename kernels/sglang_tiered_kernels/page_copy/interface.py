@@ -1,4 +1,4 @@
-"""Copies of KV pages between a paged pool and contiguous slabs, as bytes.
+"""Copies of KV pages between paged pools, and between a pool and contiguous slabs, as bytes.
 
 A pool is a list of buffers (keys and values of every layer) that share slot numbers; a slab holds
 the same pages without gaps, ready to be sent or stored in one piece. On a GPU one launch copies all
@@ -11,6 +11,7 @@ import enum
 import math
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from sglang_tiered_kernels.page_copy import reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Band", "PagedPool", "SlabLayout", "gather", "scatter"]
+__all__ = ["Band", "PagedPool", "SlabLayout", "copy_between", "gather", "scatter", "warm_up"]
 
 
 class SlabLayout(enum.Enum):
@@ -85,10 +86,10 @@ class PagedPool:
             )
         self.page_size = page_size
         self.num_pages = first.shape[0] // page_size
-        self.band = band
         self.num_rows = page_bytes // band.row_bytes  # of a page
+        self.row_bytes = band.high - band.low
         # Bytes that are copied of a page.
-        self.page_bytes = self.num_rows * (band.high - band.low)
+        self.page_bytes = self.num_rows * self.row_bytes
         self.device = first.device
         # [pages, rows, bytes] uint8 views.
         self.buffers = [
@@ -98,10 +99,11 @@ class PagedPool:
             for buffer in buffers
         ]
         # [buffers] int64, where each begins, for a kernel that reads them all.
-        addresses = [buffer.data_ptr() + band.low for buffer in buffers]
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self.row_pitch = band.row_bytes
         # Bytes that divide every row's address and length, up to the widest load.
-        self.alignment = math.gcd(16, band.row_bytes, band.high - band.low, *addresses)
+        self.alignment = math.gcd(16, band.row_bytes, self.row_bytes, *addresses)
 
     def slab_shape(
         self, num_pages: int, layout: SlabLayout = SlabLayout.PAGE_FIRST
@@ -158,25 +160,136 @@ def _copy(
         )
     if not len(pages):
         return
-    if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        by_buffer = slab.transpose(0, 1) if layout is SlabLayout.PAGE_FIRST else slab
+    page_first = layout is SlabLayout.PAGE_FIRST
+    if not by_kernel(pool.device):
+        by_buffer = slab.transpose(0, 1) if page_first else slab
         by_buffer = by_buffer.view(*by_buffer.shape[:2], pool.num_rows, -1)
         if to_slab:
             reference.gather_pages(pool.buffers, pages, by_buffer)
         else:
             reference.scatter_pages(by_buffer, pages, pool.buffers)
         return
-    # A machine without Triton imports this package and gets the path above.
+    _run(pool, pages, slab, page_first=page_first, to_slab=to_slab)
+
+
+def warm_up(pool: PagedPool, layout: SlabLayout) -> None:
+    """Compile what ``gather`` and ``scatter`` of this pool launch with int32 pages, so that no copy
+    waits for a compiler. Touches no page. Takes a second the first time on a machine; nothing where
+    copies need no kernel. A slab that is not a multiple of 16 bytes away from one is not foreseen.
+    """
+    if not by_kernel(pool.device) or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    pages = torch.empty(1, dtype=torch.int32, device=pool.device)
+    slab = torch.empty(pool.slab_shape(1, layout), dtype=torch.uint8, device=pool.device)
+    page_first = layout is SlabLayout.PAGE_FIRST
+    for to_slab in (True, False):
+        _run(pool, pages, slab, page_first=page_first, to_slab=to_slab, only_compile=True)
+
+
+def _run(
+    pool: PagedPool,
+    pages: torch.Tensor,
+    slab: torch.Tensor,
+    *,
+    page_first: bool,
+    to_slab: bool,
+    only_compile: bool = False,
+) -> None:
+    # A machine without Triton imports this package, and copies without it.
     from sglang_tiered_kernels.page_copy import triton_kernel  # noqa: PLC0415
 
-    triton_kernel.copy_pages(
-        pool.addresses,
-        pages,
-        slab,
-        alignment=pool.alignment,
-        num_rows=pool.num_rows,
-        row_bytes=pool.band.high - pool.band.low,
-        pitch_bytes=pool.band.row_bytes,
-        page_first=layout is SlabLayout.PAGE_FIRST,
-        to_slab=to_slab,
+    page_bytes, num_buffers = pool.page_bytes, len(pool.buffers)
+    row_pitch = pool.row_pitch
+    paged = triton_kernel.Side(
+        pool.addresses, pages, pool.num_rows * row_pitch, row_pitch, pool.alignment
     )
+    contiguous = triton_kernel.Side(
+        slab,
+        None,
+        page_pitch=num_buffers * page_bytes if page_first else page_bytes,
+        row_pitch=pool.row_bytes,
+        alignment=math.gcd(16, slab.data_ptr(), pool.row_bytes),
+        buffer_pitch=page_bytes if page_first else len(pages) * page_bytes,
+    )
+    triton_kernel.copy_rows(
+        *((paged, contiguous) if to_slab else (contiguous, paged)),
+        num_pages=len(pages),
+        num_buffers=num_buffers,
+        num_rows=pool.num_rows,
+        row_bytes=pool.row_bytes,
+        only_compile=only_compile,
+    )
+
+
+def copy_between(
+    sources: Sequence[torch.Tensor],
+    of: Sequence[int],
+    targets: Sequence[torch.Tensor],
+    to: Sequence[int],
+    *,
+    device: torch.device,
+    max_blocks: int | None = None,
+) -> None:
+    """Copy pages ``of`` each source to pages ``to`` of its target, by one launch on ``device``.
+
+    sources, targets: [pages, bytes] uint8, pages in one piece, on one side all of one shape and
+    strides. Memory of the host that a GPU copies must be registered with CUDA. of, to: page
+    numbers, as many of one as of the other, those of ``to`` distinct; a GPU does not check them.
+    They are read before this returns. max_blocks: thread blocks of the launch at most, where
+    something else than the device's memory limits the copy and the rest of the device is wanted.
+    In stream order; nothing waits. Raises ValueError for views that differ.
+    """
+    kinds = {(len(views), *views[0].shape[1:], len(numbers)) for views, numbers in
+             ((sources, of), (targets, to))}  # fmt: skip
+    for views in (sources, targets):
+        for view in views:
+            if view.ndim != 2 or view.dtype != torch.uint8 or view.stride(1) != 1:
+                raise ValueError(
+                    f"a view of {view.dtype}, {list(view.shape)} with strides "
+                    f"{list(view.stride())}; give [pages, bytes] of torch.uint8, pages in one piece"
+                )
+            if (view.shape, view.stride()) != (views[0].shape, views[0].stride()):
+                raise ValueError(
+                    f"views of {list(views[0].shape)} and {list(view.shape)} on one side; copy "
+                    "each kind by itself"
+                )
+    if len(kinds) != 1:
+        raise ValueError(
+            f"(views, bytes of a page, pages) are {sorted(kinds)} on the two sides; give as many "
+            "of one as of the other"
+        )
+    if not len(of):
+        return
+    if not by_kernel(device):
+        for source, target in zip(sources, targets, strict=True):
+            target[torch.tensor(to)] = source[torch.tensor(of)]
+        return
+    from sglang_tiered_kernels.page_copy import triton_kernel  # noqa: PLC0415
+
+    addresses = [view.data_ptr() for view in (*sources, *targets)]
+    # One copy to the device: pinned, since nothing may wait for it.
+    table = torch.tensor(
+        [*addresses, *of, *to], dtype=torch.int64, pin_memory=device.type == "cuda"
+    ).to(device, non_blocking=True)
+    num_buffers, num_pages, page_bytes = len(sources), len(of), sources[0].shape[1]
+    ends = 0, num_buffers, 2 * num_buffers, 2 * num_buffers + num_pages, len(table)
+    parts = [table[begin:end] for begin, end in pairwise(ends)]
+    sides = [
+        triton_kernel.Side(memory, pages, pitch, page_bytes, math.gcd(16, pitch, *addresses))
+        for memory, pages, pitch in (
+            (parts[0], parts[2], sources[0].stride(0)),
+            (parts[1], parts[3], targets[0].stride(0)),
+        )
+    ]
+    triton_kernel.copy_rows(
+        *sides,
+        num_pages=num_pages,
+        num_buffers=num_buffers,
+        num_rows=1,
+        row_bytes=page_bytes,
+        max_blocks=max_blocks,
+    )
+
+
+def by_kernel(device: torch.device) -> bool:
+    return device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"

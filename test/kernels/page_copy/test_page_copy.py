@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from compiler_requests import compiler_requests
 from interpreted import interpreted
 
-from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy import (
+    Band,
+    PagedPool,
+    SlabLayout,
+    copy_between,
+    gather,
+    interface,
+    scatter,
+    warm_up,
+)
 
 NUM_SLOTS = 48
 # For one page of 16 slots of ``buffers_of``'s default.
@@ -124,6 +134,52 @@ def test_a_cpu_copies_bytes_and_only_those(
     check_copies(layout=layout, **CASES[name])
 
 
+def check_between(max_blocks: int | None, page_bytes: int = 520) -> None:
+    """Layer-first buffers to pages of all layers, and one layer of those back."""
+    generator = torch.Generator().manual_seed(2)
+    layers = [
+        torch.randint(0, 256, (9, page_bytes), dtype=torch.uint8, generator=generator)
+        for _ in range(3)
+    ]
+    host = torch.full((7, 3, page_bytes), 0xA5, dtype=torch.uint8)
+    of, to, device = [8, 0, 3, 5], [1, 6, 0, 2], torch.device("cpu")
+    views = [host[:, layer] for layer in range(3)]
+    copy_between(layers, of, views, to, device=device, max_blocks=max_blocks)
+    for view, layer in zip(views, layers, strict=True):
+        assert torch.equal(view[to], layer[of])
+    assert (host[[3, 4, 5]] == 0xA5).all(), "a page that was not named was written"
+    back = torch.full_like(layers[1], 0x5A)
+    copy_between(views[1:2], to, [back], of, device=device, max_blocks=max_blocks)
+    assert torch.equal(back[of], layers[1][of])
+    assert (back[[1, 2, 4, 6, 7]] == 0x5A).all(), "a page that was not named was written"
+
+
+@pytest.mark.parametrize("max_blocks", [None, 5])
+@interpreted
+def test_the_kernel_copies_pages_between_any_places(max_blocks: int | None) -> None:
+    check_between(max_blocks)
+    check_between(max_blocks, page_bytes=9001)
+
+
+def test_a_cpu_copies_pages_between_any_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_between(None)
+
+
+def test_views_that_differ_are_not_copied() -> None:
+    one, two = torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 8, dtype=torch.uint8)
+    cpu = torch.device("cpu")
+    for views, of, to, message in (
+        (([one], [two]), [0], [0], "on the two sides"),
+        (([one], [one]), [0], [0, 1], "on the two sides"),
+        (([one, two], [one, two]), [0], [0], "views of .* on one side"),
+        (([one.float()], [one]), [0], [0], "a view of torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copy_between(views[0], of, views[1], to, device=cpu)
+    assert not one.any()
+
+
 @interpreted
 def test_no_pages_are_no_launch() -> None:
     pool = PagedPool(buffers_of(), 16)
@@ -192,14 +248,63 @@ def test_a_slab_that_does_not_fit_is_refused(
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
-@pytest.mark.parametrize("to_slab", [True, False], ids=["gather", "scatter"])
-def test_the_kernel_moves_16_bytes_at_a_time(to_slab: bool) -> None:
+@pytest.mark.parametrize(
+    ("source_paged", "target_paged"),
+    [(True, False), (False, True), (True, True)],
+    ids=["gather", "scatter", "between pools"],
+)
+def test_the_kernel_moves_16_bytes_at_a_time(source_paged: bool, target_paged: bool) -> None:
     from sglang_tiered_kernels.compile_all import compile_copy  # noqa: PLC0415 - loads the compiler
 
-    code = compile_copy(to_slab=to_slab)
+    code = compile_copy(source_paged=source_paged, target_paged=target_paged)
     for verb in ("ld", "st"):
         moves = re.findall(rf"{verb}\.global\.v2\.b64", code)
         assert len(moves) == 4, f"four 16-byte {verb} of each of 128 threads in a block of 8 KiB"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
+@pytest.mark.parametrize("layout", list(SlabLayout))
+@pytest.mark.parametrize("band", [None, Band(256, 0, 128), Band(256, 128, 256), Band(256, 3, 8)])
+def test_no_copy_waits_for_a_compiler_once_warm(
+    layout: SlabLayout, band: Band | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = compiler_requests(monkeypatch)
+    monkeypatch.setattr(interface, "by_kernel", lambda device: True)
+    buffers = buffers_of(torch.bfloat16, (128,))
+    pool = PagedPool(buffers, 16, band)
+    warm_up(pool, layout)
+    warm = {request["key"] for request in requests}
+    assert len(warm) == 2, "one for each direction"
+    requests.clear()
+    for pages in ([0], [2, 0], [1, 0, 2], list(range(3)) * 16):
+        numbers = torch.tensor(pages, dtype=torch.int32)
+        slab = torch.zeros(pool.slab_shape(len(pages), layout), dtype=torch.uint8)
+        gather(pool, numbers, slab, layout)
+        scatter(slab, numbers, pool, layout)
+    assert {request["key"] for request in requests} == warm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_copies_registered_host_memory() -> None:
+    generator = torch.Generator().manual_seed(4)
+    layers = [
+        torch.randint(0, 256, (64, 131072), dtype=torch.uint8, generator=generator).cuda()
+        for _ in range(4)
+    ]
+    host = torch.zeros(64, 4, 131072, dtype=torch.uint8).pin_memory()
+    views = [host[:, layer] for layer in range(4)]
+    of = torch.randperm(64, generator=generator)[:40].tolist()
+    to = torch.randperm(64, generator=generator)[:40].tolist()
+    device = layers[0].device
+    copy_between(layers, of, views, to, device=device, max_blocks=32)
+    restored = [torch.zeros_like(layer) for layer in layers]
+    for layer in range(4):
+        copy_between(views[layer : layer + 1], to, restored[layer : layer + 1], of, device=device)
+    torch.cuda.synchronize()
+    for before, view, after in zip(layers, views, restored, strict=True):
+        assert torch.equal(view[to], before.cpu()[of])
+        assert torch.equal(after[of], before[of])
 
 
 @pytest.mark.gpu

@@ -1,20 +1,23 @@
-"""Copies between a CUDA device's pools and host pools, in PyTorch, without ``sgl_kernel``.
+"""Copies between a CUDA device's pools and host pools, without ``sgl_kernel``: a launch a call.
 
 They have SGLang's names and signatures (``sgl_kernel.kvcacheio``), and run on the current stream of
-the thread that calls; nothing waits for them, and SGLang's events say when they are done. Host
-memory is registered with CUDA by SGLang's pools. Indices are on the CPU.
+the thread that calls; nothing waits for them, and SGLang's events say when they are done. SGLang's
+pools register host memory with CUDA, so the kernel reads and writes that memory by its address,
+over the bus. Indices are on the CPU, and are read before a call returns.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_tiered.integration.cpu.platform import page_ids
+from sglang_tiered_kernels.page_copy import copy_between
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
 __all__ = [
     "transfer_kv_all_layer_direct_lf_pf",
@@ -22,8 +25,9 @@ __all__ = [
     "transfer_kv_per_layer_direct_pf_lf",
 ]
 
-STAGED_PAGES = 16
-"""Pages gathered on the device at a time, all layers of one half: 64 MiB for an 8B model."""
+THREAD_BLOCKS = 32
+"""Of a launch. Each has 8 KiB under way, all together several times what a bus holds; the rest of
+the device goes on computing. Not measured yet."""
 
 
 def transfer_kv_direct(
@@ -33,10 +37,10 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Copy whole pages between two layer-first pools, layer by layer. Each layer: [tokens, ...]."""
-    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        _copy_rows(_paged(target, page_size), dst_pages, _paged(source, page_size), src_pages)
+    """Copy whole pages between two layer-first pools, every layer. Each layer: [tokens, ...]."""
+    sources = [_paged(layer, page_size) for layer in src_layers]
+    targets = [_paged(layer, page_size) for layer in dst_layers]
+    _copy(sources, src_indices, targets, dst_indices, page_size)
 
 
 def transfer_kv_all_layer_direct_lf_pf(
@@ -50,21 +54,11 @@ def transfer_kv_all_layer_direct_lf_pf(
 
     ``src_ptrs``: the layers of each half in turn (MHA: K layers, then V layers; MLA: the layers),
     each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
-    Gathered on the device first, since a copy over the bus costs more to begin than a page of one
-    layer takes to move.
     """
     num_layers = len(src_ptrs) // len(dst_ptrs)
-    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
-    for begin in range(0, len(src_pages), STAGED_PAGES):
-        end = begin + STAGED_PAGES
-        chosen = torch.tensor(src_pages[begin:end]).to(src_ptrs[0].device, non_blocking=True)
-        for half, target in enumerate(dst_ptrs):
-            layers = src_ptrs[half * num_layers : (half + 1) * num_layers]
-            staged = torch.stack(  # [staged pages, layers, elements]
-                [_paged(layer, page_size).index_select(0, chosen) for layer in layers], dim=1
-            )
-            pages = target.view(target.shape[0], num_layers, -1)
-            _copy_rows(pages, dst_pages[begin:end], staged, list(range(len(staged))))
+    sources = [_paged(layer, page_size) for layer in src_ptrs]
+    targets = [_layer(half, layer) for half in dst_ptrs for layer in range(num_layers)]
+    _copy(sources, src_indices, targets, dst_indices, page_size)
 
 
 def transfer_kv_per_layer_direct_pf_lf(
@@ -76,30 +70,53 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """Copy host (page first) to device (layer first), one layer; the halves as above."""
-    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
-    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
-        pages = source.view(source.shape[0], source.shape[1], -1)[:, layer_id]
-        _copy_rows(_paged(target, page_size), dst_pages, pages, src_pages)
+    sources = [_layer(half, layer_id) for half in src_ptrs]
+    targets = [_paged(layer, page_size) for layer in dst_ptrs]
+    _copy(sources, src_indices, targets, dst_indices, page_size)
+
+
+def _copy(
+    sources: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    source, target = sources[0].device, targets[0].device
+    copy_between(
+        sources,
+        _numbers.of("source", src_indices, page_size),
+        targets,
+        _numbers.of("target", dst_indices, page_size),
+        device=target if source.type == "cpu" else source,
+        max_blocks=THREAD_BLOCKS,
+    )
+
+
+class _Numbers(threading.local):
+    """Page numbers of the indices that a thread saw last: SGLang hands the same tensors over for
+    every layer, and looking at each of their slots takes longer than a launch."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[torch.Tensor, tuple[int, int], list[int]]] = {}
+
+    def of(self, side: str, indices: torch.Tensor, page_size: int) -> list[int]:
+        """``page_ids``. side: source or target."""
+        version = indices._version, page_size  # noqa: SLF001 - another if it was written again
+        seen = self._seen.get(side)
+        if seen is None or seen[0] is not indices or seen[1] != version:
+            seen = self._seen[side] = (indices, version, page_ids(indices, page_size))
+        return seen[2]
+
+
+_numbers = _Numbers()
 
 
 def _paged(layer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return [pages, elements] of [tokens, ...]. Raises where that would need a copy."""
-    return layer.view(layer.shape[0] // page_size, -1)
+    """Return [pages, bytes] of [tokens, ...]. Raises where that would need a copy."""
+    return layer.view(layer.shape[0] // page_size, -1).view(torch.uint8)
 
 
-def _copy_rows(target: torch.Tensor, to: list[int], source: torch.Tensor, of: list[int]) -> None:
-    """Assign ``target[to] = source[of]``, in one copy for rows that follow each other in both."""
-    is_packed = target[0].numel() == target.stride(0) and source[0].numel() == source.stride(0)
-    for first, start, count in _stretches(to, of, merge=is_packed):
-        rows = source[start : start + count]
-        target[first : first + count].copy_(rows, non_blocking=True)
-
-
-def _stretches(to: list[int], of: list[int], *, merge: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row of the target, first row of the source, rows)."""
-    begin = 0
-    for at in range(1, len(to) + 1):
-        follows = merge and at < len(to) and (to[at], of[at]) == (to[at - 1] + 1, of[at - 1] + 1)
-        if not follows:
-            yield to[begin], of[begin], at - begin
-            begin = at
+def _layer(half: torch.Tensor, layer: int) -> torch.Tensor:
+    """Return [pages, bytes] of one layer of [pages, layers, page_size, ...]."""
+    return half.view(half.shape[0], half.shape[1], -1).view(torch.uint8)[:, layer]

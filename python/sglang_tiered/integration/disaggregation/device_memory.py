@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,11 +63,17 @@ class _Slab:
 
 class DeviceMemory:
     """``PagedMemory`` over buffers of one device; ``cpu`` for tests. The caller keeps the pool
-    alive. Made on any thread, then used by the endpoint's."""
+    alive. Made on any thread, which compiles the copies of whole pages and of ``shares``; then used
+    by the endpoint's.
+
+    shares: of a token's bytes, that peers with more ranks ask for.
+    """
 
     is_host = False
 
-    def __init__(self, buffers: Sequence[Buffer], device: str) -> None:
+    def __init__(
+        self, buffers: Sequence[Buffer], device: str, shares: Sequence[TokenSlice] = ()
+    ) -> None:
         self.buffers = tuple(buffers)
         self._device = torch.device(device)
         self._is_cuda = self._device.type == "cuda"
@@ -80,6 +86,14 @@ class DeviceMemory:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._views = [self._view(buffer) for buffer in self.buffers]
         self._pools: dict[tuple[tuple[int, ...], TokenSlice | None], PagedPool] = {}
+        self._compile(shares)
+
+    def _compile(self, shares: Sequence[TokenSlice]) -> None:
+        first = {buffer.page_bytes: index for index, buffer in enumerate(self.buffers)}
+        for page_bytes, index in first.items():
+            for part in (None, *shares):
+                if part is None or page_bytes % part.token_bytes == 0:
+                    warm_up(self._pool((index,), part), SlabLayout.BUFFER_FIRST)
 
     def enter_thread(self) -> None:
         """Make the rank's device the thread's own: a thread begins on device 0, where it would open

@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_device
 from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
-from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, TokenSlice
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 
 if TYPE_CHECKING:
@@ -77,12 +77,14 @@ def memories_of(args: Any, device: str) -> Memories:
     """The pools by address, on ``device`` (``cpu`` or one of CUDA). SGLang keeps them for the life
     of the process. Metadata is always in host memory."""
 
-    def memory(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> PagedMemory:
+    def memory(
+        addresses: list[int], sizes: list[int], page_bytes: list[int], *shares: TokenSlice
+    ) -> PagedMemory:
         buffers = _buffers(addresses, sizes, page_bytes)
-        return HostMemory(buffers) if device == "cpu" else DeviceMemory(buffers, device)
+        return HostMemory(buffers) if device == "cpu" else DeviceMemory(buffers, device, shares)
 
     return Memories(
-        memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
+        memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, *_shares(args)),
         [
             memory(*parts)
             for parts in zip(
@@ -91,6 +93,20 @@ def memories_of(args: Any, device: str) -> Memories:
         ],
         HostMemory(_buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)),
     )
+
+
+def _shares(args: Any) -> list[TokenSlice]:
+    """A half of the rank's heads, a quarter, and so on down to one: what is sent of each token
+    where the other side has more ranks. Empty where a token is not made of heads."""
+    shares: list[TokenSlice] = []
+    heads = int(getattr(args, "kv_head_num", 0) or 0)
+    for page_bytes in sorted(set(args.kv_item_lens)):
+        token_bytes, rest = divmod(page_bytes, args.page_size)
+        parts = heads
+        while parts > 1 and parts % 2 == 0 and not rest:
+            parts //= 2
+            shares.append(TokenSlice(token_bytes, 0, token_bytes * parts // heads))
+    return shares
 
 
 def host_memory_of(args: Any) -> PagedMemory | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,16 +84,29 @@ def test_slots_across_pages_are_refused() -> None:
     assert (host[0] == 0).all()
 
 
-def test_consecutive_pages_take_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    original = torch.Tensor.copy_
+def test_copies_of_all_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    original = host_copies.copy_between
 
-    def counting(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> object:
-        assert non_blocking  # the thread that begins copies never waits for one
-        copies.append(len(source))
-        return original(self, source, non_blocking)
+    def counting(sources: list[torch.Tensor], *given: Any, **options: Any) -> None:
+        launches.append(len(sources))
+        original(sources, *given, **options)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", counting)
-    source, target = layers_of((2, 8), 0)[:1], layers_of((2, 8), 1)[:1]
-    host_copies.transfer_kv_direct(source, target, slots([3, 4, 5, 9]), slots([0, 1, 2, 3]), PAGE)
-    assert copies == [3, 1]
+    monkeypatch.setattr(host_copies, "copy_between", counting)
+    device = [layer for half in range(2) for layer in layers_of((2, 8), half)]
+    host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
+    taken, given = slots([3, 4, 9]), slots([0, 7, 2])
+    host_copies.transfer_kv_all_layer_direct_lf_pf(device, host, taken, given, PAGE)
+    host_copies.transfer_kv_per_layer_direct_pf_lf(host, device[1::LAYERS], given, taken, 1, PAGE)
+    host_copies.transfer_kv_direct(device, [d.clone() for d in device], taken, given, PAGE)
+    assert launches == [2 * LAYERS, 2, 2 * LAYERS]
+
+
+def test_indices_written_again_copy_other_pages() -> None:
+    source, target = layers_of((2, 8), 0), layers_of((2, 8), 1)
+    indices = slots([5])
+    host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+    indices.copy_(slots([6]))
+    host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+    copied = slots([5, 6])
+    assert all(torch.equal(t[copied], s[copied]) for s, t in zip(source, target, strict=True))
