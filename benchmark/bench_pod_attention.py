@@ -188,6 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
         for mix in QUICK_MIXES if options.quick else MIXES:
             report.results.append(run_mix(field, mix, heads, ceilings, options, device))
             print(report.text(report.results[-1]) + "\n", flush=True)
+            if options.json:  # each time, so that a run that is stopped has told what it measured
+                options.json.write_text(json.dumps(report.document(), indent=1) + "\n")
             torch.cuda.empty_cache()
     except DifferentResultsError as error:
         print(f"bench_pod_attention: nothing to compare: {error}", file=sys.stderr)
@@ -197,8 +199,6 @@ def main(arguments: list[str] | None = None) -> int:
         if name in document["ratios"]:
             figure = document["ratios"][name]
             print(f"{name}: {figure['value']:.3f} ({figure['min']:.3f} to {figure['max']:.3f})")
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.png:
         report.plot(options.png)
     return 0

@@ -18,24 +18,27 @@ def run(part: Part) -> None:
     if part.rehearse:
         done = _bench("bench_pod_attention.py", "--check", TRITON_INTERPRET="1")
         part.save("pod_results_equal", int("All results are equal." in done), "yes")
-        _save_host_costs(part)
-        return
-    figures = part.folder / "pod.json"
-    given = ["--json", str(figures), *(["--quick"] if part.quick else [])]
-    said = _bench("bench_pod_attention.py", *given)
-    save_document(part, json.loads(figures.read_text()), "pod", said)
+    else:
+        measure(part, "pod", *(["--samples", "7"] if part.quick else []))
     _save_host_costs(part)
-    swept = part.folder / "swept.json"
-    said = _bench("bench_pod_attention.py", "--quick", "--sweep", "--json", str(swept))
-    save_document(part, json.loads(swept.read_text()), "pod_swept", said)
 
 
-def save_document(part: Part, document: dict[str, Any], prefix: str, said: str) -> None:
+def measure(part: Part, prefix: str, *given: str) -> None:
+    """Keep what was measured of the mixes that were reached, also when this part is stopped."""
+    figures = part.folder / f"{prefix}.json"
+    try:
+        print(_bench("bench_pod_attention.py", "--json", str(figures), *given), flush=True)
+    finally:
+        if figures.exists():
+            save_document(part, json.loads(figures.read_text()), prefix)
+
+
+def save_document(part: Part, document: dict[str, Any], prefix: str) -> None:
     """Keep the ratios that ``bench_pod_attention`` wrote, and all it wrote with them."""
     for name, ratio in document["ratios"].items():
         spread = {key: ratio[key] for key in ("min", "max", "n")}
         part.save(f"{prefix}_{name}", ratio["value"], "ratio", **spread)
-    part.save(f"{prefix}_mixes", len(document["raw"]), "mixes", document=document, said=said)
+    part.save(f"{prefix}_mixes", len(document["raw"]), "mixes", document=document)
 
 
 def _save_host_costs(part: Part) -> None:

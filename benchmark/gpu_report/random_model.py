@@ -1,20 +1,34 @@
-"""A Llama of a given shape with random weights in files, so that a restarted server knows them."""
+"""A Llama of a given shape with random weights in files, so that a restarted server knows them.
+
+``python -m gpu_report.random_model FOLDER`` writes the one of 8B shape, once, and before it touches
+memory that the machine grows only by use: a server sizes its host pool by what is there.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
+import sys
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 __all__ = ["LLAMA_8B", "TINY", "Shape", "write_model"]
 
 STD = 0.02
+WRITERS = 6
+GIB = 1 << 30
+GROWN_BYTES, GROWTH_S = 40 * GIB, 40.0
+"""Memory to have before a server starts, and how long to ask for it."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +54,26 @@ TINY = Shape(256, 2, 4, 2, 512, 320, torch.float32, head_dim=64)
 
 
 def write_model(folder: Path, shape: Shape) -> None:
-    """A file for each layer and one for the rest. All weights are parts of one row of random
-    numbers, since making 16 GB of them takes longer than writing."""
+    """A file for each layer and one for the rest, several at a time; the configuration comes last,
+    so a folder that has it is whole and stays. All weights are parts of one row of random numbers,
+    since making 16 GB of them takes longer than writing."""
+    if (folder / "config.json").exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        under_way: deque[Future[None]] = deque()
+        for name, tensors in _files(shape):
+            if len(under_way) >= WRITERS:  # so that few layers are in memory
+                under_way.popleft().result()
+            under_way.append(pool.submit(save_file, tensors, folder / name))
+        for future in under_way:
+            future.result()
+    written = folder / "config.later"
+    written.write_text(json.dumps(_config(shape)))
+    written.rename(folder / "config.json")
+
+
+def _files(shape: Shape) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(1)
     row = torch.randn(1 << 22, generator=generator).mul_(STD).to(shape.dtype)
     place = 0
@@ -70,14 +101,17 @@ def write_model(folder: Path, shape: Shape) -> None:
             f"{prefix}.input_layernorm.weight": ones,
             f"{prefix}.post_attention_layernorm.weight": ones.clone(),
         }
-        save_file(tensors, folder / f"layer-{layer:03d}.safetensors")
+        yield f"layer-{layer:03d}.safetensors", tensors
     rest = {
         "model.embed_tokens.weight": weight(shape.vocabulary, shape.hidden),
         "lm_head.weight": weight(shape.vocabulary, shape.hidden),
         "model.norm.weight": ones,
     }
-    save_file(rest, folder / "rest.safetensors")
-    config = {
+    yield "rest.safetensors", rest
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -96,4 +130,36 @@ def write_model(folder: Path, shape: Shape) -> None:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def _grow_memory(wanted: int) -> None:
+    """Touch memory until so much is available, or until it is seen not to grow."""
+    held, begin = [], time.perf_counter()
+    while _available() < wanted and time.perf_counter() - begin < GROWTH_S:
+        before = _available()
+        block = mmap.mmap(-1, GIB)
+        block.madvise(mmap.MADV_HUGEPAGE)
+        for place in range(0, GIB, 4096):
+            block[place] = 1
+        held.append(block)
+        if before < 6 * GIB and before - _available() > GIB * 9 // 10:
+            break
+    for block in held:
+        block.close()
+    print(f"{len(held)} GiB touched, {_available() / GIB:.1f} GiB available")
+
+
+def main() -> None:
+    _grow_memory(GROWN_BYTES)
+    begin = time.perf_counter()
+    write_model(Path(sys.argv[1]), LLAMA_8B)
+    print(f"the model is there after {time.perf_counter() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

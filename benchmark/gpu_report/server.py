@@ -18,17 +18,24 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from gpu_report.disk import takes_direct
 from gpu_report.figures import Part, SkippedError, run_part
 from server_process import Server
 from sglang_tiered.integration.launch import accelerator
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpu_report.random_model import Shape
     from server_process import Answer
 
 CHECKPOINT_DEADLINE_S = 60.0
 START_DEADLINE_S = 150.0
 READ_BYTES, READ_THREADS = 16 << 20, 4
+HOST_BYTES = "12GiB"
+"""Holds every prompt and the warm-up: 1 GiB each. Said, since SGLang sizes the pool by memory that
+is free, which a machine may only show once it is used."""
+UNKNOWN_DISK = 1e9
 
 
 class World:
@@ -42,23 +49,34 @@ class World:
         self.prompts = [self._tokens(self.length) for _ in range(part.size(5, 3, 3))]
         self.answers: list[list[int]] = []
         self.num_compared = self.num_equal = 0
+        self.prefill_s = self.read_s = 0.0
         self.server: Server | None = None
 
     def tokens(self, count: int) -> list[int]:
         return self._tokens(count)
 
+    @property
+    def model(self) -> Path:
+        """Beside the part's own folder, where it stays for the next run."""
+        return (
+            self.part.folder / "model" if self.part.rehearse else self.part.folder.parent / "model"
+        )
+
     def start(self, number: int, *more: str) -> Server:
-        """Raises ``SkippedError`` with the end of the log if it does not come up."""
+        """Raises ``SkippedError`` with the end of the log if it does not come up. The log stays
+        with the figures."""
         part, device = self.part, 5 * self.length // 2
         flags = [
             *("--dtype", str(self.shape.dtype).removeprefix("torch.")),
             *("--skip-tokenizer-init", "--page-size", "64", "--max-total-tokens", str(device)),
             *("--tier-dir", str(part.folder / "tier"), "--tier-nvme-bytes", "20GiB"),
-            *(("--tier-load", "always") if part.rehearse else ()),  # tiny prompts never pay
+            *(() if part.rehearse else ("--tier-host-bytes", HOST_BYTES)),
             *("--enable-mixed-chunk", "--chunked-prefill-size", str(part.size(2048, 2048, 256))),
         ]
-        log = part.folder / f"server-{number}.log"
-        self.server = server = Server.spawn(part.folder / "model", log, *flags, *more)
+        log = part.file.with_name(f"server-{number}.log")
+        self.server = server = Server.spawn(self.model, log, *flags, *more)
+        with part.file.with_suffix(".servers").open("a") as file:  # for who stops this part
+            file.write(f"{server.process.pid}\n")
         begin = time.perf_counter()
         try:
             server.wait_until_it_generates(START_DEADLINE_S)
@@ -103,16 +121,17 @@ def run(part: Part) -> None:
 
     world = World(part, TINY if part.rehearse else LLAMA_8B)
     begin = time.perf_counter()
-    write_model(part.folder / "model", world.shape)
+    write_model(world.model, world.shape)
     part.save("model_written", time.perf_counter() - begin, "s")
     try:
-        server = world.start(1)
+        forced = ("--tier-load", "always")
+        server = world.start(1, *(forced if part.rehearse else ()))  # tiny prompts never pay
         _returns(world, server)
         _users(world, server)
         default_s = _mixed(world, server, "default")
         server.kill()
-        server = world.start(2, "--attention-backend", "pod")
-        world.pass_over(server, "after_kill", "storage")
+        server = world.start(2, "--attention-backend", "pod", *forced)
+        _compare(world, "nvme_forced", world.pass_over(server, "nvme_forced", "storage"))
         pod_s = _mixed(world, server, "pod")
         part.save("mixed_pod_over_default", pod_s / default_s, "ratio")
         state = server.request("/server_info")["internal_states"][0]["sglang_tiered_pod"]
@@ -137,14 +156,22 @@ def _returns(world: World, server: Server) -> None:
     part.save_samples("ttft_computed", computed, "s", tokens=world.length)
     part.save_samples("ttft_device", device, "s")
     host = world.pass_over(server, "host", "host")
+    world.prefill_s = statistics.median(computed)
+    part.save("host_over_computed", statistics.median(host) / world.prefill_s, "ratio")
+    world.read_s = world.length * world.shape.kv_bytes / _read_rate(part)
     server.flush()
-    nvme = world.pass_over(server, "nvme", "storage")
-    prefill_s, loaded_s = statistics.median(computed), statistics.median(nvme)
-    part.save("host_over_computed", statistics.median(host) / prefill_s, "ratio")
-    part.save("nvme_over_computed", loaded_s / prefill_s, "ratio")
-    read_s = world.length * world.shape.kv_bytes / _read_rate(part)
-    both_ends_s = prefill_s * read_s / (prefill_s + read_s)
-    part.save("nvme_over_both_ends_bound", loaded_s / both_ends_s, "ratio", read_s=read_s)
+    _compare(world, "nvme", world.pass_over(server, "nvme", "storage"))
+
+
+def _compare(world: World, name: str, loaded: list[float]) -> None:
+    """Loaded by the server's own choice (``nvme``), or where it must load (``nvme_forced``, after
+    ``kill -9``), over computing and over both at once."""
+    part, loaded_s = world.part, statistics.median(loaded)
+    if not world.prefill_s:
+        return
+    part.save(f"{name}_over_computed", loaded_s / world.prefill_s, "ratio")
+    both_ends_s = world.prefill_s * world.read_s / (world.prefill_s + world.read_s)
+    part.save(f"{name}_over_both_ends_bound", loaded_s / both_ends_s, "ratio", read_s=world.read_s)
 
 
 def _checkpoint(server: Server, prompt: list[int]) -> None:
@@ -161,7 +188,10 @@ def _checkpoint(server: Server, prompt: list[int]) -> None:
 
 
 def _read_rate(part: Part) -> float:
-    """Bytes a second of the tier's disk, by a few threads with ``O_DIRECT``."""
+    """Bytes a second of the tier's disk, by a few threads with ``O_DIRECT``; a guess without."""
+    if not takes_direct(part.folder):
+        part.skip("disk_read", f"no O_DIRECT there; taken for {UNKNOWN_DISK / 1e9:.0f} GB/s")
+        return UNKNOWN_DISK
     path, count = part.folder / "raw", part.size(64, 64, 4)
     blocks = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
     blocks[0].write(os.urandom(READ_BYTES))

@@ -1,13 +1,11 @@
 """The wheels that SGLang and this package need on a machine with a torch of its own, no network.
 
 That machine has torch 2.11 with CUDA 13, Triton 3.6 and Python 3.12, and no compiled kernels of
-SGLang: there the platform ``integration.cuda_native`` serves. ``--have FILE`` names what else it
-has (``python -m pip list --format=freeze``), so that this need not be carried.
+SGLang: there the platform ``integration.cuda_native`` serves.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -22,12 +20,11 @@ from packaging.requirements import Requirement
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PART_BYTES", "Wheel", "main", "missing", "pack", "read_have"]
+__all__ = ["PYTHON_VERSION", "ROOT", "Wheel", "gather", "missing", "read_have"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_VERSION = "3.12"
 MACHINE = {"torch": "2.11.0", "triton": "3.6.0", "torchvision": "0.26.0"}
-PART_BYTES = 60 << 20
 
 SGLANG = "sglang"
 # What SGLang and this package import until a server has answered, and what for. Everything else
@@ -89,41 +86,22 @@ class Wheel:
     requires: tuple[str, ...]  # as its metadata says
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0 once everything lies in the folder. What pip refuses, it says itself."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/gather_wheels", description=__doc__.split("\n\n")[0]
-    )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("wheels"), metavar="DIR")
-    parser.add_argument("--have", type=Path, metavar="FILE", help="pip freeze of that machine")
-    options = parser.parse_args(arguments)
-    have = {**MACHINE, **(read_have(options.have.read_text()) if options.have else {})}
-    if options.folder.exists() and any(options.folder.iterdir()):
-        print(f"scripts/gather_wheels: {options.folder} is not empty.", file=sys.stderr)
-        return 2
-    try:
-        sglang = _resolve([f"{SGLANG}=={_pins()[SGLANG]}"], "--no-deps")
-        # Beside torch's own requirements, which that machine has with it.
-        torch = [_pin(name) for name in MACHINE]
-        with_torch = {wheel.name for wheel in _resolve(torch)}
-        # What only torch asks for has torch's versions, whatever is tested here.
-        with_torch -= WANTED.keys()
-        pins = {name: pin for name, pin in _pins().items() if name not in with_torch}
-        found = _resolve([*WANTED, *torch], pins=pins)
-        wanted = [wheel for wheel in found if wheel.name not in with_torch]
-        chosen = sglang + missing(wanted, have, [*sglang, *wanted])
-        with tempfile.TemporaryDirectory(dir=options.folder.parent) as place:
-            files = _download(chosen, Path(place))
-            parts = pack({path: path.stat().st_size for path in files})
-            for number, part in enumerate(parts, 1):
-                folder = options.folder / f"part-{number}"
-                folder.mkdir(parents=True)
-                for path in part:
-                    path.rename(folder / path.name)
-    except subprocess.CalledProcessError as error:
-        return int(error.returncode)
-    print(_table(chosen, wanted, options.folder))
-    return 0
+def gather(folder: Path, have: Mapping[str, str]) -> str:
+    """Download the wheels into a folder; return a table of what each is for. have: versions by name
+    of what the machine has beside torch. Raises ``CalledProcessError`` for what pip refuses, once
+    pip has said it."""
+    have = {**MACHINE, **have}
+    sglang = _resolve([f"{SGLANG}=={_pins()[SGLANG]}"], "--no-deps")
+    # Beside torch's own requirements, which that machine has with it.
+    torch = [_pin(name) for name in MACHINE]
+    with_torch = {wheel.name for wheel in _resolve(torch)}
+    # What only torch asks for has torch's versions, whatever is tested here.
+    with_torch -= WANTED.keys()
+    pins = {name: pin for name, pin in _pins().items() if name not in with_torch}
+    found = _resolve([*WANTED, *torch], pins=pins)
+    wanted = [wheel for wheel in found if wheel.name not in with_torch]
+    chosen = sglang + missing(wanted, have, [*sglang, *wanted])
+    return _table(chosen, wanted, _download(chosen, folder))
 
 
 def read_have(text: str) -> dict[str, str]:
@@ -148,23 +126,6 @@ def missing(
         )
 
     return [wheel for wheel in wheels if wheel.name not in MACHINE and not serves(wheel.name)]
-
-
-def pack(sizes: Mapping[Path, int]) -> list[list[Path]]:
-    """Deal files to parts of at most ``PART_BYTES``, the largest first. Raises ``ValueError`` for
-    one that is larger."""
-    parts: list[tuple[int, list[Path]]] = []
-    for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0].name)):
-        if size > PART_BYTES:
-            raise ValueError(f"{path.name} has {size} bytes, more than a part of {PART_BYTES}.")
-        for number, (held, files) in enumerate(parts):
-            if held + size <= PART_BYTES:
-                files.append(path)
-                parts[number] = (held + size, files)
-                break
-        else:
-            parts.append((size, [path]))
-    return [files for _, files in parts]
 
 
 def _requirements(wheel: Wheel) -> list[Requirement]:
@@ -233,33 +194,19 @@ def _download(wheels: Iterable[Wheel], folder: Path) -> list[Path]:
     return list(folder.glob("*.whl"))
 
 
-def _table(chosen: Sequence[Wheel], wanted: Sequence[Wheel], folder: Path) -> str:
-    """Every wheel with its size and purpose, the sizes of the parts, and how to install them."""
+def _table(chosen: Sequence[Wheel], wanted: Sequence[Wheel], files: Sequence[Path]) -> str:
+    """Every wheel with its size and purpose."""
     users: dict[str, str] = {}
     for wheel in wanted:
         for requirement in _requirements(wheel):
             users.setdefault(_normal(requirement.name), wheel.name)
-    lines, total = [], 0
-    for part in sorted(folder.glob("part-*")):
-        sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-        total += sum(sizes.values())
-        lines.append(f"{part}: {len(sizes)} wheels, {sum(sizes.values()) / 2**20:.1f} MiB")
-        for wheel in sorted(chosen, key=lambda wheel: wheel.name):
-            stem = f"{wheel.name.replace('-', '_')}-{wheel.version}-"
-            for name, size in sizes.items():
-                if _normal(name).startswith(_normal(stem)):
-                    purpose = WANTED.get(wheel.name) or f"for {users.get(wheel.name, 'this')}"
-                    purpose = "the server" if wheel.name == SGLANG else purpose
-                    lines.append(
-                        f"  {size / 2**20:6.1f} MiB  {wheel.name} {wheel.version}: {purpose}"
-                    )
-    lines += [
-        f"{len(chosen)} wheels, {total / 2**20:.1f} MiB. There, where the parts lie:",
-        "  python -m pip install --no-index --no-deps part-*/*.whl",
-        "  python -m pip install --no-index --no-deps --no-build-isolation -e CHECKOUT",
-    ]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {path.name: path.stat().st_size for path in files}
+    lines = []
+    for wheel in sorted(chosen, key=lambda wheel: wheel.name):
+        stem = f"{wheel.name.replace('-', '_')}-{wheel.version}-"
+        for name, size in sizes.items():
+            if _normal(name).startswith(_normal(stem)):
+                purpose = WANTED.get(wheel.name) or f"for {users.get(wheel.name, 'this')}"
+                purpose = "the server" if wheel.name == SGLANG else purpose
+                lines.append(f"  {size / 2**20:6.1f} MiB  {wheel.name} {wheel.version}: {purpose}")
+    return "\n".join([*lines, f"{len(chosen)} wheels, {sum(sizes.values()) / 2**20:.1f} MiB"])

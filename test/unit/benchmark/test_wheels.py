@@ -1,4 +1,4 @@
-"""What a machine lacks is gathered, in parts that can be carried."""
+"""What a machine lacks is gathered, and nothing that it has."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from gpu_report import wheels
-from gpu_report.wheels import PART_BYTES, WANTED, Wheel, missing, pack, read_have
+from gpu_report.wheels import WANTED, Wheel, missing, read_have
+
+if TYPE_CHECKING:
+    import pytest
 
 MiB = 1 << 20
-
-
-def test_parts_stay_below_their_bound() -> None:
-    sizes = {Path(f"{number}.whl"): number * MiB for number in (37, 20, 17, 12, 12, 9, 5, 1)}
-    parts = pack(sizes)
-    assert all(sum(sizes[path] for path in part) <= PART_BYTES for part in parts)
-    assert sorted(path for part in parts for path in part) == sorted(sizes)
-    assert len(parts) == 2  # 113 MiB
-
-
-def test_a_wheel_larger_than_a_part_is_named() -> None:
-    with pytest.raises(ValueError, match="torch.whl has"):
-        pack({Path("torch.whl"): PART_BYTES + 1})
 
 
 def test_what_the_machine_has_stays_away() -> None:
@@ -46,7 +34,7 @@ def test_what_the_machine_has_stays_away() -> None:
 
 
 def test_a_whole_set_is_listed_with_its_purpose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pip's answers replaced: a report for each question, and files of some sizes."""
     asked: list[list[str]] = []
@@ -60,11 +48,8 @@ def test_a_whole_set_is_listed_with_its_purpose(
             folder = Path(command[command.index("--dest") + 1])
             for requirement in (word for word in command if "==" in word):
                 name, _, version = requirement.partition("==")
-                size = 40 * MiB if name == "sglang" else 21 * MiB if name == "pyzmq" else 1000
-                with (folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl").open(
-                    "wb"
-                ) as file:
-                    file.truncate(size)
+                file = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+                file.write_bytes(b"0" * (2 * MiB if name == "sglang" else MiB))
             return subprocess.CompletedProcess(command, 0, "")
         if "--no-deps" in command:
             found = [metadata("sglang", "0.5.23", "pyzmq>=25", "sglang-kernel==0.4.10")]
@@ -76,17 +61,12 @@ def test_a_whole_set_is_listed_with_its_purpose(
         return subprocess.CompletedProcess(command, 0, json.dumps({"install": found}))
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert wheels.main([str(tmp_path / "out")]) == 0
+    told = wheels.gather(tmp_path, {})
     assert all("3.12" in command and ":all:" in command for command in asked)
-    told = capsys.readouterr().out
     assert re.search(r"pyzmq 27\.3\.0: messages", told)
     assert re.search(r"pycparser 3\.12: for pyzmq", told)
-    assert "3 wheels, 61.0 MiB" in told and "sglang-kernel" not in told and "sympy" not in told
-    parts = {path.parent.name for path in (tmp_path / "out").glob("part-*/*.whl")}
-    assert parts == {"part-1", "part-2"}
-
-    assert wheels.main([str(tmp_path / "out")]) == 2  # what was gathered before stays as it is
-    assert "is not empty" in capsys.readouterr().err
+    assert "3 wheels, 4.0 MiB" in told and "sglang-kernel" not in told and "sympy" not in told
+    assert len(list(tmp_path.glob("*.whl"))) == 3
 
 
 def test_everything_gathered_has_a_pin() -> None:

@@ -1,0 +1,41 @@
+"""Where the tiers of the report lie, and what a machine gives them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+__all__ = ["ROOM_BYTES", "choose_disk", "takes_direct"]
+
+ROOM_BYTES = 42 * 10**9
+"""16 GB of weights, 20 of a tier, and some."""
+
+
+def choose_disk(out: Path) -> Path:
+    """A folder that stays between two runs, on the first disk with room that takes ``O_DIRECT``;
+    else on that of temporary files."""
+    temporary = Path(tempfile.gettempdir())
+    for place in (temporary, Path("/var/tmp"), Path.home(), out):
+        if takes_direct(place) and shutil.disk_usage(place).free >= ROOM_BYTES:
+            return place / "gpu-report-disk"
+    return temporary / "gpu-report-disk"
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether a file there can be written past the page cache."""
+    path = folder / f".direct-{os.getpid()}"
+    try:
+        with mmap.mmap(-1, 4096) as block:
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+            try:
+                os.pwrite(file, block, 0)
+            finally:
+                os.close(file)
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True

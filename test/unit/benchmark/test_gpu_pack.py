@@ -1,0 +1,94 @@
+"""What is packed for a machine with a GPU is small, and is what a server there imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from gpu_report import pack, unpack
+
+SCRIPT = Path(unpack.__file__)
+
+
+def put(site: Path, name: str, text: str = "x = 1\n") -> None:
+    path = site / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Path:
+    """Packed packages, of which a server imports two."""
+    site, folder = tmp_path / "site", tmp_path / "carried"
+    folder.mkdir()
+    for name in (
+        *("numpy/__init__.py", "sglang/srt/utils.py", "sglang/srt/__pycache__/utils.pyc"),
+        *("sglang/test/kits.py", "sglang/multimodal_gen/big.py", "IPython/core.py", "bin/tool"),
+        "sglang/srt/rust_extensions/router.so",
+        "sglang/srt/rust_extensions/__init__.py",
+    ):
+        put(site, name)
+    pack.pack_site(site, folder / "site.tar.xz")
+    return folder
+
+
+def test_what_no_server_imports_stays_away(carried: Path) -> None:
+    with tarfile.open(carried / "site.tar.xz") as packed:
+        names = packed.getnames()
+    assert sorted(names) == [
+        *("IPython/__init__.py", "IPython/display.py", "numpy/__init__.py"),
+        *("sglang/srt/rust_extensions/__init__.py", "sglang/srt/utils.py"),
+    ]
+
+
+def unpacked(carried: Path, place: Path) -> dict[str, str]:
+    """Run as on the machine: by the standard library alone; then ask a shell what it got."""
+    line = f'eval "$({sys.executable} -I {SCRIPT} {carried})" && env -0'  # -I: no package is needed
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(place)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return dict(one.split("=", 1) for one in done.stdout.split("\0") if "=" in one)
+
+
+def test_unpacked_packages_are_found_with_our_entry_points(carried: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    exported = unpacked(carried, place)
+    ask = (
+        "import importlib.metadata as m, numpy, IPython.display; print(numpy.__file__, "
+        "*sorted(p.value for p in m.entry_points(group='sglang.srt.platforms')))"
+    )
+    said = subprocess.run(
+        [exported["PYTHON"], "-S", "-c", ask],
+        env=exported,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split()
+    assert Path(said[0]).is_relative_to(place)
+    assert said[1:] == ["sglang_tiered.integration.plugin:activate_platform"]
+
+
+def test_second_command_finds_what_first_unpacked(carried: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    site = Path(unpacked(carried, place)["PYTHONPATH"].split(os.pathsep)[0])
+    (site / "numpy" / "kept.py").touch()
+    unpacked(carried, place)
+    assert (site / "numpy" / "kept.py").exists(), "it was unpacked again"
+
+
+def test_a_list_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pack.main(["--have", "no/such/list"]) == 2
+    assert "--have no/such/list: No such file" in capsys.readouterr().err
