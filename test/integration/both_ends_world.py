@@ -536,7 +536,6 @@ class RandomRun:
             "purged": self.purge_at < NUM_STEPS,
             "planned": self.prices.num_planned,
             "held up": self.waits.num_held_up,
-            "given up": self.waits.num_given_up,
             **Counter(world.moves()),
         }
 
