@@ -1,7 +1,7 @@
 """One attention layer of a mixed batch: tiles fused, tiles in turn, SGLang's and FlashInfer's.
 
     python benchmark/bench_pod_attention.py [--quick] [--json FILE] [--png FILE]
-        [--sglang-kernels DIR] [--config A|B|C|D] [--sweep] [--check]
+        [--sglang-kernels DIR] [--config A|B|D] [--sweep] [--check]
 
 Runs on any machine with a CUDA device, torch and Triton. SGLang's kernels come from an installed
 SGLang or from DIR, a copy of its ``kernels/ops/attention``; FlashInfer is measured where it is

@@ -31,6 +31,9 @@ OUTCOME = re.compile(
 )
 """A line of a test that has ended: from a worker, or without workers."""
 
+UNREAD = re.compile(r"^ERROR (?!.*::)(\S+\.py)\b.*", re.MULTILINE)
+"""A line of a file whose tests could not be collected: a package is missing there, say."""
+
 
 def run(part: Part) -> None:
     """Without a device, as in a rehearsal, every one of them must be skipped. What had ended when
@@ -61,7 +64,8 @@ def _count(part: Part, said: str) -> None:
     failed = [
         name or test for one, name, test, other in found if (one or other) in ("FAILED", "ERROR")
     ]
-    if not outcomes:
+    failed += [line.group() for line in UNREAD.finditer(said)]
+    if not outcomes and not failed:
         raise SkippedError(f"pytest gave no result: {said[-300:]}")
     part.save("device_tests_passed", outcomes["PASSED"], "tests")
     part.save("device_tests_failed", len(failed), "tests", failed=failed[:50])

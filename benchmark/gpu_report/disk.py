@@ -8,20 +8,33 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
+
 __all__ = ["ROOM_BYTES", "choose_disk", "takes_direct"]
 
 ROOM_BYTES = 42 * 10**9
 """16 GB of weights, 20 of a tier, and some."""
 
 
-def choose_disk(out: Path) -> Path:
-    """A folder that stays between two runs, on the first disk with room that takes ``O_DIRECT``;
-    else on that of temporary files."""
-    temporary = Path(tempfile.gettempdir())
-    for place in (temporary, Path("/var/tmp"), Path.home(), out):
-        if takes_direct(place) and shutil.disk_usage(place).free >= ROOM_BYTES:
-            return place / "gpu-report-disk"
-    return temporary / "gpu-report-disk"
+PLACES = (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home())
+
+
+def choose_disk() -> Path:
+    """A folder that stays between two runs: that of an earlier run, else on the first disk with
+    room that takes ``O_DIRECT``, else among temporary files. Memory that takes it is no disk."""
+    folders = [place / "gpu-report-disk" for place in PLACES]
+    for folder in folders:
+        if (folder / "model" / "config.json").exists():
+            return folder
+    for folder in folders:
+        place = folder.parent
+        if (
+            filesystem_type(place) not in MEMORY_FILESYSTEMS
+            and takes_direct(place)
+            and shutil.disk_usage(place).free >= ROOM_BYTES
+        ):
+            return folder
+    return Path(tempfile.gettempdir()) / "gpu-report-disk"
 
 
 def takes_direct(folder: Path) -> bool:

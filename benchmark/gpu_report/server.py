@@ -63,8 +63,8 @@ class World:
         )
 
     def start(self, number: int, *more: str) -> Server:
-        """Raises ``SkippedError`` with the end of the log if it does not come up. The log stays
-        with the figures."""
+        """Raises ``RuntimeError`` if it does not come up, with why and the end of its log, which
+        stays with the figures: a part that could not measure has failed."""
         part, device = self.part, 5 * self.length // 2
         flags = [
             *("--dtype", str(self.shape.dtype).removeprefix("torch.")),
@@ -81,7 +81,10 @@ class World:
         try:
             server.wait_until_it_generates(START_DEADLINE_S)
         except AssertionError as error:
-            raise SkippedError(f"server {number} did not start: {str(error)[-900:]}") from error
+            said = str(error)
+            raise RuntimeError(
+                f"server {number}: {said.splitlines()[0][:200]} ... {said[-900:]}"
+            ) from error
         part.save(f"server_{number}_start", time.perf_counter() - begin, "s")
         return server
 
@@ -107,7 +110,7 @@ class World:
 
 def run(part: Part) -> None:
     if importlib.util.find_spec("sglang") is None:
-        raise SkippedError("sglang is not installed; scripts/gather_wheels gathers it")
+        raise SkippedError("sglang is not installed; scripts/gpu_pack packs it")
     try:
         importlib.metadata.version("sglang-tiered")
     except importlib.metadata.PackageNotFoundError:

@@ -15,10 +15,10 @@ def table(report: dict[str, Any]) -> str:
     for name, part in report["parts"].items():
         lines.append(f"\n{name}: {part['outcome']}, {part['seconds']:.0f} s")
         if part["outcome"].startswith("failed"):
-            lines += [f"  {line[:200]}" for line in part.get("log", "").splitlines()[-6:]]
+            lines += [f"  {line[:200]}" for line in part.get("log", "").splitlines()[-14:]]
         for figure in part["figures"]:
             if "skipped" in figure:
-                lines.append(f"  {figure['name']:44s} skipped: {figure['skipped'][:120]}")
+                lines.append(f"  {figure['name']:44s} skipped: {figure['skipped'][-300:]}")
                 continue
             spread = f"  ({figure['min']:.4g} to {figure['max']:.4g})" if "min" in figure else ""
             share = figure.get("share_of_prompt")

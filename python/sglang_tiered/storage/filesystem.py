@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FULL_ERRNOS", "NOT_OFFERED_ERRNOS", "filesystem_type", "sync_names"]
+__all__ = [
+    "FULL_ERRNOS",
+    "MEMORY_FILESYSTEMS",
+    "NOT_OFFERED_ERRNOS",
+    "filesystem_type",
+    "sync_names",
+]
+
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+"""Kinds of filesystem whose files are memory."""
 
 NOT_OFFERED_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Answers of a filesystem that has no such call, which say nothing about a file or permissions."""

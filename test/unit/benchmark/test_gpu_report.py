@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import tarfile
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpu_report import command, device_tests
+from gpu_report import command, device_tests, disk
 from gpu_report.command import PARTS, PartOf
 from gpu_report.figures import Part
 from gpu_report.pictures import draw
@@ -21,7 +24,6 @@ from pod_bench.report import MixResult, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 HEAD = """
 import argparse, json, os, signal, subprocess, sys
@@ -97,9 +99,11 @@ def test_no_server_of_a_stopped_part_lives_on(tmp_path: Path) -> None:
     [
         "test/a.py::test_one PASSED [ 25%]\ntest/a.py::test_two[x y] FAILED [ 50%]\n"
         "test/b.py::test_three SKIPPED (needs a CUDA device) [ 75%]\n"
+        "ERROR test/c.py - ModuleNotFoundError: No module named 'msgspec'\n"
         "FAILED test/a.py::test_two[x y] - assert 1 == 2\n",
         "[gw0] [ 25%] PASSED test/a.py::test_one \n[gw1] [ 50%] FAILED test/a.py::test_two[x y] \n"
-        "[gw0] [ 75%] SKIPPED test/b.py::test_three \nFAILED test/a.py::test_two[x y] - assert\n",
+        "[gw0] [ 75%] SKIPPED test/b.py::test_three \nERROR test/c.py - ImportError\n"
+        "FAILED test/a.py::test_two[x y] - assert\n",
     ],
     ids=["alone", "side by side"],
 )
@@ -108,8 +112,36 @@ def test_tests_that_ended_are_counted_once(said: str, tmp_path: Path) -> None:
     device_tests._count(part, said)
     told = {one["name"]: one for one in map(json.loads, part.file.read_text().splitlines())}
     values = [told[f"device_tests_{name}"]["value"] for name in ("passed", "failed", "skipped")]
-    assert values == [1, 1, 1]
+    assert values == [1, 2, 1], "a file that was not read is a failure"
     assert "test_two" in told["device_tests_failed"]["failed"][0]
+    assert "test/c.py" in told["device_tests_failed"]["failed"][1]
+
+
+def test_disk_of_the_first_run_is_that_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, roomy = tmp_path / "small", tmp_path / "roomy"
+    for place in (small, roomy):
+        place.mkdir()
+    free = {small: 10**9, roomy: 55 * 10**9}
+    monkeypatch.setattr(disk, "PLACES", (small, roomy))
+    monkeypatch.setattr(disk, "filesystem_type", lambda place: "ext4")
+    monkeypatch.setattr(disk, "takes_direct", lambda place: True)
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=free[Path(place)])
+    )
+    first = disk.choose_disk()
+    assert first.parent == roomy
+    (first / "model").mkdir(parents=True)
+    (first / "model" / "config.json").touch()
+    free[roomy] -= 16 * 10**9  # what the first run wrote
+    assert disk.choose_disk() == first
+
+
+def test_memory_is_taken_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PLACES", (tmp_path,))
+    monkeypatch.setattr(disk, "filesystem_type", lambda place: "tmpfs")
+    assert disk.choose_disk().parent == Path(tempfile.gettempdir())
 
 
 def test_late_part_is_stopped_with_its_figures_kept(

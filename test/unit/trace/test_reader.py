@@ -219,8 +219,8 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b" \n\n", "is empty"),
-        (gzip.compress(gzip.compress(b"{}")), "is gzip-compressed twice; unpack it first"),
-        (gzip.compress(MOONCAKE.encode() * 99)[:-20], "is damaged or cut off"),
+        (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is gzip-compressed twice; unpack"),
+        (gzip.compress(MOONCAKE.encode() * 99, mtime=0)[:-20], "is damaged or cut off"),
         (b"\x1f\x8b" + b"x" * 99, "is damaged or cut off"),
         (b"PAR1" + b"x" * 99, "cannot be read as Parquet"),
         (b"PK\x03\x04rest", "is a zip archive"),

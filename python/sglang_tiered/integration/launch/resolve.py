@@ -39,7 +39,7 @@ from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, tr
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.tiers import rank_settings
 from sglang_tiered.request_log import RequestLogConfig
-from sglang_tiered.storage.filesystem import filesystem_type
+from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ __all__ = [
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_DISK_FRACTION = 0.25
 DEFAULT_DISK_MAX_BYTES = 256 * GiB
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 # How long a request may wait for its load before it is prefilled instead. A backstop for a disk
 # that hangs: a tier that reports itself unhealthy ends the wait at once.

@@ -110,3 +110,13 @@ def test_indices_written_again_copy_other_pages() -> None:
     host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
     copied = slots([5, 6])
     assert all(torch.equal(t[copied], s[copied]) for s, t in zip(source, target, strict=True))
+
+
+def test_indices_of_inference_mode_are_copied_too() -> None:
+    with torch.inference_mode():
+        source, target, indices = layers_of((2, 8), 0), layers_of((2, 8), 1), slots([5])
+        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+        indices.copy_(slots([6]))
+        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+        copied = slots([5, 6])
+        assert all(torch.equal(t[copied], s[copied]) for s, t in zip(source, target, strict=True))
