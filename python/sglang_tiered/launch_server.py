@@ -146,7 +146,14 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)
-        launch_server(server_args, launch_callback=announce)
+        try:
+            launch_server(server_args, launch_callback=announce)
+        finally:
+            # It would take the children that are ended next for crashed ones, and say so.
+            manager = getattr(get_global_state(), "tokenizer_manager", None)
+            watchdog = getattr(manager, "_subprocess_watchdog", None)
+            if watchdog is not None:
+                watchdog.stop()
 
 
 def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, Any]) -> str:

@@ -122,7 +122,9 @@ def test_what_is_printed_works_by_any_address(
     try:
         wait_for(re.compile(r"\[::1\]"), server)
         assert desk.try_what_is_printed(server)
+        served = len(server.log)
         interrupt(server)
+        assert not re.search("Traceback|leaked|crashed", server.log[served:]), server.log[served:]
     finally:
         server.kill()
 

@@ -8,7 +8,9 @@ logs and swallows an error in either, so the launcher checks first whatever must
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 
 __all__ = ["activate_platform", "register"]
 
@@ -41,6 +43,7 @@ def activate_platform() -> str | None:
 
 def register() -> None:
     """Register the ``tiered`` cache, the attention backends and the hooks."""
+    _leave_interrupts_to_the_launcher()
     from sglang_tiered.integration import compat, hooks
     from sglang_tiered.integration.attention import reference, registration
     from sglang_tiered.integration.cache import factory, host_size
@@ -66,3 +69,14 @@ def register() -> None:
     host_size.reserve_for_tier()
     factory.register()
     hooks.register()
+
+
+def _leave_interrupts_to_the_launcher() -> None:
+    """A Ctrl-C reaches every process of a terminal. The one that started SGLang's ends them; what
+    they would print of it, tracebacks and a library's report on leaks, hides a clean end.
+
+    A process of the user's that holds an engine is not SGLang's, and stays one that can be ended.
+    """
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    if (getattr(target, "__module__", None) or "").startswith("sglang."):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

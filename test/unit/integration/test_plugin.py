@@ -1,0 +1,44 @@
+"""What the plugin does in processes that SGLang starts, and leaves alone in others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_STARTS = """
+import atexit, multiprocessing, signal
+from sglang.srt.plugins import load_plugins
+
+def with_an_engine():
+    load_plugins()
+
+def tell():
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    print(multiprocessing.current_process().name, ignored, flush=True)
+
+atexit.register(tell)
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    for name, target in (("scheduler", load_plugins), ("worker", with_an_engine)):
+        process = spawn.Process(name=name, target=target)
+        process.start()
+        process.join()
+    load_plugins()
+"""
+
+
+def test_only_sglangs_own_processes_leave_ctrl_c(tmp_path: Path) -> None:
+    """A user's process that holds an engine stays one that Ctrl-C ends."""
+    script = tmp_path / "starts.py"
+    script.write_text(_STARTS)
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = [line.split() for line in ended.stdout.splitlines()]
+    told = [words for words in told if words[0] in ("scheduler", "worker", "MainProcess")]
+    assert told == [["scheduler", "True"], ["worker", "False"], ["MainProcess", "False"]]
