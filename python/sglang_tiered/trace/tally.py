@@ -71,6 +71,11 @@ class Tally:
 
     def check(self) -> None:
         """Raise ``TraceError`` where so much was dropped that the rest is another trace."""
+        if 0 < self.num_rows == self.num_skipped and not self.allow_dropped:
+            raise TraceError(
+                f"{self._counts()}; none is left: check the file, --format and "
+                "--trace-block-tokens."
+            )
         if self.num_skipped > MOST_DROPPED * self.num_rows and not self.allow_dropped:
             raise TraceError(
                 f"{self._counts()}; that is more than {MOST_DROPPED:.0%} of the file: repair it, "

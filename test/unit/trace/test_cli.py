@@ -162,7 +162,9 @@ def test_nothing_usable_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"hash_ids": []}\n')
     for command in (("stat",), ("scale", "-o", tmp_path / "x"), ("convert", "-o", tmp_path / "x")):
-        assert cli(command[0], path, *command[1:]).code == 2
+        refused = cli(command[0], path, *command[1:])
+        assert refused.code == 2
+        assert "none is left: check the file, --format and --trace-block-tokens." in refused.err
         outcome = cli(command[0], path, *command[1:], "--allow-dropped")
         assert (outcome.code, outcome.out) == (1, "")
         assert "has no request that can be used" in outcome.err

@@ -245,7 +245,9 @@ def test_a_given_block_size_is_taken(tmp_path: Path) -> None:
     assert {one.block_tokens for one in read(tmp_path / "f", rows, block_tokens=32)[0]} == {32}
     own = [{**row, "block_size": 24} for row in rows]
     assert {one.block_tokens for one in read(tmp_path / "f", own, block_tokens=32)[0]} == {24}
-    with pytest.raises(TraceError, match="in blocks of 4 tokens .*--allow-dropped"):
+    with pytest.raises(
+        TraceError, match="in blocks of 4 tokens .*none is left: check .*--trace-block-tokens"
+    ):
         read(tmp_path / "f", rows, block_tokens=4)
 
 
