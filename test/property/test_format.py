@@ -64,7 +64,7 @@ def test_extent_header_round_trip(extent: Extent, nonce: bytes, ordinal: int) ->
     assert unpack_extent_header(header, extent.offset, other, ordinal) is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(extents, max_size=5), nonces)
 def test_footer_round_trip(written: list[Extent], nonce: bytes) -> None:
     contents = Contents.of(written)

@@ -198,7 +198,7 @@ def test_load_one_is_where_in_turn_is_busy() -> None:
 blocks = st.lists(st.integers(0, 6), unique=True, max_size=6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), blocks, st.booleans()), max_size=14),
     st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=7),
