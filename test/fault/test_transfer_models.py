@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 import pytest
 from transfer_pair import HOST, MODEL, decode, hand_over, prefill
 
+from sglang_tiered.transfer.messages import (
+    TOKENS_BYTES,
+    Asked,
+    is_other_model,
+    is_other_prompt,
+)
+
 if TYPE_CHECKING:
     from transfer_pair import Decode, Prefill
 
 OTHER = b"o" * 32
 ADAPTER = b"a" * 32
+PROMPT = bytes(range(TOKENS_BYTES))
 SENTENCE = (
     f"prefill at {HOST}:30000 has the model {MODEL.hex()[:16]} and decode at {HOST}:30001 "
     f"the model {OTHER.hex()[:16]}, whose KV differs; "
@@ -67,9 +75,9 @@ def test_other_adapter_is_another_model(is_claimed_first: bool) -> None:
     with prefill() as sender, decode() as receiver:
         for room, theirs in ((1, ADAPTER), (2, OTHER), (3, b"")):
             calls = [
-                lambda room=room: sender.endpoint.expect_room(room, ADAPTER),
+                lambda room=room: sender.endpoint.expect_room(room, Asked(ADAPTER)),
                 lambda room=room, theirs=theirs: receiver.open(
-                    room, [sender], [1, 2], adapter=theirs
+                    room, [sender], [1, 2], asked=Asked(theirs)
                 ),
             ]
             for call in reversed(calls) if is_claimed_first else calls:
@@ -78,6 +86,34 @@ def test_other_adapter_is_another_model(is_claimed_first: bool) -> None:
                 sender.events.wait_for("ready", room)
             else:
                 assert all("whose KV differs" in told for told in reasons(sender, receiver, room))
+
+
+@pytest.mark.parametrize("is_claimed_first", [False, True])
+@pytest.mark.parametrize("adapter", [b"", ADAPTER])
+def test_other_tokens_are_refused_on_both_sides(adapter: bytes, is_claimed_first: bool) -> None:
+    """A number that two requests share: KV of one prompt answered the other, and was filed so."""
+    with prefill() as sender, decode() as receiver:
+        for room, prompt in ((1, PROMPT), (2, bytes(TOKENS_BYTES)), (3, PROMPT[::-1])):
+            asked, theirs = Asked(adapter, PROMPT), Asked(adapter, prompt)
+            calls = [
+                lambda room=room, asked=asked: sender.endpoint.expect_room(room, asked),
+                lambda room=room, asked=theirs: receiver.open(room, [sender], [1, 2], asked=asked),
+            ]
+            for call in reversed(calls) if is_claimed_first else calls:
+                call()
+            if prompt == PROMPT:
+                sender.events.wait_for("ready", room)
+                continue
+            for told in reasons(sender, receiver, room):
+                assert is_other_prompt(told) and not is_other_model(told)
+                assert f"prefill at {HOST}:30000 and decode at {HOST}:30001" in told
+
+
+def test_other_model_is_named_before_other_tokens() -> None:
+    with prefill() as sender, decode(model=OTHER) as receiver:
+        sender.endpoint.expect_room(1, Asked(tokens=PROMPT))
+        receiver.open(1, [sender], [1, 2], asked=Asked(tokens=PROMPT[::-1]))
+        assert all(SENTENCE in told for told in reasons(sender, receiver))
 
 
 def test_late_answer_refuses_rooms_that_waited() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
 from sglang_tiered.transfer.layout import heads_of_rank
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
-from sglang_tiered.transfer.messages import KVLayout, StateLayout
+from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
@@ -201,7 +201,7 @@ class Decode:
         num_receivers: int = 1,
         prefix_tokens: int = 0,
         dummies: Sequence[int] = (),
-        adapter: bytes = b"",
+        asked: Asked = NOTHING_MORE,
     ) -> None:
         targets = [
             Target(item if isinstance(item, tuple) else item.address, index in dummies)
@@ -215,7 +215,7 @@ class Decode:
             aux_row=aux_row,
             prefix_tokens=prefix_tokens,
             num_receivers=num_receivers,
-            adapter=adapter,
+            asked=asked,
         )
 
 

@@ -310,7 +310,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.managers.io_struct:GenerateReqInput.normalize_batch_and_arguments": ("self",),
     "sglang.srt.managers.io_struct:GenerateReqInput": (
-        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
         *("lora_path", "image_data", "video_data", "audio_data"),
     ),
     "sglang.srt.managers.kv_hints:KvHintsEnvelope": ("protocol_version", "message_id", "actions"),
@@ -386,7 +386,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.disaggregation.utils:get_kv_class": ("transfer_backend", "class_type"),
     "sglang.srt.disaggregation.utils:prepare_abort": ("req", "error_message", "status_code"),
     f"{_DECODE}PreallocQueue.__init__": ("self",),
-    f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req"),
+    f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req", "is_rebootstrap"),
     "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender": ("self", "req"),
     "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter_from_tensors": ("self", "recv_req"),

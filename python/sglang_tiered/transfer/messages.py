@@ -9,7 +9,7 @@ can be told so.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,8 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
     "MODEL_BYTES",
+    "NOTHING_MORE",
+    "TOKENS_BYTES",
     "VERSION",
     "TOKEN_BYTES",
     "VERSION_FRAME",
@@ -33,6 +35,7 @@ __all__ = [
     "AnyControl",
     "AnyFromDecode",
     "AnyFromPrefill",
+    "Asked",
     "Bye",
     "Claim",
     "Failed",
@@ -52,13 +55,13 @@ __all__ = [
     "Welcome",
     "check_version",
     "is_other_model",
-    "other_model",
+    "is_other_prompt",
+    "mismatch",
     "peer_failed",
-    "with_adapter",
 ]
 
 MAGIC = b"sgt-kv/"
-VERSION = 4
+VERSION = 5
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
@@ -70,6 +73,9 @@ MAX_CONTROL_BYTES = 4 << 20
 TOKEN_BYTES = 16
 MODEL_BYTES = 32
 """A digest of model, weights and number formats: KV of another one is noise to its receiver."""
+
+TOKENS_BYTES = 20
+"""A digest of a request's tokens, in the place of the last bytes of the model's."""
 
 MAX_CONNECTIONS = 64
 KV_COMPONENT = -1
@@ -145,7 +151,7 @@ class Claim(_Message, frozen=True, tag="claim"):
 
 class Open(_Message, frozen=True, tag="open"):
     """The pages of a room are allocated; ``num_receivers`` such messages make it complete.
-    ``model``: digest of what gives KV its meaning, as decode has it now."""
+    ``model``: digest of what gives KV its meaning, as decode has it now (``Asked.of``)."""
 
     room: int
     generation: int
@@ -313,12 +319,24 @@ def peer_failed(reason: str) -> str:
     return f"PD peer failed: {reason}"
 
 
-def with_adapter(model: bytes, adapter: bytes) -> bytes:
-    """The model of a request that uses an adapter (its digest; empty without one)."""
-    return hashlib.sha256(model + adapter).digest() if adapter else model
+class Asked(NamedTuple):
+    """What one request adds to the model: digests of its adapter (empty without one) and of its
+    tokens (``TOKENS_BYTES``; empty where the caller binds none)."""
 
+    adapter: bytes = b""
+    tokens: bytes = b""
+
+    def of(self, model: bytes) -> bytes:
+        """What ``Claim`` and ``Open`` name: of the model and adapter, then of the tokens."""
+        if self.adapter:
+            model = hashlib.sha256(model + self.adapter).digest()
+        return model[: MODEL_BYTES - len(self.tokens)] + self.tokens
+
+
+NOTHING_MORE = Asked()
 
 OTHER_MODEL = "whose KV differs"
+OTHER_PROMPT = "were sent different prompts"
 CHANGED = "changed while the request was under way; send it again"
 
 
@@ -328,8 +346,21 @@ def is_other_model(reason: str) -> bool:
     return OTHER_MODEL in reason or CHANGED in reason
 
 
-def other_model(prefill: str, sent: bytes, decode: str, wanted: bytes, note: str = "") -> str:
-    """The sentence of a pair whose models differ: both addresses, both digests, the way out."""
+def is_other_prompt(reason: str) -> bool:
+    """Whether a room failed because its ends have different tokens: no pair may serve it."""
+    return OTHER_PROMPT in reason
+
+
+def mismatch(prefill: str, sent: bytes, decode: str, wanted: bytes, note: str = "") -> str:
+    """The sentence of a pair whose models or prompts differ (``Asked.of``): both addresses, what
+    differs, the way out."""
+    num_model = MODEL_BYTES - TOKENS_BYTES
+    if sent[:num_model] == wanted[:num_model]:
+        return (
+            f"prefill at {prefill} and decode at {decode} {OTHER_PROMPT} with one bootstrap_room; "
+            "send both the same request, with a number of its own, and serve both with one "
+            "tokenizer and chat template"
+        )
     return (
         f"prefill at {prefill} has the model {sent.hex()[:16]} and decode at {decode} the model "
         f"{wanted.hex()[:16]}, {OTHER_MODEL}; serve the same weights with the same settings and "

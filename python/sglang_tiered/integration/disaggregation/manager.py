@@ -48,14 +48,14 @@ from sglang_tiered.integration.disaggregation.handed_model import (
     digests_directory,
     handed_model_of,
 )
-from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
+from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.transfer_stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
-from sglang_tiered.transfer.messages import CHANGED
+from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.settings import TransferSettings
@@ -135,8 +135,10 @@ class KVManagerRole:
     class."""
 
     reports_transfer_latency = True
-    arriving = b""
-    """Digest of the adapter of the request whose end SGLang makes next (``HandedAdapters``)."""
+    arriving: Asked = NOTHING_MORE
+    """What the request adds to the model whose end SGLang makes next."""
+    recompute: Any = ()
+    """Fields by which prefill is asked to compute it again, in the place of SGLang's."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
     request_status: Any
@@ -374,8 +376,8 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         return self.bootstrap_client.ensure_known(bootstrap_addr)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """Have prefill compute again what a pause took from a request, in the room it has here."""
-        super().submit_prefill_recompute(kv_receiver, payload | {"bootstrap_pair_key": READY_MADE})
+        """Have prefill compute again what a pause took from a request."""
+        super().submit_prefill_recompute(kv_receiver, payload | dict(kv_receiver.recompute))
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         check_num_ranks(info)
@@ -403,7 +405,7 @@ class _End:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
-    adapter = b""
+    asked = NOTHING_MORE
     _failure: KVTransferError | None = None
 
     def __init__(
@@ -419,7 +421,7 @@ class _End:
             # A number of its own, so that its end touches no other request's room.
             bootstrap_room = next(_NO_ROOMS)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)  # type: ignore[call-arg]
-        self.adapter = mgr.arriving
+        self.asked = mgr.arriving
         if reason is not None:
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
@@ -456,7 +458,7 @@ class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
     def __init__(self, mgr: PrefillKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
         if self.conclude_state is None and not mgr.is_dummy_cp_rank:
-            mgr.endpoint.expect_room(self.bootstrap_room, self.adapter)
+            mgr.endpoint.expect_room(self.bootstrap_room, self.asked)
 
     def abort(self) -> None:
         self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
@@ -482,6 +484,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
 
     def __init__(self, mgr: DecodeKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
+        self.recompute = mgr.recompute
         if self.conclude_state is not None:
             self.abort_notified = True  # prefill knows no such number
 
@@ -520,7 +523,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
                 prefix_tokens=decode_prefix_len or 0,
                 num_receivers=self.required_dst_info_num,
                 memory=memory,
-                adapter=self.adapter,
+                asked=self.asked,
             )
         except TransferError as error:
             self._fail(str(error))
@@ -565,7 +568,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
             self._fail(f"the prefill server at {server} does not say which replica has the request")
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
-            self.kv_mgr.endpoint.claim_room(self.bootstrap_room, self._targets(), self.adapter)
+            self.kv_mgr.endpoint.claim_room(self.bootstrap_room, self._targets(), self.asked)
 
     def _register_kv_args(self) -> bool:
         """Does nothing: the session's Hello registers this rank, once per prefill server."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+from sglang_tiered.integration.disaggregation.request_rooms import (
+    room_of_recompute,
+    tokens_of,
+)
 from sglang_tiered.integration.names import TRANSFER_BACKEND
 from sglang_tiered.integration.observe.transfer_stats import manager_of
-from sglang_tiered.transfer.messages import is_other_model
+from sglang_tiered.transfer.messages import Asked, is_other_model, is_other_prompt
 
 __all__ = ["register"]
 
@@ -34,16 +38,25 @@ def register() -> None:
 
 
 def _before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:
-    """Answer 503 for a pair of unequal models: another pair may serve the request."""
+    """Answer 503 for a pair of unequal models, as another pair may serve the request, and 400 for
+    unequal prompts."""
     if is_other_model(error_message):
         status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    elif is_other_prompt(error_message):
+        status_code = HTTPStatus.BAD_REQUEST
     return (req, error_message, status_code), {}
 
 
-def _before_handoff(queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    if queue.transfer_backend.value == TRANSFER_BACKEND:
-        manager = queue.kv_manager
-        manager.arriving = manager.adapters.digest_of(req.lora_id)
+def _before_handoff(queue: Any, req: Any, *_: Any, is_rebootstrap: bool = False, **__: Any) -> None:
+    if queue.transfer_backend.value != TRANSFER_BACKEND:
+        return
+    manager = queue.kv_manager
+    manager.arriving = Asked(manager.adapters.digest_of(req.lora_id), tokens_of(req))
+    manager.recompute = {}
+    if is_rebootstrap:
+        manager.recompute = {"bootstrap_room": req.bootstrap_room}
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        req.bootstrap_room = room_of_recompute(req.bootstrap_room, None, tokens)
 
 
 def _after_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:

@@ -3,7 +3,8 @@
 A client, as a rule a router, draws one number and sends it with the request to both instances.
 SGLang takes it for the room as it is, and gives it to every sample of ``n`` as well. Here the room
 is made of the number, of what is asked and of the sample: every sample has one of its own, and two
-clients who draw the same number meet only if they ask for the same, whose KV is the same too.
+clients who draw the same number meet only if they ask for the same, whose KV is the same too. That
+is not relied on: the ends of a room compare digests of their tokens (``tokens_of``).
 
 In the process that tokenizes. The room leaves the same remainder as the client's number by every
 number of replicas up to 16: SGLang finds a request's replica by it, and so may a router.
@@ -12,7 +13,8 @@ number of replicas up to 16: SGLang finds a request's replica by it, and so may 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -20,23 +22,22 @@ from sglang.srt.runtime_context import get_disagg
 
 from sglang_tiered.integration.identity.media_hashes import HASHES
 from sglang_tiered.integration.names import TRANSFER_BACKEND
+from sglang_tiered.transfer.messages import TOKENS_BYTES
 
 __all__ = [
     "NUM_ROOMS",
-    "READY_MADE",
     "SampleRooms",
     "after_tokenizing",
     "before_batch",
     "before_sending",
     "check_rooms",
+    "room_of_recompute",
+    "tokens_of",
 ]
 
 NUM_ROOMS = 2**63
 """A request may name its room by a number from 0 up to this: SGLang's tensors hold no larger one.
 """
-
-READY_MADE = "sglang_tiered.room"
-"""``bootstrap_pair_key`` of a request whose number is a room already: one of decode's own."""
 
 _STRIDE = 720720  # the least number that all up to 16 divide
 _FIELDS = (
@@ -104,16 +105,38 @@ def after_tokenizing(tokenized: Any, _: Any, request: Any, *__: Any, **___: Any)
         return
     if tokenized.input_ids is not None and not tokenized.input_ids and not request.session_params:
         raise ValueError("the prompt has no token; prefill and decode need one at least.")
-    if request.bootstrap_pair_key == READY_MADE:
-        return
+    media = (getattr(request, name) for name in _MEDIA)
+    tokenized.bootstrap_room = _rooms_of(number, request.lora_path, media, tokenized.input_ids)
+
+
+def room_of_recompute(number: int, lora_name: str | None, tokens: Iterable[int]) -> int:
+    """Return the room that prefill will make of ``number`` for a request that decode has it compute
+    again."""
+    return _rooms_of(number, lora_name, (None for _ in _MEDIA), array("q", tokens)).take()
+
+
+def tokens_of(req: Any) -> bytes:
+    """Return the digest of the tokens whose KV is handed over, as both ends make it. On the
+    scheduler's thread.
+
+    Of placeholders of media it has the number and place only: what stands for their content may be
+    made otherwise on the other device."""
+    num_tokens = len(req.origin_input_ids) + len(req.output_ids)
+    hashed = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=TOKENS_BYTES)
+    for tokens in (req.origin_input_ids_unpadded, req.output_ids):
+        hashed.update(array("q", tokens))
+    return hashed.digest()
+
+
+def _rooms_of(number: int, lora_name: Any, media: Iterable[Any], tokens: Any) -> SampleRooms:
     asked = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
-    for said in (request.lora_path, *(getattr(request, name) for name in _MEDIA)):
+    for said in (lora_name, *media):
         for text in _texts_in(said):
             asked.update(len(text).to_bytes(8, "little") + text.encode(errors="replace"))
         asked.update(b"\0")
-    if tokenized.input_ids is not None:
-        asked.update(tokenized.input_ids)
-    tokenized.bootstrap_room = SampleRooms(number, asked)
+    if tokens is not None:
+        asked.update(tokens)
+    return SampleRooms(number, asked)
 
 
 def before_sending(_: Any, tokenized: Any) -> None:

@@ -19,6 +19,7 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progress, ReceiveRoom
 from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.messages import NOTHING_MORE
 from sglang_tiered.transfer.wire_codec import make_codec
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import EndpointLoop
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.decode.sessions import Address, PrefillLink
     from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
-    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
@@ -136,11 +137,11 @@ class DecodeEndpoint:
         no room until it is known. Close the rooms of another model yourself."""
         self._loop.call(self._set_model, model)
 
-    def claim_room(self, room: int, targets: Sequence[Target], adapter: bytes = b"") -> None:
+    def claim_room(self, room: int, targets: Sequence[Target], asked: Asked = NOTHING_MORE) -> None:
         """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
-        follow; if this instance ends before, prefill fails the request at once. ``adapter``: digest
-        of the request's, if it is no part of the model."""
-        self._loop.call(self._once_known, self._claim, room, list(targets), adapter)
+        follow; if this instance ends before, prefill fails the request at once. ``asked``: what
+        the request adds to the model."""
+        self._loop.call(self._once_known, self._claim, room, list(targets), asked)
 
     def open_room(
         self,
@@ -153,13 +154,13 @@ class DecodeEndpoint:
         prefix_tokens: int,
         num_receivers: int,
         memory: PagedMemory | None = None,
-        adapter: bytes = b"",
+        asked: Asked = NOTHING_MORE,
     ) -> None:
         """Ask ``targets`` for a room. ``pages`` of ``memory`` (default: the device's pool) must
         stay allocated until the listener has heard how the room ended or ``close_room`` has
         returned.
 
-        ``num_receivers``: decode ranks that each target serves. ``adapter``: as ``claim_room``
+        ``num_receivers``: decode ranks that each target serves. ``asked``: as ``claim_room``
         says. Raises ``TransferError`` for pages that do not exist, and for a room that is open: it
         keeps its pages.
         """
@@ -185,7 +186,7 @@ class DecodeEndpoint:
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:
                 raise TransferError("this room is open for another request already.")
-        arguments = receiving, list(targets), prefix_tokens, num_receivers, adapter
+        arguments = receiving, list(targets), prefix_tokens, num_receivers, asked
         self._loop.call(self._once_known, self._open, *arguments)
 
     def close_room(self, room: int) -> None:
@@ -227,9 +228,9 @@ class DecodeEndpoint:
         else:
             function(*arguments)
 
-    def _claim(self, number: int, targets: list[Target], adapter: bytes) -> None:
+    def _claim(self, number: int, targets: list[Target], asked: Asked) -> None:
         assert self._model is not None
-        claim = messages.Claim(number, messages.with_adapter(self._model, adapter))
+        claim = messages.Claim(number, asked.of(self._model))
         for target in targets:
             self._links.link_to(target.address).send_control(claim)
 
@@ -289,12 +290,12 @@ class DecodeEndpoint:
         targets: list[Target],
         prefix_tokens: int,
         num_receivers: int,
-        adapter: bytes,
+        asked: Asked,
     ) -> None:
         if room.is_closed:
             return
         try:
-            self._ask(room, targets, prefix_tokens, num_receivers, adapter)
+            self._ask(room, targets, prefix_tokens, num_receivers, asked)
         except Exception as error:
             # Conclude the room after any error: the scheduler would wait for it without end.
             logger.exception("KV transfer: internal error while asking for a room; it fails")
@@ -306,7 +307,7 @@ class DecodeEndpoint:
         targets: list[Target],
         prefix_tokens: int,
         num_receivers: int,
-        adapter: bytes,
+        asked: Asked,
     ) -> None:
         assert self._model is not None
         links = self._senders[room.number] = [self._links.link_to(item.address) for item in targets]
@@ -321,7 +322,7 @@ class DecodeEndpoint:
                     prefix_tokens,
                     num_receivers,
                     target.is_dummy,
-                    messages.with_adapter(self._model, adapter),
+                    asked.of(self._model),
                 )
             )
 

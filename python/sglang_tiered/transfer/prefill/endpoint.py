@@ -18,7 +18,7 @@ import zmq
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import check_pages, one_row
-from sglang_tiered.transfer.messages import other_model
+from sglang_tiered.transfer.messages import NOTHING_MORE, mismatch
 from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
 from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
 from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sglang_tiered.transfer.memory import Memories
-    from sglang_tiered.transfer.messages import KVLayout
+    from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
     from sglang_tiered.transfer.same_host import Guest
     from sglang_tiered.transfer.settings import TransferSettings
@@ -149,10 +149,10 @@ class PrefillEndpoint:
         """Fail every room there is: its KV is, or may be, of another model than is named next."""
         self._loop.call(self._fail_rooms, reason)
 
-    def expect_room(self, room: int, adapter: bytes = b"") -> None:
+    def expect_room(self, room: int, asked: Asked = NOTHING_MORE) -> None:
         """Admit the room's request: from here on the endpoint waits for its decode ranks.
-        ``adapter``: digest of the request's, if it is no part of the model."""
-        self._loop.call(self._expect, room, adapter)
+        ``asked``: what the request adds to the model."""
+        self._loop.call(self._expect, room, asked)
 
     def send_chunk(self, room: int, chunk: Chunk) -> None:
         """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
@@ -237,13 +237,13 @@ class PrefillEndpoint:
                 self._check_ready(room)
 
     def _is_refused(self, room: Room[DecodePeer]) -> bool:
-        """Fail a room of which a decode rank has another model than this request's."""
+        """Fail a room of which a decode rank has another model or prompt than this request's."""
         if self._model is None or not room.is_expected:
             return False
-        own = messages.with_adapter(self._model, room.adapter)
+        own = room.asked.of(self._model)
         for peer, theirs in room.models.items():
             if theirs != own:
-                reason = other_model(self._server, own, peer.server, theirs, self._model_note)
+                reason = mismatch(self._server, own, peer.server, theirs, self._model_note)
                 self._fail(room.number, reason, True)
                 return True
         return False
@@ -258,12 +258,12 @@ class PrefillEndpoint:
             room.models[peer] = message.model
             self._is_refused(room)
 
-    def _expect(self, number: int, adapter: bytes) -> None:
+    def _expect(self, number: int, asked: Asked) -> None:
         room = self._rooms.expect_room(number, time.monotonic())
         if isinstance(room, str):
             self._listener.room_failed(number, room)
             return
-        room.adapter = adapter
+        room.asked = asked
         if not self._is_refused(room):
             self._check_ready(room)
 

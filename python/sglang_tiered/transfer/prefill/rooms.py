@@ -12,12 +12,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sglang_tiered.transfer.messages import NOTHING_MORE
 from sglang_tiered.transfer.same_host import Fence
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from sglang_tiered.transfer.messages import Open
+    from sglang_tiered.transfer.messages import Asked, Open
 
 __all__ = ["Room", "RoomTable"]
 
@@ -33,7 +34,7 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 class Room(Generic[SessionT]):
     """One request's handoff. ``unfinished``: sessions that have not confirmed the whole room.
     ``models``: of the decode ranks that claimed or opened it, in the words of ``messages.Open``.
-    ``adapter``: digest of the request's, empty without one.
+    ``asked``: what this request adds to the model.
     ``fence`` is closed before its pages may go to another request."""
 
     number: int
@@ -44,7 +45,7 @@ class Room(Generic[SessionT]):
     claims: set[SessionT] = field(default_factory=set)
     opens: dict[SessionT, Open] = field(default_factory=dict)
     models: dict[SessionT, bytes] = field(default_factory=dict)
-    adapter: bytes = b""
+    asked: Asked = NOTHING_MORE
     unfinished: set[SessionT] = field(default_factory=set)
     fence: Fence = field(default_factory=Fence)
 

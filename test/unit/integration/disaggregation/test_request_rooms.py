@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_context, get_disagg
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.disaggregation import request_rooms
-from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, READY_MADE
+from sglang_tiered.integration.disaggregation import registration, request_rooms
+from sglang_tiered.integration.disaggregation.request_rooms import (
+    NUM_ROOMS,
+    room_of_recompute,
+    tokens_of,
+)
+from sglang_tiered.transfer.messages import Asked
 
 NUMBER = 2**62 + 12345
 
@@ -92,8 +99,46 @@ def test_room_leads_to_the_same_replica(number: int) -> None:
         assert all(room % replicas == number % replicas for replicas in range(1, 17))
 
 
-def test_room_that_decode_made_is_kept() -> None:
-    assert rooms_of(1, bootstrap_pair_key=READY_MADE) == [NUMBER]
+def test_no_field_of_a_client_switches_rooms_off() -> None:
+    assert len(set(rooms_of(5, bootstrap_pair_key="sglang_tiered.room"))) == 5
+
+
+@pytest.mark.parametrize("name", [None, "an adapter"])
+def test_decode_knows_the_room_of_its_recompute(name: str | None) -> None:
+    again = room_of_recompute(NUMBER, name, [1, 2, 3])
+    assert rooms_of(1, lora_path=name) == [again] != [NUMBER]
+
+
+def test_recompute_has_the_tokens_that_decode_has() -> None:
+    """After a retraction, prefill gets the prompt and what decode had emitted as one prompt."""
+    on_decode = req([1, 2], array("q", [3]))
+    assert tokens_of(req([1, 2, 3])) == tokens_of(on_decode)
+    queue = SimpleNamespace(
+        transfer_backend=SimpleNamespace(value="zmq"),
+        kv_manager=SimpleNamespace(adapters=SimpleNamespace(digest_of=lambda _: b"")),
+    )
+    registration._before_handoff(queue, on_decode, is_rebootstrap=True)
+    assert queue.kv_manager.recompute["bootstrap_room"] == NUMBER
+    assert rooms_of(1) == [on_decode.bootstrap_room]
+    assert queue.kv_manager.arriving == Asked(b"", tokens_of(req([1, 2, 3])))
+
+
+def test_tokens_tell_prompts_apart_but_not_media() -> None:
+    prompts = [[1, 2, 3], [1, 2, 4], [1, 2], [1, 2, 3, 0], [2, 1, 3]]
+    assert len({tokens_of(req(prompt)) for prompt in prompts}) == len(prompts)
+    padded = [req([1, 9, 9, 3]), req([1, 9, 9, 3]), req([1, 9, 9, 3])]
+    for one, content in zip(padded, (10**9, 10**9 + 1), strict=False):
+        one.origin_input_ids = array("q", [1, content, content, 3])
+    padded[2].origin_input_ids = array("q", [1, 10**9, 10**9, 10**9, 3])
+    first, other_content, other_size = map(tokens_of, padded)
+    assert first == other_content != other_size
+
+
+def req(prompt: list[int], emitted: Any = ()) -> Any:
+    """A request as SGLang's schedulers have it."""
+    made = Req("1", "", array("q", prompt), SamplingParams(), bootstrap_room=NUMBER)
+    made.output_ids = array("q", emitted)
+    return made
 
 
 def test_prompt_without_a_token_is_refused() -> None:
