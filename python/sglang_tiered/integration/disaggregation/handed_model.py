@@ -20,7 +20,7 @@ from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from sglang_tiered.config import TieredConfig
 
@@ -93,12 +93,7 @@ class HandedModel:
         self._complete: bytes | None = None  # the last model that was not replaced in part
         self._path_of_failed: str | None = None
         self._version: Any = None
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be made (%s); weights are read again at every start", directory, error
-            )
+        _make(directory)
         identity = identify()
         self._version = identity.get("weight_version")
         self._look_for(identity, "")
@@ -181,22 +176,25 @@ class HandedModel:
 
 
 class HandedAdapters:
-    """What tells apart the LoRA adapters that were loaded while the server runs, by SGLang's ids.
-    The scheduler's thread only.
+    """What tells apart LoRA adapters, by SGLang's ids. The scheduler's thread only.
 
-    Those of ``--lora-paths`` are part of the model. One that is loaded later belongs to the
-    requests that name it only, by the bytes of its files: each server gives it an id of its own,
-    and may have it elsewhere."""
+    An adapter belongs to the requests that name it, by the bytes of its files: each server gives it
+    an id of its own, and may have it elsewhere."""
 
-    def __init__(self, directory: Path) -> None:
-        """``directory`` holds remembered digests."""
+    def __init__(self, directory: Path, at_start: Iterable[Any] | None = None) -> None:
+        """``directory`` holds remembered digests. ``at_start``: those of ``--lora-paths``."""
+        _make(directory)
         self._directory = directory
         self._searches: dict[str, NamespaceSearch | None] = {}
+        self._names: dict[str, str] = {}
+        for adapter in at_start or ():
+            self.note_loaded(adapter.lora_id, adapter.lora_path, adapter.lora_name)
 
-    def note_loaded(self, lora_id: str, path: str | None) -> None:
+    def note_loaded(self, lora_id: str, path: str | None, name: str) -> None:
         """Read the files of an adapter, on a thread. Without ``path`` it came from tensors, and has
-        no equal."""
+        no equal. ``name``: by which requests ask for it, on every server."""
         self._searches[lora_id] = None
+        self._names[lora_id] = name
         if path is not None:
             identity = {"adapter": identify_model(path, None, "auto")}
             self._searches[lora_id] = NamespaceSearch(
@@ -204,15 +202,29 @@ class HandedAdapters:
             )
 
     def note_unloaded(self, lora_id: str) -> None:
+        self._names.pop(lora_id, None)
         search = self._searches.pop(lora_id, None)
         if search is not None:
             search.stop()
 
     def digest_of(self, lora_id: str | None) -> bytes:
-        """Return the digest of a request's adapter; empty without one, and for one that is part of
-        the model. What is not known (yet) has a digest that nobody else has."""
-        if lora_id is None or lora_id not in self._searches:
+        """Return the digest of a request's adapter, empty without one. What is not known yet has a
+        digest that nobody else has."""
+        if lora_id is None:
             return b""
-        search = self._searches[lora_id]
+        search = self._searches.get(lora_id)
         answer = None if search is None else search.answer
         return namespace.successor(b"") if answer is None else answer
+
+    def name_of(self, lora_id: str | None) -> str | None:
+        """Return by which name another server is asked for an adapter; None without one."""
+        return None if lora_id is None else self._names.get(lora_id)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(
+            "%s cannot be made (%s); weights are read again at every start", directory, error
+        )

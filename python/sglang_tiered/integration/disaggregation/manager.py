@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.common.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_lora, get_serving
 
 from sglang_tiered.config import TieredConfig, TransferConfig
 from sglang_tiered.errors import TransferError
@@ -167,7 +167,7 @@ class KVManagerRole:
         self._happened = threading.Event()
         super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
-        self.adapters = HandedAdapters(digests_directory(config))
+        self.adapters = HandedAdapters(digests_directory(config), get_lora().lora_paths)
         self._hand = partial(
             handed_model_of,
             config,

@@ -54,16 +54,17 @@ def _before_handoff(queue: Any, req: Any, *_: Any, is_rebootstrap: bool = False,
     manager.arriving = Asked(manager.adapters.digest_of(req.lora_id), tokens_of(req))
     manager.recompute = {}
     if is_rebootstrap:
-        manager.recompute = {"bootstrap_room": req.bootstrap_room}
+        name = manager.adapters.name_of(req.lora_id)
+        manager.recompute = {"bootstrap_room": req.bootstrap_room, "lora_path": name}
         tokens = [*req.origin_input_ids, *req.output_ids]
-        req.bootstrap_room = room_of_recompute(req.bootstrap_room, None, tokens)
+        req.bootstrap_room = room_of_recompute(req.bootstrap_room, name, tokens)
 
 
 def _after_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
     handoff = manager_of(scheduler)
     if handoff is not None and result.success:
         path = getattr(recv_req, "lora_path", None)
-        handoff.adapters.note_loaded(recv_req.lora_id, path)
+        handoff.adapters.note_loaded(recv_req.lora_id, path, recv_req.lora_name)
 
 
 def _after_adapter_ended(result: Any, scheduler: Any, recv_req: Any) -> None:

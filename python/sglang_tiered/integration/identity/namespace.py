@@ -166,21 +166,17 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
 
 def handoff_identity(declared: str | None, kv_format: str, *, with_draft: bool) -> dict[str, Any]:
     """Return what gives KV its meaning on its way to another server, whose ranks may be cut
-    otherwise; as ``server_identity``, without geometry, which the handoff compares by itself.
+    otherwise; as ``server_identity``, without geometry, which the handoff compares by itself, and
+    without adapters, which go with the requests that use them.
 
     ``declared``: a name that stands for the model at the operator's word (``--transfer-model``).
     ``kv_format``: the number format of an element. ``with_draft``: a draft model's KV goes along.
     """
     import importlib.metadata
 
-    from sglang.srt.runtime_context import get_lora, get_serving
+    from sglang.srt.runtime_context import get_serving
 
-    # Each server has paths of its own, so adapters go by the names that requests use.
-    lora = {
-        adapter.lora_name: identify_model(adapter.lora_path, None, "auto")
-        for adapter in get_lora().lora_paths or ()
-    }
-    common = {"adapters": lora, "kv_format": kv_format}
+    common = {"kv_format": kv_format}
     if declared is not None:
         version = importlib.metadata.version("sglang")
         of_weights = get_serving().weight_version

@@ -115,12 +115,14 @@ def test_recompute_has_the_tokens_that_decode_has() -> None:
     assert tokens_of(req([1, 2, 3])) == tokens_of(on_decode)
     queue = SimpleNamespace(
         transfer_backend=SimpleNamespace(value="zmq"),
-        kv_manager=SimpleNamespace(adapters=SimpleNamespace(digest_of=lambda _: b"")),
+        kv_manager=SimpleNamespace(
+            adapters=SimpleNamespace(digest_of=lambda _: b"a", name_of=lambda _: "x")
+        ),
     )
     registration._before_handoff(queue, on_decode, is_rebootstrap=True)
-    assert queue.kv_manager.recompute["bootstrap_room"] == NUMBER
-    assert rooms_of(1) == [on_decode.bootstrap_room]
-    assert queue.kv_manager.arriving == Asked(b"", tokens_of(req([1, 2, 3])))
+    assert queue.kv_manager.recompute == {"bootstrap_room": NUMBER, "lora_path": "x"}
+    assert rooms_of(1, lora_path="x") == [on_decode.bootstrap_room]
+    assert queue.kv_manager.arriving == Asked(b"a", tokens_of(req([1, 2, 3])))
 
 
 def test_tokens_tell_prompts_apart_but_not_media() -> None:

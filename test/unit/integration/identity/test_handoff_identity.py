@@ -71,7 +71,7 @@ def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
         handed = namespace.handoff_identity(None, "bfloat16", with_draft=True)
     geometry = {"tp", "pp", "attn_cp", "dcp"}
     assert geometry <= parts.keys()
-    assert handed.keys() - {"kv_format"} == parts.keys() - geometry
+    assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,9 @@ def test_draft_whose_kv_travels_counts(identify: Callable[..., bytes], tmp_path:
     assert identify(draft=True, speculative_draft_model_path=str(draft)) != before
 
 
-def test_adapters_count_by_name_and_bytes(identify: Callable[..., bytes], tmp_path: Path) -> None:
-    """Each server may have them in another folder; SGLang's id of one has the path in it."""
-    one, two = (weights(tmp_path / name, b"adapter") for name in ("one", "two"))
-    before = identify(lora_paths=[adapter(one)])
-    assert identify(lora_paths=[adapter(two)]) == before != identify()
-    weights(two, b"retrained")
-    assert identify(lora_paths=[adapter(two)]) != before
+def test_adapters_are_no_part_of_the_model(identify: Callable[..., bytes], tmp_path: Path) -> None:
+    """They go with the requests that use them."""
+    assert identify(lora_paths=[adapter(weights(tmp_path / "one", b"adapter"))]) == identify()
 
 
 def test_declared_name_stands_for_the_files(identify: Callable[..., bytes], model: Path) -> None:
