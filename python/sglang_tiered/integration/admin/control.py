@@ -282,7 +282,20 @@ def hide_memory(scheduler: Any) -> None:
 
 
 def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
+    """Have requests that wait match nothing from before, unless they hold some of it already."""
     if cache.tiering is not None:
         cache.tiering.memory_was_hidden()
     for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
-        request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)
+        if not _holds_kv(scheduler, cache, request):
+            request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)
+
+
+def _holds_kv(scheduler: Any, cache: TieredRadixCache, request: Any) -> bool:
+    """Whether a request that waits has KV of its own, which goes into the tree by its key: that KV
+    is from before, and by a new key it would be stored and served. A session's record was only lent
+    to one that waits, and the next match takes it back; decode has written into it already."""
+    kv = request.kv
+    if not (kv.holds_kv or kv.holds_mamba or kv.retraction_backup is not None):
+        return False
+    is_lent = cache.session.borrowed_slot(request) is not None
+    return not is_lent or scheduler.disaggregation_mode.value == "decode"

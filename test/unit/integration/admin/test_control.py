@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
@@ -65,7 +65,7 @@ class Scheduler:
 
 
 def request(extra_key: str | None) -> Any:
-    return SimpleNamespace(extra_key=extra_key, cache_salt=None, lora_id=None)
+    return SimpleNamespace(extra_key=extra_key, cache_salt=None, lora_id=None, kv=ReqKvInfo())
 
 
 @pytest.fixture(autouse=True)

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.cache_controller import StorageOperation
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.identity.tenants import tenant_digest
@@ -44,6 +48,7 @@ class BusyServer:
             waiting_queue=self.waiting,
             grammar_manager=SimpleNamespace(grammar_queue=[]),
             is_fully_idle=lambda: False,
+            disaggregation_mode=DisaggregationMode.NULL,
         )
         self.control.after_scheduler(None, self.scheduler)
         self.num_asked = 0
@@ -63,6 +68,24 @@ class BusyServer:
             for buffer in pool.get_kv_buffer(layer):
                 buffer[slots] = float(self.weights)
         self.cache.insert(InsertParams(key=key[:num_tokens], value=slots))
+        self.world.wait_for_copies()
+
+    def transfer(self, tokens: array[int]) -> Req:
+        """KV arrives for a request of a decode server, which waits with it for its batch."""
+        req = Req("transferred", "", tokens[:], SamplingParams(max_new_tokens=1))
+        req.refresh_fill_ids()
+        pool = self.cache.req_to_token_pool
+        pool.alloc([req])
+        pool.req_to_token[req.kv.req_pool_idx, : len(tokens)] = self.world.alloc(len(tokens))
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
+        req.lock = self.cache.lock(self.cache.root_node_handle())
+        self.waiting.append(req)
+        return req
+
+    def end(self, req: Req) -> None:
+        """A request ends, and its KV goes into the tree."""
+        req.finished_reason, req.finished_len = FINISH_LENGTH(length=0), 0
+        release_kv_cache(req, self.cache, checkpoint=True)
         self.world.wait_for_copies()
 
     def is_stored(self, tokens: array[int], extra_key: str | None = None) -> bool:
@@ -198,6 +221,18 @@ def test_no_kv_of_old_weights_is_stored(busy: BusyServer) -> None:
     hide_memory(busy.scheduler)
     assert busy.loads(tokens) > 0
     assert busy.loaded_weights(tokens) == {2.0}
+
+
+def test_kv_of_waiting_requests_stays_hidden(busy: BusyServer) -> None:
+    """As on a decode server, whose requests wait with what prefill sent."""
+    tokens = prompt(1, PAGES)
+    req = busy.transfer(tokens)
+    busy.change_weights()
+    busy.end(req)
+    for _ in range(20):
+        busy.cache.check_hicache_events()
+    assert busy.num_found(tokens) == 0
+    assert not busy.is_stored(tokens)
 
 
 def test_stores_queued_before_are_refused(busy: BusyServer) -> None:
