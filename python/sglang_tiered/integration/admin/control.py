@@ -285,9 +285,21 @@ def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
     """Have requests that wait match nothing from before, unless they hold some of it already."""
     if cache.tiering is not None:
         cache.tiering.memory_was_hidden()
-    for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
+    for request in _waiting(scheduler):
         if not _holds_kv(scheduler, cache, request):
             request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)
+
+
+def _waiting(scheduler: Any) -> list[Any]:
+    """Return the requests that will be matched, those that wait for the other side of a handoff
+    included. Retracted ones keep what they have, on the host."""
+    requests = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    if scheduler.disaggregation_mode.value == "prefill":
+        requests += scheduler.disagg_prefill_bootstrap_queue.queue
+    elif scheduler.disaggregation_mode.value == "decode":
+        queue = scheduler.disagg_decode_prealloc_queue
+        requests += (*(entry.req for entry in queue.queue), *queue.held_rebootstrap_reqs)
+    return requests
 
 
 def _holds_kv(scheduler: Any, cache: TieredRadixCache, request: Any) -> bool:

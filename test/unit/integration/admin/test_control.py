@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_tiered.integration.admin import control
 from sglang_tiered.integration.admin.control import Control
@@ -38,6 +40,7 @@ class Scheduler:
         self.num_flushes = 0
         self.waiting_queue = [request("a"), request("b")]
         self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
+        self.disaggregation_mode = DisaggregationMode.NULL
         self.tree_cache = TieredRadixCache.__new__(TieredRadixCache)
         self.tree_cache.attn_cp_group = self.tree_cache.attn_tp_group = None
         self.tree_cache.tp_world_size = 1
@@ -121,6 +124,29 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> No
     assert scheduler.num_flushes == 1
     assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
+
+
+def test_requests_in_a_handoff_get_new_keys() -> None:
+    """Prefill would match pages of the old weights, and hand them to decode."""
+    scheduler: Any = Scheduler(idle=False)
+    scheduler.disaggregation_mode = DisaggregationMode.PREFILL
+    bootstrapping = request("a")
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[bootstrapping])
+    ask(scheduler, "prefill", extra_key="a")
+    assert bootstrapping.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    waiting, promised, held = (request("a") for _ in range(3))
+    promised.kv.req_pool_idx = 0
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[SimpleNamespace(req=waiting), SimpleNamespace(req=promised)],
+        held_rebootstrap_reqs=[held],
+    )
+    scheduler.tree_cache.session = StreamingSession(scheduler.tree_cache)
+    for each in (promised, held):
+        each.session = None
+    ask(scheduler, "decode", extra_key="a")
+    assert waiting.extra_key == held.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    assert promised.extra_key == "a"
 
 
 def test_purged_tenants_requests_are_no_longer_known() -> None:
