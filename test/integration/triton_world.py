@@ -21,6 +21,7 @@ with warnings.catch_warnings():
 
     load_plugins()
     import flash_kernels
+    import flashinfer_kernels
     from attention_world import (
         DIM,
         HEADS,
@@ -63,15 +64,17 @@ def compare(
     sinks: bool = False,
     scales: tuple[float, float] | None = None,
     parent: str = "triton",
+    paged: bool = False,
     left: bool = False,
 ) -> None:
     """Run every step through both backends; raise AssertionError where they differ, where a mixed
-    step did not go through the POD kernels, or where another one did. dtype: the pool's. left: no
-    plan can be made, so the parent computes what was prepared for the kernels."""
+    step did not go through the POD kernels, or where another one did. dtype: the pool's.
+    paged: FlashInfer reads new keys in the pool, as for multimodal models. left: no plan can be
+    made, so the parent computes what was prepared for the kernels."""
     torch.manual_seed(0)
     pool = _swa_pool() if own_window_pool else mha_pool(dtype)
     world = World(pool)
-    _complete(world, window)
+    _complete(world, window, paged)
     layer = radix_layer(sliding_window_size=window, logit_cap=logit_cap)
     if scales is not None:
         layer.k_scale, layer.v_scale = (torch.tensor(scale) for scale in scales)
@@ -87,6 +90,7 @@ def compare(
             backend.device_core_count = backend._num_cores = 4  # of a GPU; it decides splits only
         for i, (mode, steps) in enumerate(STEPS):
             batch = world.forward_batch(mode, steps)
+            batch.seq_lens_cpu = batch.seq_lens.clone()
             if own_window_pool:
                 written = torch.tensor([free.pop() for _ in range(sum(steps))])
                 pool.full_to_swa_index_mapping[batch.out_cache_loc] = written
@@ -94,13 +98,14 @@ def compare(
             tensors = qkv(sum(steps), torch.float16)
             before, num_gathers = pod.statistics.layers, _count_gathers(world.runner)
             # Ours first: what it does not write itself is not there yet.
-            actual = run(pod, batch, layer, *tensors, **options)
+            # With copies, since with scales SGLang divides keys and values in place.
+            actual = run(pod, batch, layer, *(each.clone() for each in tensors), **options)
             if parent == "triton" and window < 0 and i in MIXED_STEPS:
                 assert len(num_gathers) == 1, "the slots of a forward were gathered again"
             expected = run(stock, batch, layer, *tensors, **options)
             taken = i in MIXED_STEPS and not left
             assert pod.statistics.layers - before == taken, (i, pod.statistics)
-            if dtype.itemsize == 1:
+            if dtype.itemsize == 1 and not paged:
                 # Stock reads a chunk's own keys and values as the model gave them, and rounds its
                 # queries; we read everything as it was stored.
                 assert (actual - expected).norm() < 0.1 * expected.norm(), i
@@ -114,6 +119,11 @@ def compare(
 def _backends(parent: str, runner: Any) -> tuple[Any, Any]:
     if parent == "triton":
         return TritonAttnBackend(runner), TritonPodAttnBackend(runner)
+    if parent == "flashinfer":
+        stock = flashinfer_kernels.install()
+        from sglang_tiered.integration.attention.pod_flashinfer import FlashInferPodAttnBackend
+
+        return stock(runner), FlashInferPodAttnBackend(runner)
     with flash_kernels.installed():
         from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
@@ -159,17 +169,21 @@ def _forget(world: World, pool: SWAKVPool, window: int) -> None:
         pool.full_to_swa_index_mapping[behind.long()] = 0
 
 
-def _complete(world: World, window: int) -> None:
-    """What the Triton backend wants to know of a model runner."""
+def _complete(world: World, window: int, paged: bool) -> None:
+    """What SGLang's backends want to know of a model runner."""
     world.runner.__dict__.update(
         page_size=1,
         gpu_id=0,
         is_draft_worker=False,
         sliding_window_size=window if window >= 0 else None,
-        token_to_kv_pool_allocator=None,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: world.pool),
+        prefill_attention_backend_str="pod",
+        decode_attention_backend_str="pod",
+        server_args=SimpleNamespace(dllm_algorithm=None),
+        dtype=torch.float16,
         decode_num_tokens_per_req=lambda: 1,
         spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
-        kv_cache_dtype=torch.float16,
+        kv_cache_dtype=world.pool.dtype,
         kv_cache_dtype_str="float16",
         model_config=SimpleNamespace(
             attention_arch=AttentionArch.MHA,
@@ -181,7 +195,9 @@ def _complete(world: World, window: int) -> None:
             swa_v_head_dim=DIM,
             get_max_num_attention_heads=lambda: HEADS,
             get_num_kv_heads=lambda ranks, dcp=1: KV_HEADS,
-            hf_config=LlamaConfig(),
+            num_attention_heads=HEADS,
+            is_multimodal=paged,
+            hf_config=LlamaConfig(architectures=["LlamaForCausalLM"]),
             linear_attn_registry_result=None,
             hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
         ),

@@ -243,6 +243,8 @@ SMALL_LINES = 60
 # Modules below that with one importer, each with the reason why its lines are not there.
 SMALL = {
     "demo.phases": "progress on a terminal; its caller only says what comes next",
+    "integration.attention.pod_flash": "imported where FlashAttention 3 is SGLang's default alone",
+    "integration.attention.pod_flashinfer": "imported where FlashInfer is SGLang's default alone",
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.number_format": "what a CPU computes in; the hooks only say where",
     "integration.cpu.torchvision_operators": "before torchvision is imported",

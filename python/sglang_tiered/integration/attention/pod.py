@@ -7,10 +7,11 @@ decode rows decode tiles and runs them beside the prefill tiles, which want the 
 decode wants the memory bus. The kernels, the tables they read and the gate that decides between one
 fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
 
-``PodAttention`` is a mixin before a backend that does everything else: on CUDA SGLang's default for
-Hopper (``pod_flash``) or its Triton backend (``pod_triton``), on a CPU this package's ``reference``
-(``pod_reference``). It takes a forward only if there are decode rows in an extend, and a layer only
-if the kernels compute it; the parent computes the rest, so every model that the parent serves runs.
+``PodAttention`` is a mixin before a backend that does everything else: on CUDA SGLang's default, if
+that is FlashAttention 3 (``pod_flash``) or FlashInfer (``pod_flashinfer``), or its Triton backend
+(``pod_triton``), on a CPU this package's ``reference`` (``pod_reference``). It takes a forward only
+if there are decode rows in an extend, and a layer only if the kernels compute it; the parent
+computes the rest, so every model that the parent serves runs.
 """
 
 from __future__ import annotations
@@ -177,8 +178,10 @@ class PodAttention:
                 return self._attend(forward, plan, q, layer, forward_batch, sinks)
             self.statistics.left[plan] += 1
             self._complete_parent(forward)
+        if sinks is not None:
+            extras["sinks"] = sinks  # FlashInfer's parent knows none
         return super().forward_extend(  # type: ignore[misc, no-any-return]
-            q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks, **extras
+            q, k, v, layer, forward_batch, save_kv_cache, **extras
         )
 
     def refuses(self, layer: RadixAttention) -> bool:

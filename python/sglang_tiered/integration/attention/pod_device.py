@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.utils import get_device_core_count
 
 from sglang_tiered.integration.attention.pod import PodAttention, PodForward
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 __all__ = ["SIGNATURES", "DevicePod"]
 
@@ -35,6 +38,13 @@ class DevicePod(PodAttention):
     """Borrows the parent's pools, request table and index translator."""
 
     kv_index_translator: Any
+    forward_metadata: Any
+    use_sliding_window_kv_pool: bool
+
+    def __init__(self, model_runner: ModelRunner, **options: Any) -> None:
+        super().__init__(model_runner, **options)  # type: ignore[call-arg]
+        self.device = model_runner.device  # FlashInfer's parent keeps none
+        self._num_cores = int(get_device_core_count(model_runner.gpu_id))
 
     @property
     def serves(self) -> bool:
@@ -90,3 +100,34 @@ class DevicePod(PodAttention):
         if layer.k_scale is None or layer.v_scale is None:
             return 1.0, 1.0
         return layer.k_scale_float, layer.v_scale_float
+
+    def _save_kv(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        assert k is not None
+        assert v is not None
+        location = KVWriteLoc.for_batch(
+            forward_batch, swa_loc=self.forward_metadata.swa_out_cache_loc
+        )
+        if layer.k_scale is None:
+            self._write(forward_batch, layer, location, k, v)
+            return
+        # With scales the pool divides in place, and the model may still use its tensors.
+        self._write(
+            forward_batch, layer, location, k.clone(), v.clone(), layer.k_scale, layer.v_scale
+        )
+
+    def _write(
+        self, forward_batch: ForwardBatch, layer: RadixAttention, *location_kv_and_scales: Any
+    ) -> None:
+        self.token_to_kv_pool.set_kv_buffer(layer, *location_kv_and_scales)
+
+    def _has_window_pool(self) -> bool:
+        return bool(self.use_sliding_window_kv_pool)
+
+    def _num_sms(self) -> int:
+        return self._num_cores

@@ -9,16 +9,17 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FLASH", "HINT", "REFERENCE", "TRITON", "check_arguments", "startup_line"]
+__all__ = ["FLASH", "FLASHINFER", "HINT", "REFERENCE", "TRITON", "check_arguments", "startup_line"]
 
 _BACKEND_FLAGS = {
     "attention_backend": "--attention-backend",
     "prefill_attention_backend": "--prefill-attention-backend",
     "decode_attention_backend": "--decode-attention-backend",
 }
-FLASH, TRITON, REFERENCE = "fa3", "triton", "reference"
+FLASH, FLASHINFER, TRITON, REFERENCE = "fa3", "flashinfer", "triton", "reference"
 _PARENTS = {
     FLASH: "SGLang's FlashAttention 3",
+    FLASHINFER: "SGLang's FlashInfer backend",
     TRITON: "SGLang's Triton backend",
     REFERENCE: "the reference backend",
 }

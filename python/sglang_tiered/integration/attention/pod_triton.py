@@ -8,12 +8,11 @@ forward are used as they are. The parent runs a fully captured prefill.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_tiered.integration.attention import pod_device
 
@@ -124,25 +123,7 @@ class TritonPodAttnBackend(pod_device.DevicePod, TritonAttnBackend):  # type: ig
             self.token_to_kv_pool, BaseSWAKVPool
         )
 
-    def _save_kv(
-        self,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+    def _write(
+        self, forward_batch: ForwardBatch, layer: RadixAttention, *location_kv_and_scales: Any
     ) -> None:
-        assert k is not None
-        assert v is not None
-        location = KVWriteLoc.for_batch(
-            forward_batch, swa_loc=self.forward_metadata.swa_out_cache_loc
-        )
-        if layer.k_scale is None:
-            self._set_kv_buffer(forward_batch, layer, location, k, v)
-            return
-        # With scales the pool divides in place, and the model may still use its tensors.
-        self._set_kv_buffer(
-            forward_batch, layer, location, k.clone(), v.clone(), layer.k_scale, layer.v_scale
-        )
-
-    def _num_sms(self) -> int:
-        return int(self.device_core_count)
+        self._set_kv_buffer(forward_batch, layer, *location_kv_and_scales)

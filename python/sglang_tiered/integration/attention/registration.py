@@ -11,6 +11,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.attention.pod import NAME, PodAttention
 from sglang_tiered.integration.attention.pod_flags import (
     FLASH,
+    FLASHINFER,
     HINT,
     REFERENCE,
     TRITON,
@@ -60,7 +61,8 @@ def _create(runner: ModelRunner) -> Any:
         return ReferencePodAttnBackend(runner)
     from sglang_tiered.integration.attention.pod_warm_up import compile_kernels
 
-    backend = _over_flash(runner) if parent == FLASH else _over_triton(runner)
+    make = {FLASH: _over_flash, FLASHINFER: _over_flashinfer, TRITON: _over_triton}[parent]
+    backend = make(runner)
     if backend.serves:
         kinds = compile_kernels(backend, runner.model, runner.dtype)
         logger.info("attention backend pod: kernels for %d kinds of layers are compiled.", kinds)
@@ -69,19 +71,19 @@ def _create(runner: ModelRunner) -> Any:
 
 def _parent_of(runner: ModelRunner) -> str:
     """The backend below, by its name: what SGLang takes on this device where none is asked for, if
-    that is FlashAttention 3, else its Triton backend. Drafts and fp8_e5m2 go with the latter."""
+    that is FlashAttention 3 or FlashInfer and serves the runner, else its Triton backend."""
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
-    from sglang.srt.runtime_context import get_server_args, get_spec
+    from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 
-    chosen = get_default_attn_backend(
-        get_server_args(), runner.use_mla_backend, runner.model_config
-    )
-    is_possible = (
-        not runner.use_mla_backend
-        and get_spec().speculative_algorithm is None
-        and runner.kv_cache_dtype != torch.float8_e5m2
-    )
-    return FLASH if chosen == FLASH and is_possible else TRITON
+    # Each has its own class for latent attention, and wants streams and audits for drafts.
+    if runner.use_mla_backend or get_spec().speculative_algorithm is not None:
+        return TRITON
+    chosen = get_default_attn_backend(get_server_args(), False, runner.model_config)
+    serves = {
+        FLASH: runner.kv_cache_dtype != torch.float8_e5m2,
+        FLASHINFER: get_parallel().attn_dcp_size == 1,
+    }
+    return str(chosen) if serves.get(chosen, False) else TRITON
 
 
 def _over_flash(runner: ModelRunner) -> Any:
@@ -89,6 +91,16 @@ def _over_flash(runner: ModelRunner) -> Any:
 
     check_signatures(SIGNATURES)
     return FlashPodAttnBackend(runner)
+
+
+def _over_flashinfer(runner: ModelRunner) -> Any:
+    from sglang_tiered.integration.attention.pod_flashinfer import (
+        SIGNATURES,
+        FlashInferPodAttnBackend,
+    )
+
+    check_signatures(SIGNATURES)
+    return FlashInferPodAttnBackend(runner, init_new_workspace=runner.init_new_workspace)
 
 
 def _over_triton(runner: ModelRunner) -> Any:
@@ -118,6 +130,8 @@ def _startup_line(runner: ModelRunner, parent: str) -> str:
     reason = supports(shape, runner.device)
     if runner.use_mla_backend:
         reason = "latent attention has kernels of its own"
+    elif model.is_encoder_decoder:
+        reason = "an encoder's keys come before its own"
     words = (
         f"{shape.num_q_heads} query heads on {shape.num_kv_heads}, head size {shape.head_dim}, "
         f"{shape.q_dtype} on {shape.kv_dtype}, pages of {shape.page_size}"

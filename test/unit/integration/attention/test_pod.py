@@ -27,11 +27,17 @@ with warnings.catch_warnings():
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
     )
-    from sglang.srt.runtime_context import get_context
+    from sglang.srt.runtime_context import get_context, get_parallel
 
     from sglang_tiered.integration import compat
     from sglang_tiered.integration.attention import pod as pod_backend
-    from sglang_tiered.integration.attention import pod_flags, pod_triton, pod_warm_up, registration
+    from sglang_tiered.integration.attention import (
+        pod_flags,
+        pod_flashinfer,
+        pod_triton,
+        pod_warm_up,
+        registration,
+    )
     from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
     from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
@@ -387,16 +393,24 @@ def test_gpu_gets_the_triton_form_with_compiled_kernels(
 
 
 @pytest.mark.parametrize(
-    ("is_hopper", "dtype", "mla", "parent"),
+    ("is_hopper", "has_flashinfer", "dtype", "mla", "parent"),
     [
-        (True, torch.bfloat16, False, "fa3"),
-        (False, torch.bfloat16, False, "triton"),
-        (True, torch.float8_e5m2, False, "triton"),
-        (True, torch.bfloat16, True, "triton"),
+        (True, True, torch.bfloat16, False, "fa3"),
+        (False, False, torch.bfloat16, False, "triton"),
+        (True, True, torch.float8_e5m2, False, "triton"),
+        (True, True, torch.bfloat16, True, "triton"),
+        (False, True, torch.bfloat16, False, "flashinfer"),
+        (False, True, torch.float8_e5m2, False, "flashinfer"),
+        (False, True, torch.bfloat16, True, "triton"),
     ],
 )
 def test_parent_is_what_sglang_takes_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, is_hopper: bool, dtype: torch.dtype, mla: bool, parent: str
+    monkeypatch: pytest.MonkeyPatch,
+    is_hopper: bool,
+    has_flashinfer: bool,
+    dtype: torch.dtype,
+    mla: bool,
+    parent: str,
 ) -> None:
     given = described_runner("cuda", has_attention_sinks=False, hf_config=SimpleNamespace())
     given.model_config.hf_config.architectures = ["LlamaForCausalLM"]
@@ -404,11 +418,32 @@ def test_parent_is_what_sglang_takes_on_the_device(
     base = "sglang.srt.arg_groups.model_override_base"
     monkeypatch.setattr(f"{base}.current_platform.is_out_of_tree", lambda: False)
     device = SimpleNamespace(
-        is_hopper_with_cuda_12_3=is_hopper, is_sm100=False, is_hip=False, has_flashinfer=False
+        is_hopper_with_cuda_12_3=is_hopper,
+        is_sm100=False,
+        is_hip=False,
+        has_flashinfer=has_flashinfer,
     )
     monkeypatch.setattr(f"{base}.get_platform", lambda: device)
     with get_context().override_server_args(model_path="none", device="cpu"):
         assert registration._parent_of(given) == parent
+
+
+@pytest.mark.parametrize(("drafts", "ranks"), [("EAGLE", 1), (None, 2)])
+def test_drafts_and_split_keys_stay_over_triton(
+    monkeypatch: pytest.MonkeyPatch, drafts: str | None, ranks: int
+) -> None:
+    given = described_runner("cuda")
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.model_override_base.get_default_attn_backend",
+        lambda *_: "flashinfer",
+    )
+    with (
+        get_context().override_server_args(
+            model_path="none", device="cpu", speculative_algorithm=drafts
+        ),
+        get_parallel().override(attn_dcp_size=ranks),
+    ):
+        assert registration._parent_of(given) == "triton"
 
 
 @pytest.mark.parametrize("mixed_chunk", [True, False])
@@ -489,6 +524,7 @@ def test_working_flags_pass(explicit: dict[str, Any]) -> None:
 
 def test_installed_sglang_has_the_parents_seams() -> None:
     compat.check_signatures(pod_triton.SIGNATURES)
+    compat.check_signatures(pod_flashinfer.SIGNATURES)
     with flash_kernels.installed():
         from sglang_tiered.integration.attention import pod_flash
 
@@ -506,3 +542,28 @@ def test_flash_mixes_no_deterministic_batches(is_deterministic: bool) -> None:
     flags = {"enable_deterministic_inference": is_deterministic}
     with get_context().override_server_args(**flags):
         assert made.serves is not is_deterministic
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"enable_deterministic": True},
+        {"enable_mis": True},
+        {"is_dllm_model": True},
+        {"prefill_uses_dequant_workspace": True},
+        {"dispatch_reason": pod_flashinfer.WrapperDispatch.CROSS_ATTENTION},
+        {"_swa_kv_pool": object()},
+    ],
+    ids=lambda setting: next(iter(setting), "plain"),
+)
+def test_flashinfer_keeps_batches_with_other_masks(setting: dict[str, Any]) -> None:
+    made = pod_flashinfer.FlashInferPodAttnBackend.__new__(pod_flashinfer.FlashInferPodAttnBackend)
+    flags = ("enable_deterministic", "enable_mis", "is_dllm_model")
+    vars(made).update(dict.fromkeys((*flags, "prefill_uses_dequant_workspace"), False))
+    vars(made).update(dispatch_reason=None, _swa_kv_pool=None, token_to_kv_pool=object())
+    vars(made).update(setting)
+    with get_parallel().override(attn_cp_size=1):
+        assert made.serves is not bool(setting)
+    with get_parallel().override(attn_cp_size=2):
+        assert not made.serves

@@ -46,5 +46,20 @@ def test_mixed_batches_over_flash_attention_equal_stock(options: dict[str, Any])
     check(parent="fa3", **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_cap": 2.0},
+        {"window": 12},
+        {"window": 12, "own_window_pool": True},
+        {"paged": True, "dtype": torch.float8_e4m3fn, "scales": (0.5, 2.0)},
+        {"left": True},
+    ],
+    ids=" ".join,
+)
+def test_mixed_batches_over_flashinfer_equal_stock(options: dict[str, Any]) -> None:
+    check(parent="flashinfer", **options)
+
+
 def test_fp8_pool_is_scaled_as_stored() -> None:
     check(dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))
