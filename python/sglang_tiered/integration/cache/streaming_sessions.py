@@ -37,6 +37,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         slot = self.borrowed_slot(req)
         if slot is not None and not hasattr(slot, "turns_key"):
             slot.turns_key = _key(req)
+            slot.computed_by = {(req.extra_key, req.cache_salt)}
             slot.seen_version = getattr(req, SEEN, 0)
 
     def try_match_prefix(self, params: MatchPrefixParams) -> MatchResult | None:
@@ -48,9 +49,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                 # input either: it would compute that token again in the tree's page. SGLang ends
                 # the scheduler here, but drops the record on an NPU, as is done here.
                 self.release_session(params.req.session.session_id)
-            elif self._is_hidden(slot, params.req) or self._holds_forgotten(
-                slot, params.key[:prefix_len]
-            ):
+            elif self._is_hidden(slot) or self._holds_forgotten(slot, params.key[:prefix_len]):
                 # The turn computes all of it again, on a record of its own.
                 self.release_session(params.req.session.session_id)
                 if params.req.kv is slot.kv:
@@ -58,13 +57,9 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         matched: MatchResult | None = super().try_match_prefix(params)
         return matched
 
-    def _is_hidden(self, slot: SessionSlot, req: Req) -> bool:
-        """Whether a record is from before its tenant was purged, or all memory was hidden."""
-        key = None if slot.turns_key is None else slot.turns_key[0]
-        if slot.turns_key is None or key == req.extra_key:
-            return False
-        purged = self.cache.purged_tenants
-        return bool(purged.original(key) == purged.original(req.extra_key))
+    def _is_hidden(self, slot: SessionSlot) -> bool:
+        """Whether a turn of a record was of before its tenant was purged, or all was hidden."""
+        return any(self.cache.purged_tenants.is_hidden(*key) for key in slot.computed_by)
 
     def _holds_forgotten(self, slot: SessionSlot, key: RadixKey) -> bool:
         """Whether a record holds pages that were forgotten since its first turn began or since this
@@ -78,6 +73,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)
         if slot is not None:
+            slot.computed_by.add((req.extra_key, req.cache_salt))
             # A record is one chain of pages. After a turn that goes by another key, or by none, its
             # pages are not what any one key stands for: another adapter may have computed some of
             # them, and the tree must not own a page twice.

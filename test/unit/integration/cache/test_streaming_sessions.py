@@ -210,6 +210,19 @@ def test_turns_before_a_quarantine_are_computed_again(talk: Conversation) -> Non
     talk.close()
 
 
+@pytest.mark.parametrize("later", ["one", "two"])
+def test_mixed_turns_before_a_quarantine_are_dropped(talk: Conversation, later: str) -> None:
+    """Such a record is never published, and no one key stands for it."""
+    purged = talk.cache.purged_tenants
+    talk.end(talk.begin(75, "one"))
+    talk.end(talk.begin(100, "two"))
+    purged.quarantine(None)
+    turn = talk.begin(150, purged.key_of(later, None))
+    assert turn.prefix_len == 0
+    talk.end(turn)
+    talk.close()
+
+
 def test_turns_without_input_do_not_shrink_the_prefix(
     talk: Conversation,
 ) -> None:
