@@ -388,6 +388,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_DECODE}PreallocQueue.__init__": ("self",),
     f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req", "is_rebootstrap"),
     "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender": ("self", "req"),
+    f"{_UPDATER}.flush_cache_after_weight_update": ("self", "recv_req", "success", "message"),
     "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter_from_tensors": ("self", "recv_req"),
     "sglang.srt.managers.scheduler:Scheduler.unload_lora_adapter": ("self", "recv_req"),

@@ -32,6 +32,7 @@
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
 | TokenizerManager._create_tokenized_object, TokenizerManager.{_send_one_request, _send_batch_request} | AFTER, BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's |
+| SchedulerWeightUpdaterManager.flush_cache_after_weight_update | AFTER | a refused flush fails the update's answer, which then does not tell whether all weights are there |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | Scheduler.{load_lora_adapter, load_lora_adapter_from_tensors, unload_lora_adapter} | AFTER | an adapter that was loaded while the server runs is part of what KV means, and has another id on every server |
 | PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter its request uses |
@@ -116,6 +117,9 @@ def register() -> None:
     for method in _SESSION_UPDATES:
         HookRegistry.register(f"{_UPDATER}.{method}", _after_session_update, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", _after_begin, HookType.AFTER)
+    HookRegistry.register(
+        f"{_UPDATER}.flush_cache_after_weight_update", _after_flush_of_update, HookType.AFTER
+    )
     for method in (*_WEIGHT_UPDATES, *_SESSION_UPDATES[:2]):
         HookRegistry.register(f"{_UPDATER}.{method}", _before_weight_update, HookType.BEFORE)
     HookRegistry.register(f"{_UPDATER}.release_memory_occupation", _around_release, HookType.AROUND)
@@ -343,13 +347,20 @@ def _after_weight_update(result: Any, updater: Any, recv_req: Any) -> None:
     _weights_changed(updater, _update_of(result, updater, recv_req), wants_flush=wants_flush)
 
 
+def _after_flush_of_update(_: Any, updater: Any, recv_req: Any, success: bool, *__: Any) -> None:
+    updater.scheduler.tiered_update = recv_req, success
+
+
 def _update_of(result: Any, updater: Any, recv_req: Any) -> WeightUpdate:
     from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 
+    # A refused flush fails the call, though all weights are there.
+    flushed_of, was_loaded = getattr(updater.scheduler, "tiered_update", (None, False))
+    is_loaded = result.success or (flushed_of is recv_req and was_loaded)
     return WeightUpdate(
         getattr(recv_req, "model_path", None),
         getattr(recv_req, "load_format", None),
-        is_complete=result.success and updater._session is None,  # noqa: SLF001
+        is_complete=is_loaded and updater._session is None,  # noqa: SLF001
     )
 
 

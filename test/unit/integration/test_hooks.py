@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 from sglang.srt import runtime_context
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+from sglang.srt.managers.scheduler_components.weight_updater import (
+    SchedulerWeightUpdaterManager as SGLangUpdater,
+)
 
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.attention import pod
@@ -66,6 +70,36 @@ def test_weight_update_reports_what_memory_holds(
     assert updater.told == [is_idle and is_empty]
 
 
+@pytest.mark.parametrize(("draft_fails", "is_complete"), [(False, True), (True, False)])
+def test_refused_flush_leaves_the_update_complete(draft_fails: bool, is_complete: bool) -> None:
+    """Prefill answered 503 until the update was repeated, flushed or not."""
+    request = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
+    updater = SGLangUpdater.__new__(SGLangUpdater)
+    updater.scheduler = SimpleNamespace(
+        record_weight_version_change=lambda **_: None,
+        is_fully_idle=lambda **_: False,
+        _engine_paused=False,
+        tree_cache=object(),
+    )
+    updater.metrics_collector = updater._session = None
+    updater.flush_cache = lambda **_: False
+    updater.tp_worker = worker(is_loaded=True)
+    updater.draft_worker = worker(is_loaded=not draft_fails, role="draft")
+    result = updater.update_weights_from_disk(request)  # with our hooks, as in a server
+    assert not result.success and "not flushed" in result.message
+    assert hooks._update_of(result, updater, request).is_complete is is_complete
+    later = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
+    assert not hooks._update_of(REFUSED, updater, later).is_complete, "of another update"
+
+
+def worker(*, is_loaded: bool, role: str = "target") -> Any:
+    def load(*_: Any, **__: Any) -> tuple[bool, str]:
+        return is_loaded, "told"
+
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=load))
+    return SimpleNamespace(weight_update_runners=lambda: [(role, runner)])
+
+
 def test_session_that_flushes_nothing_ends_with_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +146,10 @@ def test_kv_of_released_weights_is_not_stored(
 
 
 def test_untiered_weight_update_is_left_alone() -> None:
-    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=object()))
+    scheduler = SimpleNamespace(
+        tree_cache=object(), _engine_paused=False, is_fully_idle=lambda **_: True
+    )
+    updater = SimpleNamespace(scheduler=scheduler, _session=None)
     hooks._after_weight_update(SimpleNamespace(success=True), updater, SimpleNamespace())
 
 
