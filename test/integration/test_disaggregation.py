@@ -195,33 +195,6 @@ def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
         _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
 
 
-def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path) -> None:
-    """A rolling update: one side is ahead, then both are level again."""
-    other = model.with_name("other")
-    command = [str(ROOT / "scripts" / "make_demo_model.py"), str(other), "--seed", "2"]
-    subprocess.run([sys.executable, *command], check=True, timeout=120)
-    prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
-    expected = pair.generate(prompt).output_ids
-    update(pair.prefill, other)
-    before = transfer_state(pair.decode)
-    for reply in pair.both(again):
-        assert reply.status == 503
-        assert f"decode at 127.0.0.1:{pair.decode.port}" in reply.error, reply.error
-        assert f"prefill at 127.0.0.1:{pair.prefill.port}" in reply.error, reply.error
-    assert all(transfer_state(pair.decode)[name] == before[name] for name in MOVED)
-    assert pair.generate(prompt).status == 503, "nor is what decode's memory holds enough"
-    update(pair.decode, other)
-    after = pair.generate(prompt).output_ids
-    assert after != expected
-    for server in (pair.decode, pair.prefill):
-        update(server, model)
-    assert pair.generate(prompt).output_ids == expected
-
-
-def update(server: Server, model: Path) -> None:
-    assert server.request("/update_weights_from_disk", {"model_path": str(model)})["success"]
-
-
 @pytest.mark.slow
 def test_killed_prefill_fails_requests_then_successor_serves(pair: Pair, stock: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
@@ -256,3 +229,31 @@ def _wait(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not check():
         assert time.monotonic() < ended, f"still not so after {timeout_s} s"
         pause.wait(0.05)
+
+
+# The last: a server whose weights were replaced equals no fresh one, so no other may be restarted.
+def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path) -> None:
+    """A rolling update: one side is ahead, then both are level again."""
+    other = model.with_name("other")
+    command = [str(ROOT / "scripts" / "make_demo_model.py"), str(other), "--seed", "2"]
+    subprocess.run([sys.executable, *command], check=True, timeout=120)
+    prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
+    expected = pair.generate(prompt).output_ids
+    update(pair.prefill, other)
+    before = transfer_state(pair.decode)
+    for reply in pair.both(again):
+        assert reply.status == 503
+        assert f"decode at 127.0.0.1:{pair.decode.port}" in reply.error, reply.error
+        assert f"prefill at 127.0.0.1:{pair.prefill.port}" in reply.error, reply.error
+    assert all(transfer_state(pair.decode)[name] == before[name] for name in MOVED)
+    assert pair.generate(prompt).status == 503, "nor is what decode's memory holds enough"
+    update(pair.decode, other)
+    after = pair.generate(prompt).output_ids
+    assert after != expected
+    for server in (pair.decode, pair.prefill):
+        update(server, model)
+    assert pair.generate(prompt).output_ids == expected
+
+
+def update(server: Server, model: Path) -> None:
+    assert server.request("/update_weights_from_disk", {"model_path": str(model)})["success"]
