@@ -117,7 +117,7 @@ def test_tests_that_ended_are_counted_once(said: str, tmp_path: Path) -> None:
     assert "test/c.py" in told["device_tests_failed"]["failed"][1]
 
 
-def test_disk_of_the_first_run_is_that_of_the_second(
+def test_second_run_has_the_disk_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, roomy = tmp_path / "small", tmp_path / "roomy"
