@@ -8,6 +8,7 @@ loaded keep the hashes they came with, and so do those below.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
@@ -35,9 +36,8 @@ __all__ = ["BACKEND_NAME", "UnmarkedTreeCore", "use_unmarked_core"]
 BACKEND_NAME = "tiered"
 
 MAX_NAMES = 1 << 20
-"""Pages whose hash is translated, about 350 bytes each, until the cache says how many memory
-holds. A page beyond is stored by a name that nobody asks for, and named again at the next
-insertion below it."""
+"""Pages whose hash is translated. A page beyond is stored by a name that nobody asks for, and named
+again at the next insertion below it."""
 
 
 def use_unmarked_core(params: CacheInitParams) -> None:
@@ -54,7 +54,8 @@ class UnmarkedTreeCore(RustUnifiedTreeCore):  # type: ignore[misc]
     max_names = MAX_NAMES
 
     def __init__(self, params: CacheInitParams) -> None:
-        self._names: dict[str, str] = {}  # by the core's own hash; the longest known first
+        # By the core's own hash, the longest known first. A dict would walk over what was deleted.
+        self._names: OrderedDict[str, str] = OrderedDict()
         self._inserted: RadixKey | None = None  # by the insertion under way, if it is marked
         super().__init__(params)
 
@@ -89,7 +90,7 @@ class UnmarkedTreeCore(RustUnifiedTreeCore):  # type: ignore[misc]
             names.update(zip(own.get_hash_values(node.node_id), hashes, strict=False))
             prior = hashes[-1]
         while len(names) > self.max_names:
-            del names[next(iter(names))]
+            names.popitem(last=False)
 
     def reset(self) -> None:
         super().reset()
