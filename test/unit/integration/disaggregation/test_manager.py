@@ -20,6 +20,7 @@ from sglang_tiered.integration.disaggregation.manager import (
     ZmqKVReceiver,
     ZmqKVSender,
 )
+from sglang_tiered.transfer.messages import CHANGED
 
 ROOM = 7
 SERVER = "192.0.2.1:1"
@@ -177,3 +178,25 @@ def test_only_a_device_may_hand_over_late_numbers() -> None:
         with get_parallel().override(num_dp_ranks=1):
             sender = ZmqKVSender(manager, SERVER, ROOM)
         assert sender.supports_host_tensor_indices is has_streams
+
+
+@BOTH
+def test_rooms_of_replaced_weights_end_first(
+    kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV of before must not be taken as that of after, received but not yet taken by the
+    scheduler as well; a claim of after must not meet a room of before."""
+    manager = manager_of(kind)
+    monkeypatch.setattr(type(manager), "server", "192.0.2.2:2")
+    manager.request_status = {ROOM: KVPoll.Success, ROOM + 1: KVPoll.Transferring}
+    manager.handed = Mock()
+    ended: list[Any] = []
+    manager.handed.weights_changed = lambda *_, **__: ended.extend(manager.endpoint.method_calls)
+    manager.weights_changed(Mock(), memory_is_clean=True)
+    said = {name: arguments for name, arguments, _ in ended}
+    if kind is ZmqKVSender:
+        assert CHANGED in said["fail_rooms"][0]
+        return
+    assert [call[1] for call in ended if call[0] == "close_room"] == [(ROOM,), (ROOM + 1,)]
+    assert set(manager.request_status.values()) == {KVPoll.Failed}
+    assert all(CHANGED in manager.failure_records[room] for room in (ROOM, ROOM + 1))
