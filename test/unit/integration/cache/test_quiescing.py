@@ -182,6 +182,7 @@ def updater_of(cache: Any, calls: list[str]) -> Any:
         _engine_paused=False,
         is_fully_idle=is_fully_idle,
         waiting_queue=[],
+        disaggregation_mode=SimpleNamespace(value="null"),
         grammar_manager=SimpleNamespace(grammar_queue=[]),
     )
     return SimpleNamespace(
