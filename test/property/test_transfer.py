@@ -210,6 +210,7 @@ def test_pages_read_from_a_process_land_right(source_pages: list[int], pages: li
 
 numbers = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=30)
+models = st.binary(min_size=messages.MODEL_BYTES, max_size=messages.MODEL_BYTES)
 FROM_PREFILL: list[st.SearchStrategy[Any]] = [
     st.builds(messages.Refuse, texts),
     st.builds(messages.Failed, numbers, numbers, texts),
@@ -220,6 +221,7 @@ FROM_DECODE: list[st.SearchStrategy[Any]] = [
     st.builds(messages.Abort, numbers, numbers, texts),
     st.builds(messages.Ping, numbers),
     st.builds(messages.Bye, texts),
+    st.builds(messages.Claim, numbers, models),
     st.builds(
         messages.Open,
         numbers,
@@ -229,6 +231,7 @@ FROM_DECODE: list[st.SearchStrategy[Any]] = [
         numbers,
         st.integers(1, 64),
         st.booleans(),
+        models,
     ),
 ]
 

@@ -217,6 +217,12 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}._record_dropped_tokens": ("self", "dropped_tokens", "reason"),
     f"{_CORE}.build_backup_kv_action": ("self", "node_id"),
     f"{_CORE}.get_hash_values": ("self", "node_id"),
+    f"{_CORE}.get_last_hash_value": ("self", "node_id"),
+    f"{_CORE}.get_prefix_hash_values": ("self", "node_id"),
+    f"{_CORE}.begin_insert": ("self", "params"),
+    f"{_CORE}.resume_insert": ("self",),
+    f"{_CORE}.reset": ("self",),
+    f"{_CACHE}.utils:storage_namespace_seed": ("extra_key", "cache_salt"),
     f"{_CORE}.is_backuped": ("self", "node_id"),
     f"{_CACHE}.utils:get_storage_hash_str": ("key", "prior_hash", "page_size"),
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v1": (

@@ -30,8 +30,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def identify(model: Path, tmp_path: Path) -> Callable[..., bytes]:
+def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
     """The digest that goes with a handoff, by SGLang's own published configuration."""
+    monkeypatch.setattr(namespace, "_files_are_old", False)  # as another test may leave it
 
     def identify(
         name: str | None = None, kv: str = "bfloat16", *, draft: bool = False, **settings: Any
