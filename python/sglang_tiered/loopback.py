@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import urllib.request
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,9 +16,9 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["ask_loopback_directly", "is_loopback_url"]
+__all__ = ["ask_loopback_directly", "is_loopback_url", "opener_for"]
 
-_NAMES = ("localhost", "127.0.0.1", "::1", "[::1]")  # the last one as urllib compares it
+_NAMES = ("localhost", "127.0.0.1", "::1")  # not [::1], with which httpx makes no client
 
 
 def ask_loopback_directly(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -39,3 +40,10 @@ def is_loopback_url(url: str) -> bool:
     with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def opener_for(url: str) -> urllib.request.OpenerDirector:
+    """What asks a URL: no proxy for one of this machine, which urllib would need told as ``[::1]``.
+    Raises ``ValueError`` for what is none."""
+    direct = [urllib.request.ProxyHandler({})] if is_loopback_url(url) else []
+    return urllib.request.build_opener(*direct)

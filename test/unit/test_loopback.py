@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from urllib.request import ProxyHandler
 
-from sglang_tiered.loopback import ask_loopback_directly, is_loopback_url
+import httpx
+import pytest
+import requests
+
+from sglang_tiered.loopback import ask_loopback_directly, is_loopback_url, opener_for
+
+
+def urllib_proxies(url: str) -> dict[str, str]:
+    handlers = opener_for(url).handlers
+    return next((h.proxies for h in handlers if isinstance(h, ProxyHandler)), {})
 
 
 @pytest.mark.parametrize("given", [{}, {"no_proxy": "a.org, ::1"}, {"NO_PROXY": "a.org"}])
@@ -16,6 +25,21 @@ def test_loopback_is_excepted_beside_others(given: dict[str, str]) -> None:
         names = [name.strip() for name in environment[variable].split(",")]
         assert {"localhost", "127.0.0.1", "::1"} <= set(names) and len(names) == len(set(names))
         assert ("a.org" in names) == ("a.org" in str(given))
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"])
+def test_libraries_of_clients_read_the_exceptions(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, str] = {"http_proxy": "http://192.0.2.1:9"}
+    ask_loopback_directly(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert requests.utils.should_bypass_proxies(url, None)
+    with httpx.Client() as client:  # of OpenAI's client
+        proxied = client._transport_for_url(httpx.URL("http://192.0.2.2"))  # noqa: SLF001
+        assert client._transport_for_url(httpx.URL(url)) is not proxied  # noqa: SLF001
+    assert "http" not in urllib_proxies(url) and "http" in urllib_proxies("http://192.0.2.2")
 
 
 def test_exception_of_everything_is_kept() -> None:

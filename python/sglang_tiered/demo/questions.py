@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_tiered.demo.plan import NUM_NEW, Pools
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.loopback import opener_for
 
 __all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "make_prompt", "read_target"]
 
@@ -54,7 +55,7 @@ def read_target(url: str) -> Target:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url!r} is no address of a server; pass http://HOST:PORT")
     try:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+        with opener_for(url).open(f"{url}/server_info", timeout=30) as response:
             info = json.load(response)
     except urllib.error.HTTPError as error:
         why = (
@@ -132,7 +133,8 @@ class Client:
     def _post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_DEADLINE_S)
+        opener = opener_for(self.url)
+        response: http.client.HTTPResponse = opener.open(request, timeout=_DEADLINE_S)
         return response
 
 
