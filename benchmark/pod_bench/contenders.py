@@ -66,7 +66,8 @@ def on_two_streams(
 
 
 def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
-    """Our tiles: one launch per role; both roles in one launch; controls in between."""
+    """Our tiles: one launch per role; both roles in one launch, by the plan's schedule and by
+    each."""
     device = batch.q.device
 
     def plan() -> PodPlan:
@@ -79,7 +80,9 @@ def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
             device=device,
         )
 
-    def call(own: PodPlan, out: torch.Tensor, roles: Roles, schedule: Schedule) -> torch.Tensor:
+    def call(
+        own: PodPlan, out: torch.Tensor, roles: Roles, schedule: Schedule | None
+    ) -> torch.Tensor:
         pod_attention(
             batch.q,
             batch.k_cache,
@@ -101,7 +104,8 @@ def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
     gate = "fuse" if shared.fuse else "serial"
     kinds = [
         ("own_serial", Roles.SERIAL, Schedule.TICKET),
-        ("own_fused", Roles.FUSED, Schedule.TICKET),
+        ("own_fused", Roles.FUSED, None),
+        ("own_ticket", Roles.FUSED, Schedule.TICKET),
         ("own_static", Roles.FUSED, Schedule.STATIC),
         ("own_persistent", Roles.FUSED, Schedule.PERSISTENT),
     ]
@@ -113,7 +117,7 @@ def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
             own: PodPlan = own,
             out: torch.Tensor = out,
             roles: Roles = roles,
-            schedule: Schedule = schedule,
+            schedule: Schedule | None = schedule,
         ) -> torch.Tensor:
             return call(own, out, roles, schedule)
 

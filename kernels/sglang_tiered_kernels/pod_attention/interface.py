@@ -42,7 +42,7 @@ def pod_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     roles: Roles = Roles.PLANNED,
-    schedule: Schedule = Schedule.TICKET,
+    schedule: Schedule | None = None,
     trace: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of every new token of the batch to its row's keys, written to ``out``.
@@ -58,7 +58,8 @@ def pod_attention(
     sm_scale: multiplies the scores; positive. logit_cap: scores become ``cap * tanh(score / cap)``;
         0 for none. sinks: [q_heads], a logit per head that joins the softmax's denominator.
     k_scale, v_scale: what the cache's keys and values are to be multiplied with (fp8 caches).
-    roles, schedule: see the enumerations. Who runs a tile, and when, does not change its result:
+    roles, schedule: see the enumerations; the plan's schedule by default. Who runs a tile, and
+        when, does not change its result:
         the same call gives the same bits again. Another schedule, or the roles apart, is another
         compilation, which may round differently.
     trace: None, or [prefill tiles + decode tiles, 4] int64 zeros, in the order of the plan's units
@@ -128,7 +129,7 @@ def pod_attention(
         v_scale=v_scale,
         prefill=prefill,
         decoding=decoding,
-        schedule=schedule if fused else None,
+        schedule=(schedule or plan.schedule) if fused else None,
         trace=trace,
     )
 

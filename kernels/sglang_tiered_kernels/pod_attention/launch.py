@@ -288,7 +288,7 @@ def warm_up(
         starts = torch.tensor([0, 2, 3 + prefix[1]], dtype=torch.int32, device=device)
         # Every key is that of slot 0, or of its page.
         slots = torch.zeros(plan.num_kv_tokens, dtype=index_dtype, device=device)
-        for schedule in (Schedule.TICKET, None):
+        for schedule in (Schedule.TICKET, Schedule.PERSISTENT, None):
             run(
                 q,
                 k_cache,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
-    from sglang_tiered_kernels.pod_attention.shape import PodShape
+    from sglang_tiered_kernels.pod_attention.shape import PodShape, Schedule
 
 __all__ = [
     "DECODE_FIELDS",
@@ -72,7 +72,7 @@ class PodPlan:
 
     split_len: the tokens of the longest decode unit allowed. tickets: of a period, for prefill and
     decode. prefill_estimate_s, decode_estimate_s: what each role would take alone, per layer, by
-    the assumptions of ``heuristics``. fuse: the gate's verdict.
+    the rates of ``heuristics``. fuse: the gate's verdict. schedule: of a fused launch.
 
     The plan owns the workspace and the counters of its launches, made at the first launch that
     needs them, so two streams must not share a plan; but one may run its prefill role and another
@@ -95,6 +95,7 @@ class PodPlan:
     prefill_estimate_s: float
     decode_estimate_s: float
     fuse: bool
+    schedule: Schedule
     # What the path that serves the plan keeps between layers; its own business.
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -235,6 +236,7 @@ def make_plan(
         prefill_estimate_s=prefill_estimate_s,
         decode_estimate_s=decode_estimate_s,
         fuse=heuristics.worth_fusing(prefill_estimate_s, decode_estimate_s),
+        schedule=heuristics.choose_schedule(prefill_estimate_s, decode_estimate_s),
     )
 
 

@@ -14,12 +14,14 @@ from sglang_tiered_kernels.pod_attention import (
     PodConfig,
     PodPlan,
     PodShape,
+    Schedule,
     Tickets,
     make_plan,
 )
 from sglang_tiered_kernels.pod_attention.heuristics import (
     CHOSEN_CONFIGS,
     choose_config,
+    choose_schedule,
     choose_split_len,
 )
 
@@ -132,3 +134,18 @@ def test_a_configuration_the_kernel_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         PodConfig("bad", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "decode_s", "schedule"),
+    [
+        (1.0, 2.1, Schedule.PERSISTENT),
+        (1.0, 2.0, Schedule.TICKET),
+        (3.0, 1.0, Schedule.TICKET),
+        (0.0, 0.0, Schedule.TICKET),
+    ],
+)
+def test_blocks_persist_where_decoding_dominates(
+    prefill_s: float, decode_s: float, schedule: Schedule
+) -> None:
+    assert choose_schedule(prefill_s, decode_s) is schedule
