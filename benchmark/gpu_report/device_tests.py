@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not the server's test: that needs SGLang, and the part ``server`` asks more.
 PLACES = (
     "test/kernels/page_copy",
+    "test/kernels/rotary",
     "test/kernels/pod_attention/test_on_gpu.py",
     "test/gpu/test_device_memory.py",
     "test/gpu/test_random_batches.py",

@@ -21,11 +21,12 @@ from triton.compiler import ASTSource
 from sglang_tiered_kernels.page_copy.triton_kernel import page_copy_kernel
 from sglang_tiered_kernels.pod_attention import PodShape, launch, tuning
 from sglang_tiered_kernels.pod_attention.heuristics import CHOSEN_CONFIGS
+from sglang_tiered_kernels.rotary.triton_kernel import rotate_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["compile_copy", "main"]
+__all__ = ["compile_copy", "compile_rotation", "main"]
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _ROLES = {"fused": launch.BOTH, "prefill": launch.PREFILL, "decode": launch.DECODE}
@@ -57,6 +58,24 @@ def compile_copy(*, source_paged: bool, target_paged: bool) -> str:
     return code
 
 
+def compile_rotation(*, neox: bool) -> str:
+    """PTX of ``rotate`` for heads of 128 in bfloat16. Raises what Triton raises."""
+    constants: dict[str, Any] = {"HALF": 64, "BLOCK_D": 64, "BLOCK_H": 8, "NEOX": neox}
+    pointers = {"q_ptr": "*bf16", "k_ptr": "*bf16", "positions": "*i64", "cos_sin": "*bf16"}
+    names = rotate_kernel.arg_names
+    source = ASTSource(
+        fn=rotate_kernel,
+        signature={
+            name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
+        },
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={},
+    )
+    options = {"num_warps": 1, "enable_fp_fusion": True}
+    code: str = triton.compile(source, target=_TARGET, options=options).asm["ptx"]
+    return code
+
+
 def _kernels() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, source_paged, target_paged in (
         ("gather", True, False),
@@ -65,6 +84,8 @@ def _kernels() -> Iterator[tuple[str, Callable[[], str]]]:
     ):
         copy = partial(compile_copy, source_paged=source_paged, target_paged=target_paged)
         yield f"page_copy {name}", partial(_lines, copy)
+    for name, neox in (("halves", True), ("neighbours", False)):
+        yield f"rotary {name}", partial(_lines, partial(compile_rotation, neox=neox))
     for config in CHOSEN_CONFIGS:
         for name, roles in _ROLES.items():
             made = partial(tuning.compile_pod, _LLAMA_8B, config, roles)

@@ -12,7 +12,9 @@ What is changed, and why:
    (``host_copies``).
 3. ``_is_cuda`` and ``CUDA_CAPABILITY`` of SGLang's Triton attention for prefills, which only choose
    tiles by them: without them it would take those of the oldest devices.
-4. ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND`` is ``python`` unless it is set: the compiled tree is
+4. Norms and rotary embeddings, by SGLang's registry for platforms (``layers``): in plain PyTorch
+   they were most of a forward's launches, and the host could not keep up.
+5. ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND`` is ``python`` unless it is set: the compiled tree is
    built against the insides of SGLang's own torch, and took int64 for uint8 beside torch 2.11.
 """
 
@@ -31,6 +33,7 @@ from sglang_tiered.errors import ConfigError
 __all__ = ["ATTENTION_BACKENDS", "NativeCudaPlatform", "hide_cuda", "prepare"]
 
 ATTENTION_BACKENDS = ("triton", "pod")
+DISPATCH_KEY = "cuda_native"
 
 _hidden: list[str] = []
 """``torch.version.cuda`` while it is hidden."""
@@ -69,6 +72,10 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return "triton"
 
+    def get_dispatch_key_name(self) -> str:
+        """SGLang takes what ``layers`` registered for it, and ``forward_native`` of the rest."""
+        return DISPATCH_KEY
+
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
 
@@ -85,7 +92,7 @@ def prepare() -> None:
     from sglang.srt.mem_cache.pool_host import dsa, mamba, mha, mla
     from sglang.srt.utils import is_cuda
 
-    from sglang_tiered.integration.cuda_native import host_copies
+    from sglang_tiered.integration.cuda_native import host_copies, layers
 
     if is_cuda():  # a process that imported SGLang before it could see this platform
         raise ConfigError("SGLang was imported before the platform for CUDA without sgl_kernel.")
@@ -95,6 +102,7 @@ def prepare() -> None:
     for module in (mha, mla, mamba, dsa):
         for name in host_copies.__all__:
             setattr(module, name, getattr(host_copies, name))
+    layers.register(DISPATCH_KEY)
     from sglang.kernels.ops.attention import extend_attention
 
     extend_attention._is_cuda = True  # noqa: SLF001

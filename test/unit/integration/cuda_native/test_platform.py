@@ -107,7 +107,7 @@ def test_sglang_sees_an_out_of_tree_cuda_device() -> None:
     assert isinstance(found, SRTPlatform) and found.is_out_of_tree() and not found.is_cuda()
     assert found.device_type == "cuda"
     assert found.get_group_coordinator_device(1) == torch.device("cuda", 1)
-    assert found.get_dispatch_key_name() == "native"
+    assert found.get_dispatch_key_name() == platform.DISPATCH_KEY
     assert found.capabilities.supports_triton and not found.capabilities.hicache_device_kernels
 
 
