@@ -149,6 +149,7 @@ class Run:
     def save(self, report: dict[str, Any]) -> None:
         """All there is, each file whole at every moment."""
         out: Path = self.options.out
+        report["ratios"] = _ratios(report)
         _replace(out / "report.json", json.dumps(report, indent=1) + "\n")
         _replace(out / "report.txt", table(report) + "\n")
         try:
@@ -212,6 +213,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{options.out / 'report.tgz'}: figures, logs and pictures")
     outcomes = [part["outcome"] for part in report["parts"].values()]
     return 0 if all(outcome == "ended" for outcome in outcomes) else 1
+
+
+def _ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By name, as every result file has them."""
+    figures = [one for part in report["parts"].values() for one in part["figures"]]
+    return {
+        one["name"]: {key: one[key] for key in ("value", "min", "max", "n") if key in one}
+        for one in figures
+        if one.get("unit") == "ratio"
+    }
 
 
 def _replace(path: Path, text: str) -> None:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 CHECKPOINT_DEADLINE_S = 60.0
 START_DEADLINE_S = 150.0
 READ_BYTES, READ_THREADS = 16 << 20, 4
-HOST_BYTES = "12GiB"
-"""Holds every prompt and the warm-up: 1 GiB each. Said, since SGLang sizes the pool by memory that
-is free, which a machine may only show once it is used."""
+HOST_PROMPTS, DEVICE_PROMPTS = 12, 2
+"""Prompts that each pool holds, and the device's half of one more. In host memory all of them have
+room. Said, since SGLang sizes that pool by memory that is free, which a machine may only show once
+it is used."""
 UNKNOWN_DISK = 1e9
 
 
@@ -65,12 +66,12 @@ class World:
     def start(self, number: int, *more: str) -> Server:
         """Raises ``RuntimeError`` if it does not come up, with why and the end of its log, which
         stays with the figures: a part that could not measure has failed."""
-        part, device = self.part, 5 * self.length // 2
+        part, device = self.part, DEVICE_PROMPTS * self.length + self.length // 2
         flags = [
             *("--dtype", str(self.shape.dtype).removeprefix("torch.")),
             *("--skip-tokenizer-init", "--page-size", "64", "--max-total-tokens", str(device)),
             *("--tier-dir", str(part.folder / "tier"), "--tier-nvme-bytes", "20GiB"),
-            *(() if part.rehearse else ("--tier-host-bytes", HOST_BYTES)),
+            *("--tier-host-bytes", str(HOST_PROMPTS * self.length * self.shape.kv_bytes)),
             *("--enable-mixed-chunk", "--chunked-prefill-size", str(part.size(2048, 2048, 256))),
         ]
         log = part.file.with_name(f"server-{number}.log")
@@ -134,7 +135,8 @@ def run(part: Part) -> None:
         default_s = _mixed(world, server, "default")
         server.kill()
         server = world.start(2, "--attention-backend", "pod", *forced)
-        _compare(world, "nvme_forced", world.pass_over(server, "nvme_forced", "storage"))
+        loaded_s = _compare(world, "nvme_forced", world.pass_over(server, "nvme_forced", "storage"))
+        part.save("nvme_forced_over_reading", loaded_s / world.read_s, "ratio")
         pod_s = _mixed(world, server, "pod")
         part.save("mixed_pod_over_default", pod_s / default_s, "ratio")
         state = server.request("/server_info")["internal_states"][0]["sglang_tiered_pod"]
@@ -154,8 +156,12 @@ def _returns(world: World, server: Server) -> None:
     computed, device = [], []
     for index, prompt in enumerate(world.prompts):
         computed.append(world.ttft(server, index)[0])
+        _checkpoint(server, prompt)  # no copy is under way when it returns
         device.append(world.ttft(server, index)[0])
-        _checkpoint(server, prompt)
+    for _ in range(DEVICE_PROMPTS):  # so that the prompts have left the device
+        other = world.tokens(world.length)
+        server.generate(other, 1)
+        _checkpoint(server, other)
     part.save_samples("ttft_computed", computed, "s", tokens=world.length)
     part.save_samples("ttft_device", device, "s")
     host = world.pass_over(server, "host", "host")
@@ -163,18 +169,17 @@ def _returns(world: World, server: Server) -> None:
     part.save("host_over_computed", statistics.median(host) / world.prefill_s, "ratio")
     world.read_s = world.length * world.shape.kv_bytes / _read_rate(part)
     server.flush()
-    _compare(world, "nvme", world.pass_over(server, "nvme", "storage"))
-
-
-def _compare(world: World, name: str, loaded: list[float]) -> None:
-    """Loaded by the server's own choice (``nvme``), or where it must load (``nvme_forced``, after
-    ``kill -9``), over computing and over both at once."""
-    part, loaded_s = world.part, statistics.median(loaded)
-    if not world.prefill_s:
-        return
-    part.save(f"{name}_over_computed", loaded_s / world.prefill_s, "ratio")
+    loaded_s = _compare(world, "nvme", world.pass_over(server, "nvme", "storage"))
     both_ends_s = world.prefill_s * world.read_s / (world.prefill_s + world.read_s)
-    part.save(f"{name}_over_both_ends_bound", loaded_s / both_ends_s, "ratio", read_s=world.read_s)
+    part.save("nvme_over_both_ends_bound", loaded_s / both_ends_s, "ratio", read_s=world.read_s)
+
+
+def _compare(world: World, name: str, loaded: list[float]) -> float:
+    """Loaded by the server's own choice (``nvme``), or where it must load all (``nvme_forced``,
+    after ``kill -9``), over computing. Returns the seconds."""
+    loaded_s = statistics.median(loaded)
+    world.part.save(f"{name}_over_computed", loaded_s / world.prefill_s, "ratio")
+    return loaded_s
 
 
 def _checkpoint(server: Server, prompt: list[int]) -> None:

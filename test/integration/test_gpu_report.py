@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-RATIOS = {"host_over_computed", "nvme_forced_over_both_ends_bound", "mixed_pod_over_default"}
+RATIOS = {"host_over_computed", "nvme_forced_over_reading", "mixed_pod_over_default"}
 
 
 def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
