@@ -139,12 +139,12 @@ class Loader:
         if len(positions) < run.num_pages:
             keys = tuple(run.keys[i] for i in positions)
             run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
-        with self._lock:
-            load.num_left += 1
         observer = self.observer
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
         part = _Part(load, tier, positions, failed, reading)
         metered = None if run.meter is None else run.meter.begins(tier, run.num_bytes)
+        with self._lock:  # the last thing before: what raises leaves no part that never ends
+            load.num_left += 1
         job = part.job = self._ask(tier, run, deadline_s=self._left_s(load))
         if metered is not None:  # before the load can be over
             job.call_at_end(metered)

@@ -4,6 +4,7 @@ tried next, and what a purge leaves of them."""
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -348,6 +349,21 @@ def test_raising_lookup_ends_the_load(
     monkeypatch.setattr(world.peers, "contains", lambda keys: {}["a bug"])
     assert finished(engine.submit_load(blank(make_run(1, PAGES)))) == [Reason.MISS] * 4
     monkeypatch.undo()
+
+
+def test_raising_observer_ends_the_load(
+    world: World, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.open()
+    run = make_run(1, PAGES)
+    finished(engine.submit_store(run))
+
+    def begin_read(num_bytes: int, tier: Tier) -> Any:
+        raise RuntimeError("a bug")
+
+    observer = SimpleNamespace(begin_read=begin_read, end_read=None)
+    monkeypatch.setattr(engine._loader, "observer", observer)
+    assert finished(engine.submit_load(blank(run))) == [Reason.MISS] * 4
 
 
 def test_raising_tier_stops_no_purge_of_others(
