@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 from sglang_tiered.integration.compat import check_signatures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -87,8 +87,8 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
     max_copy_tokens: int = 1 << 62
     may_give_up: Callable[[int], bool] = staticmethod(lambda _: True)
     """Whether nothing is going to read a node's host copy."""
-    is_stored: Callable[[str], bool] | None = None
-    """Whether NVMe holds the node with this last hash, whose copy was dropped. None where ranks may
+    is_stored: Callable[[Sequence[str]], bool] | None = None
+    """Whether NVMe holds all pages of a node, whose copy was dropped. None where ranks may
     differ in that: then NVMe is assumed to hold it, and it is stored again now and then."""
 
     @property
@@ -141,7 +141,7 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
             return False
         if self.is_stored is None:
             return bool(node.hit_count & (node.hit_count - 1))  # a store may have been refused
-        return self.is_stored(node.hash_value[-1])
+        return self.is_stored(node.hash_value)
 
     def has_copied_path(self, node_id: int) -> bool:
         """Whether a node and all above it are in host memory."""

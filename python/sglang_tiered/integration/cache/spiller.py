@@ -175,8 +175,9 @@ class Spiller:
         core = self._cache.tree_core
         for node in path:
             node_id = node.node_id
-            last = core.get_last_hash_value(node_id)
-            if self._cache.decides_alone and last is not None and storage.holds(last):
+            hashes = core.get_hash_values(node_id)
+            # All of it: pages before the last one may have been forgotten, or reclaimed.
+            if self._cache.decides_alone and 0 < len(hashes) == storage.num_kept(hashes):
                 continue
             if not core.is_backuped(node_id):
                 if not self._copies.back_up(node_id):

@@ -332,9 +332,9 @@ class Tiering:
     def _waiting_stores(self) -> list[int]:
         return self.stores.queue.waiting()
 
-    def _is_stored(self, last_hash: str) -> bool:
+    def _is_stored(self, hashes: Sequence[str]) -> bool:
         storage = self._cache.storage
-        return storage is not None and storage.holds(last_hash)
+        return storage is not None and storage.num_kept(hashes) == len(hashes)
 
     # ---- Steps and ends ----
 

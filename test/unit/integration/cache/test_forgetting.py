@@ -198,6 +198,18 @@ def test_offered_node_with_a_hidden_page_stays(
     assert not begun
 
 
+def test_stored_end_hides_no_gap_before_it(world: CacheWorld) -> None:
+    """The middle of a conversation was forgotten; what NVMe keeps behind it serves nobody."""
+    run(world, TOKENS)
+    world.until(lambda: world.num_stored() == 6)
+    settle(world)
+    middle = hashes_of(TOKENS)[2:4]
+    world.cache.forgotten.hide(middle)
+    world.cache.storage.region_engine.forget(map(bytes.fromhex, middle)).result(30)
+    assert run(world, TOKENS) == 2
+    world.until(lambda: world.cache.storage.num_kept(hashes_of(TOKENS)) == 6)
+
+
 def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
     run(world, TOKENS)
     req = Req("d", "", TOKENS, SamplingParams(max_new_tokens=1))
