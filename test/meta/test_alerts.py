@@ -252,6 +252,17 @@ def test_last_server_of_a_role_is_missed(role: str, tmp_path: Path) -> None:
     assert is_right, said
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_dynamic_server_takes_a_missing_role(role: str, tmp_path: Path) -> None:
+    gone: list[Change] = [("build_info", {"engine_type": role}, "_x60")]
+    asked = case(gone, [])
+    dynamic = dict(asked["input_series"][0])
+    dynamic["series"] = 'sglang_tiered_build_info{engine_type="dynamic"}'
+    asked["input_series"].append({**dynamic, "values": STANDS})
+    is_right, said = judged(tmp_path, asked)
+    assert is_right, said
+
+
 def test_servers_of_another_job_are_told(tmp_path: Path) -> None:
     """Their ends would not be: what watches for those knows them by that name."""
     asked = case([], ["NoServer"])

@@ -35,7 +35,7 @@
 | SchedulerWeightUpdaterManager.flush_cache_after_weight_update | AFTER | a refused flush fails the update's answer, which then does not tell whether all weights are there |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | Scheduler.{load_lora_adapter, load_lora_adapter_from_tensors, unload_lora_adapter} | AFTER | an adapter that was loaded while the server runs is part of what KV means, and has another id on every server |
-| PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter its request uses |
+| PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter and tokens its request has |
 | disaggregation.utils.prepare_abort | BEFORE | a handoff between servers of unequal models is answered with 503, not 500: another pair may serve the request |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
