@@ -28,6 +28,7 @@ torch.set_num_threads(1)
 for name in [name for name in os.environ if name.startswith("SGLANG_")]:
     del os.environ[name]
 
+from erasing_traffic import TENANTS, ErasingTraffic  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
@@ -35,7 +36,6 @@ from slow_reads import SlowReads  # noqa: E402
 from world_waits import BoundedWaits  # noqa: E402
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
-from sglang_tiered.integration.admin.control import _use_new_keys  # noqa: E402
 from sglang_tiered.integration.cache.load_planner import _Load  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
 from sglang_tiered.policy import both_ends  # noqa: E402
@@ -50,11 +50,15 @@ ADAPTERS = (None, None, "one", "two")
 """Of each family of prompts."""
 
 
+STAMP = 1024.0
+"""What a key slot has beyond its value for each erasure that its request had seen."""
+
+
 def value_at(tokens: Any) -> torch.Tensor:
-    """What each position's slot must hold."""
+    """What each position's slot must hold: below ``STAMP``, and exact in float32 with stamps."""
     numbers = torch.tensor(list(tokens), dtype=torch.float64)
     weights = torch.sqrt(torch.arange(1, len(numbers) + 1, dtype=torch.float64))
-    return (torch.cumsum(numbers * weights, 0) % 1000.0).float()
+    return ((torch.cumsum(numbers * weights, 0) % 1000.0) * 8).round().float() / 8
 
 
 def configure(folder: str, host_bytes: int) -> None:
@@ -77,6 +81,7 @@ class SchedulingWorld:
         host_bytes: int,
         chunk_tokens: int,
         has_overlap: bool,
+        seed: int,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -116,7 +121,9 @@ class SchedulingWorld:
         set_global_server_args_for_scheduler(arguments)
         held.enter_context(
             get_parallel().override(
-                tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, pp_max_micro_batch_size=64
+                **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank"), 0),
+                **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
+                pp_max_micro_batch_size=64,
             )
         )
         self.rows = ReqToTokenPool(MAX_RUNNING, 2048, "cpu", enable_memory_saver=False)
@@ -142,10 +149,12 @@ class SchedulingWorld:
         self.cache.init_hicache(arguments, params)
         self.device_tokens, self.has_overlap = device_tokens, has_overlap
         self.log: list[Any] = []
+        self.at_door: list[tuple[int, Any]] = []  # until when decode is late, and for whom
         self.busy_adapters: set[str | None] = set()  # for which there is no slot now
         scheduler = self.scheduler = Scheduler.__new__(Scheduler)
         scheduler.__dict__.update(
             grammar_manager=SimpleNamespace(
+                clear=lambda: None,
                 has_waiting_grammars=lambda: False,
                 grammar_queue=[],
                 abort_requests=lambda _: None,
@@ -217,33 +226,44 @@ class SchedulingWorld:
             abort_on_priority_when_disabled=False,
             send_abort_output=lambda *_: None,
             result_queue=[],
+            _engine_paused=False,
+            dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
+            metrics_reporter=SimpleNamespace(
+                reset_metrics=lambda: None, is_stats_logging_rank=False
+            ),
+            draft_worker=None,
             device="cpu",
             collect_inflight_reqs=set,
         )
         scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
         scheduler.update_running_batch = lambda _: None
+        self.erasing = ErasingTraffic(self, random.Random(seed))
 
     # ---- A pass ----
 
     def _run(self, batch: Any) -> Any:
         """Compare every prefix with what it must be, and write what is new."""
-        planner = self.cache.tiering.planner
         for req in batch.reqs:
             wanted = value_at(req.full_untruncated_fill_ids)
             row = self.rows.req_to_token[req.kv.req_pool_idx].long()
             begin, end = req.prefix_len, req.extend_end
-            for keys, values in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True):
-                for buffer, sign in ((keys, 1), (values, -1)):
-                    held = sign * buffer[row[:begin]].flatten(1)
+            slots = row[:begin]
+            stamps = (self.pool.k_buffer[0][slots, 0, 0] / STAMP).floor()
+            number = self.erasing.runs(req, begin, end, stamps.int().tolist())
+            for buffers, sign, held_stamps, stamp in (
+                (self.pool.k_buffer, 1, stamps, number),
+                (self.pool.v_buffer, -1, torch.zeros_like(stamps), 0),
+            ):
+                for buffer in buffers:
+                    held = sign * buffer[slots].flatten(1) - (STAMP * held_stamps)[:, None]
                     wrong = ((held - wanted[:begin, None]).abs() > 1e-3).any(1)
                     assert not wrong.any(), (
                         f"{req.rid}: wrong KV at {wrong.nonzero()[:4].flatten().tolist()} of a "
                         f"prefix of {begin}"
                     )
-                    buffer[row[begin:end]] = sign * wanted[begin:end, None, None].expand(
-                        -1, HEADS, DIM
-                    )
-        planner.note_run(len(batch.reqs))
+                    new = sign * (wanted[begin:end] + STAMP * stamp)
+                    buffer[row[begin:end]] = new[:, None, None].expand(-1, HEADS, DIM)
+        self.cache.tiering.planner.note_run(len(batch.reqs))
         return SimpleNamespace(batch=batch.copy(), ends=[req.extend_end for req in batch.reqs])
 
     def _process(self, result: Any) -> None:
@@ -279,6 +299,8 @@ class SchedulingWorld:
         elif batch:
             self._process(scheduler.result_queue.pop(0))
         scheduler.last_batch = batch
+        if not batch and not self.at_door:
+            self.erasing.control.after_idle(None, scheduler)
 
     # ---- Requests ----
 
@@ -296,21 +318,28 @@ class SchedulingWorld:
                     yield "jump" if begin > last else "go on" if begin == last else "lost"
                 ends[rid] = end
 
-    def request(self, rid: str, tokens: list[int], adapter: str | None = None) -> Any:
+    def request(self, rid: str, tokens: list[int], family: int) -> Any:
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = SamplingParams(max_new_tokens=1)
         sampling.normalize(None)
-        req = Req(rid, "", array("q", tokens), sampling, vocab_size=1 << 20, lora_id=adapter)
-        if self.cache.purged_tenants:
-            req.extra_key = self.cache.purged_tenants.key_of(req.extra_key, None)
+        names = {"extra_key": TENANTS[family], "lora_id": ADAPTERS[family]}
+        req = Req(rid, "", array("q", tokens), sampling, vocab_size=1 << 20, **names)
+        self.erasing.control.after_request(None, req)
         return req
 
-    def add(self, rid: str, tokens: list[int], adapter: str | None = None) -> Any:
-        req = self.request(rid, tokens, adapter)
+    def add(self, rid: str, tokens: list[int], family: int) -> Any:
+        req = self.request(rid, tokens, family)
         Scheduler._add_request_to_queue(self.scheduler, req)
         return req
+
+    def runs_alone(self, rid: str, tokens: list[int], family: int) -> None:
+        """A request comes, and is waited for."""
+        self.add(rid, tokens, family)
+        self.until(lambda: rid in self.finished(0), self.step)
+        self.step()
+        self.settle()
 
     def abort(self, rid: str) -> bool:
         scheduler = self.scheduler
@@ -330,6 +359,7 @@ class SchedulingWorld:
         while not is_so():
             assert time.monotonic() < deadline, (
                 self.log[-5:],
+                [req.rid for req in self.scheduler.waiting_queue],
                 self.cache.ongoing_write_through,
                 self.cache.ongoing_load_back,
                 self.cache.ongoing_prefetch,
@@ -343,14 +373,15 @@ class SchedulingWorld:
     def settle(self) -> None:
         """Every copy, load and store is done."""
         cache = self.cache
-
-        def rest() -> None:
-            cache.flush_pending_backups()
-            cache.check_hicache_events()
-
         self.until(
-            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(), rest
+            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(),
+            self.rest,
         )
+
+    def rest(self) -> None:
+        """A step without requests."""
+        self.cache.flush_pending_backups()
+        self.cache.check_hicache_events()
 
     def forget(self) -> None:
         """Empty device and host memory; the store keeps what it has."""
@@ -363,6 +394,12 @@ class SchedulingWorld:
         self.scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.scheduler.last_batch = None
         self.scheduler.result_queue.clear()
+
+    def empty_memory(self) -> None:
+        """Evict all that nothing locks."""
+        self.cache.evict_host(10**9)
+        self.cache.evict(EvictParams(num_tokens=10**9))
+        self.cache.evict_host(10**9)
 
     def check_clean(self) -> None:
         """Nothing is left over: no lock, row, page, load or record."""
@@ -379,9 +416,7 @@ class SchedulingWorld:
         assert not cache.tiering.returns._returns and not cache.tiering.returns._owners
         assert not cache.prefetch_loaded_tokens_by_reqid, cache.prefetch_loaded_tokens_by_reqid
         assert not cache._storage_prefetch_hit_remaining_by_reqid
-        cache.evict_host(10**9)
-        cache.evict(EvictParams(num_tokens=10**9))
-        cache.evict_host(10**9)
+        self.empty_memory()
         assert host.available_size() == host.logical_size, (
             host.available_size(),
             host.logical_size,
@@ -420,7 +455,8 @@ class RandomPrices:
 
 class RandomRun:
     """Requests with shared prefixes, alone and in bursts, of adapters whose slots may be taken, and
-    behind a decode server that is late; short and late reads, evictions, aborts and a purge."""
+    behind a decode server that is late; short and late reads, evictions, aborts, and all that
+    ``ErasingTraffic`` does."""
 
     def __init__(self, folder: str, seed: int, held: ExitStack, *, has_overlap: bool) -> None:
         rnd = self.rnd = random.Random(seed)
@@ -433,13 +469,12 @@ class RandomRun:
             host_bytes=host_tokens * 2 * LAYERS * HEADS * DIM * 4,
             chunk_tokens=rnd.choice([64, 128, 256]),
             has_overlap=has_overlap,
+            seed=seed + 2,
         )
+        self.families = self.world.erasing.families
         self.prices = RandomPrices(self.world.cache.tiering.planner, rnd)
         self.reads = SlowReads(self.world.cache.storage.reads, random.Random(seed + 1))
-        self.purge_at = rnd.randrange(NUM_STEPS * 3)
-        self.families: list[list[int]] = []
         self.waits = BoundedWaits(self.world)
-        self.at_door: list[tuple[int, Any]] = []  # until when decode is late, and for whom
         self.live: set[str] = set()
         self.num_requests = self.num_aborted = 0
 
@@ -451,10 +486,7 @@ class RandomRun:
             else:  # pages that repeat
                 tokens = [rnd.randrange(1, 1000) for _ in range(PAGE)] * rnd.randrange(20, 50)
             self.families.append(tokens)
-            world.add(f"p{number}", tokens, ADAPTERS[number])
-            world.until(lambda rid=f"p{number}": rid in world.finished(0), world.step)
-            world.step()
-            world.settle()
+            world.runs_alone(f"p{number}", tokens, number)
         world.forget()
 
     def arrives(self, number: int) -> None:
@@ -468,20 +500,19 @@ class RandomRun:
         self.num_requests += 1
         self.live.add(rid)
         if rnd.random() < 0.8:
-            world.add(rid, tokens, ADAPTERS[family])
+            world.add(rid, tokens, family)
             return
-        req = world.request(rid, tokens, ADAPTERS[family])
+        req = world.request(rid, tokens, family)
         Scheduler._prefetch_kvcache(world.scheduler, req)
-        self.at_door.append((number + rnd.randrange(200), req))
+        world.at_door.append((number + rnd.randrange(200), req))
 
     def come_in(self, number: int) -> None:
         """Decode is ready for some requests, and they may be computed."""
-        purged = self.world.cache.purged_tenants
-        for _, req in (entry for entry in self.at_door if entry[0] <= number):
-            if purged:
-                req.extra_key = purged.key_of(req.extra_key, None)
-            self.world.scheduler.waiting_queue.append(req)
-        self.at_door = [entry for entry in self.at_door if entry[0] > number]
+        world, purged = self.world, self.world.cache.purged_tenants
+        for _, req in (entry for entry in world.at_door if entry[0] <= number):
+            req.extra_key = purged.key_of(req.extra_key, None)
+            world.scheduler.waiting_queue.append(req)
+        world.at_door = [entry for entry in world.at_door if entry[0] > number]
 
     def something_happens(self) -> None:
         world, rnd, cache = self.world, self.rnd, self.world.cache
@@ -513,10 +544,8 @@ class RandomRun:
                     for _ in range(rnd.randrange(8, 25)):
                         self.arrives(number)
             self.come_in(number)
-            if number == self.purge_at:
-                world.cache.purged_tenants.quarantine(None)
-                _use_new_keys(world.scheduler, world.cache)
             self.something_happens()
+            world.erasing.something_happens()
             num_logged = len(world.log)
             world.step()
             self.waits.step()
@@ -528,15 +557,18 @@ class RandomRun:
         world.until(lambda: self.live.issubset(world.finished(0)), world.step)
         for _ in range(3):
             world.step()
+        self.prices.is_on = False
+        world.erasing.check_served()
+        world.erasing.check_clean()
         world.check_clean()
         world.cache.release_host_resources()
         return {
             "requests": self.num_requests,
             "aborted": self.num_aborted,
-            "purged": self.purge_at < NUM_STEPS,
             "planned": self.prices.num_planned,
             "held up": self.waits.num_held_up,
             **Counter(world.moves()),
+            **world.erasing.counts,
         }
 
 

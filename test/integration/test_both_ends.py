@@ -16,7 +16,7 @@ DEADLINE_S = 240
 
 @pytest.mark.parametrize(("seeds", "mode"), [("2-3", "overlap"), ("4-5", "normal")])
 def test_random_runs_leave_nothing_wrong_or_behind(tmp_path: Path, seeds: str, mode: str) -> None:
-    """Nor does any request wait longer than it may."""
+    """Nor does any request wait longer than it may, or find what was purged or forgotten."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), seeds, mode],
         check=False,
@@ -26,5 +26,5 @@ def test_random_runs_leave_nothing_wrong_or_behind(tmp_path: Path, seeds: str, m
     )
     assert done.returncode == 0, done.stderr[-4000:]
     runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for what in ("planned", "jump", "held up"):
+    for what in ("planned", "jump", "held up", "purge", "forget", "found after a purge"):
         assert sum(run.get(what, 0) for run in runs) > 0, what
