@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,10 +90,16 @@ INTEGRATION = {
 OUTSIDE = {"test", "benchmark", "scripts"}
 
 
-def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Absolute dotted names with their lines; `from a import b` gives both a and a.b."""
+@cache
+def imported_modules(source: str, module: str, is_package: bool) -> tuple[tuple[int, str], ...]:
+    """Absolute dotted names with their lines; `from a import b` gives both a and a.b. Each file is
+    walked once, however many tests ask."""
+    return tuple(_imported_modules(ast.parse(source), module, is_package))
+
+
+def _imported_modules(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -103,10 +110,9 @@ def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tup
             for alias in node.names:
                 yield node.lineno, f"{origin}.{alias.name}"
         elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func)
             name = node.args[0]
-            if called in {"importlib.import_module", "import_module", "__import__"} and (
-                isinstance(name, ast.Constant) and isinstance(name.value, str)
+            if (isinstance(name, ast.Constant) and isinstance(name.value, str)) and (
+                ast.unparse(node.func) in {"importlib.import_module", "import_module", "__import__"}
             ):
                 yield node.lineno, name.value
 
