@@ -60,12 +60,15 @@ that any of its tests passes. The others stay on a CPU whose copies are done at 
 it; ``test_costs`` does because it measures."""
 
 
-OPEN_PROCESS = Server.open_process
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
+"""Without the folders that a module puts on it."""
 
 FORKED = {
     *ASYNCHRONOUS,
     "test_apis",
+    "test_costs",
     "test_costs_endpoint",
+    "test_demo",
     "test_disaggregation_families",
     "test_disaggregation_tiers",
     "test_examples",
@@ -77,8 +80,9 @@ FORKED = {
     "test_sglang_server_kits",
     "test_weights",
 }
-"""Modules whose servers are forked from a process that has imported SGLang (``zygote``). Those of
-the others, and the one without tiers that all share, start as a user's do."""
+"""Modules whose servers are forked from a process that has imported SGLang (``zygote``), as is the
+one without tiers that all share. Those of the others, and what ``scripts/demo`` starts, start as a
+user's do."""
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +98,13 @@ def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None)
     if request.module.__name__.rpartition(".")[2] not in FORKED:
         yield
         return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+        yield
+
+
+def by(zygotes: Zygotes) -> Callable[[list[str], dict[str, str], Path], ForkedProcess]:
+    """What opens a server's process as a fork."""
 
     def open_process(
         command: list[str], environment: dict[str, str], log_path: Path
@@ -101,9 +112,7 @@ def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None)
         assert command[1:3] == ["-m", "sglang_tiered.launch_server"]
         return zygotes.fork(command[1:], environment, log_path)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(open_process))
-        yield
+    return open_process
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,15 +162,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def stock(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes
+) -> Iterator[Server]:
     """SGLang without tiers: what it answers, every other server of the model must."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(OPEN_PROCESS))
+        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+        # It is on no asynchronous platform, whichever module is the first to ask.
+        patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         server = Server.spawn(
             model,
             tmp_path_factory.mktemp("stock") / "server.log",
             *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
-            environment={**ENVIRONMENT, "ASYNC_PLATFORM_SEED": ""},
+            environment=ENVIRONMENT,
         )
     try:
         server.wait_until_it_generates()

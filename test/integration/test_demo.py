@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from conftest import ALWAYS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -140,7 +142,7 @@ def test_stopped_demo_leaves_no_process_and_no_folder(
 def test_demo_uses_a_running_server_without_stopping_it(
     launch: Launch, temporary: Path, tmp_path: Path
 ) -> None:
-    server = launch("--max-total-tokens", "8192", "--tier-dir", str(tmp_path / "kv"))
+    server = launch("--max-total-tokens", "8192", "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
     # A bound, so that a machine with other work asks the same.
     demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "30000")

@@ -21,18 +21,17 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import setproctitle
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 __all__ = ["ForkedProcess", "Zygotes"]
 
-MAX_ALIVE = 2
+MAX_ALIVE = 3
 END_DEADLINE_S = 30.0
 LOOK_S = 0.02
+SLOW_DISK = Path(__file__).resolve().parent / "slow_disk"
 
 READ_LATE = (
     "ASYNC_PLATFORM_DRAIN",
@@ -141,8 +140,13 @@ class Zygotes:
 
     def fork(self, command: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
         """Start ``python`` with this command: a module after ``-m``, or a file, and arguments."""
-        # It is read when OpenMP is loaded, and threads that spin take other servers' cores.
-        environment = {"OMP_WAIT_POLICY": "passive", **environment}
+        # They are read when OpenMP is loaded. Threads that spin take other servers' cores, and for
+        # models this small a second thread costs more than it computes.
+        environment = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", **environment}
+        # Without a SLOW_DISK_FILE it slows nothing, so servers with one and without share a zygote.
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        if not any(Path(path).name == SLOW_DISK.name for path in paths):
+            environment["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), str(SLOW_DISK)])
         key = tuple(sorted(one for one in environment.items() if not one[0].startswith(READ_LATE)))
         zygote = self._alive.pop(key, None)
         if zygote is None:
@@ -167,7 +171,8 @@ def _import_sglang() -> None:
     start.prepare()
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401 - all models, which a scheduler imports late
     from sglang.srt.entrypoints import engine
 
     if not os.environ.get("ASYNC_PLATFORM_SEED"):  # which does the same
