@@ -103,37 +103,6 @@ def test_ctrl_c_during_a_model_load_leaves_nothing(
         server.kill()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "scripts/serve --host ::",
-        "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem",
-    ],
-)
-def test_what_is_printed_works_by_any_address(
-    command: str, desk: Desk, port: int, tmp_path: Path
-) -> None:
-    """By IPv6, over TLS, and where a proxy is set that knows nothing of this machine."""
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj /CN=here"
-    desk.run(make)
-    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy"), "http://127.0.0.1:9")
-    behind = replace(desk, environment={**desk.environment, **proxies})
-    server = behind.start(f"{command} --port {port}", port, tmp_path / "log")
-    try:
-        wait_for(re.compile(r"\[::1\]"), server)
-        assert desk.try_what_is_printed(server)
-        served = len(server.log)
-        interrupt(server)
-        assert not re.search("Traceback|leaked|crashed", server.log[served:]), server.log[served:]
-    finally:
-        server.kill()
-
-
-# What the pages say in a sentence.
-OWN_COMMANDS = {
-    "launcher": "sglang-tiered serve --model-path M",
-    "config": "scripts/serve --config tiers.yaml",
-}
 CONFIG = """\
 model-path: M
 dtype: float32
@@ -142,21 +111,48 @@ tier-host-bytes: 64MiB
 tier-nvme-bytes: 1GiB
 tier-dir: kv-of-the-file
 """
+OF_THE_FILE = "scripts/serve --config tiers.yaml --host ::"
 
 
-@pytest.mark.parametrize("name", OWN_COMMANDS)
-def test_launcher_serves_a_model_and_a_configuration_file(
-    name: str, desk: Desk, port: int, tmp_path: Path
+@pytest.mark.parametrize(
+    "command",
+    [
+        OF_THE_FILE,
+        "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem",
+    ],
+)
+def test_what_is_printed_works_by_any_address(
+    command: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
+    """By IPv6, over TLS, and where a proxy is set that knows nothing of this machine. One takes
+    what it serves from a configuration file."""
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj /CN=here"
+    desk.run(make)
     (desk.folder / "tiers.yaml").write_text(CONFIG)
-    server = desk.start(f"{OWN_COMMANDS[name]} --port {port}", port, tmp_path / "log")
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy"), "http://127.0.0.1:9")
+    behind = replace(desk, environment={**desk.environment, **proxies})
+    server = behind.start(f"{command} --port {port}", port, tmp_path / "log")
     try:
+        wait_for(re.compile(r"\[::1\]"), server)
         assert desk.try_what_is_printed(server)
-        if name == "config":
+        if command == OF_THE_FILE:
             assert "device  4,096 tokens" in server.log
             assert " tokens in 63.94MiB\n" in server.log  # whole pages of 64MiB
             assert re.search(r"^  nvme +[\d,]+ tokens in 1GiB at ", server.log, re.MULTILINE)
             assert (desk.folder / "kv-of-the-file" / "STORE").exists()
+        served = len(server.log)
+        interrupt(server)
+        assert not re.search("Traceback|leaked|crashed", server.log[served:]), server.log[served:]
+    finally:
+        server.kill()
+
+
+def test_launcher_serves_a_model_without_other_flags(desk: Desk, port: int, tmp_path: Path) -> None:
+    """What the pages say in a sentence."""
+    line = f"sglang-tiered serve --model-path M --port {port}"
+    server = desk.start(line, port, tmp_path / "log")
+    try:
+        assert desk.try_what_is_printed(server)
         interrupt(server)
     finally:
         server.kill()
