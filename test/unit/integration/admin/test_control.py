@@ -383,3 +383,14 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     scheduler.tree_cache.cache_controller = None
     Control().around_message(lambda *each: passed.append(each), scheduler, purge)
     assert sent[1].success is False and len(passed) == 1
+
+
+def test_paused_requests_get_plain_keys_after_a_flush(purged: PurgedTenants) -> None:
+    """A paused scheduler is flushed with requests waiting; those that come share their pages."""
+    scheduler = Scheduler(idle=False)
+    ask(scheduler, "busy", extra_key="a")
+    first = scheduler.waiting_queue[0]
+    assert first.extra_key != "a"
+    scheduler.control.after_flush(True, scheduler)
+    assert not purged
+    assert first.extra_key == "a"

@@ -170,6 +170,33 @@ def test_hidden_memory_comes_back_from_tiers(busy: BusyServer) -> None:
     assert busy.loads(tokens) > 0
 
 
+def test_hidden_memory_keeps_no_resident(busy: BusyServer) -> None:
+    """Nobody finds what was kept, so it must leave host memory as others need the room."""
+    if busy.cache.has_small_host:
+        pytest.skip("this host tier has no residents")
+    tokens = prompt(1, PAGES)
+    busy.store(tokens)
+    residents = busy.cache.tiering.residents
+    match = busy.cache.match_prefix(MatchPrefixParams(key=busy.key(tokens)))
+    residents.offer_node(match.best_match_node)
+    assert residents.num_tokens > 0 and len(residents._pins) == 1
+    hide_memory(busy.scheduler)
+    assert residents.num_tokens == len(residents._pins) == 0
+
+
+def test_names_of_pages_stay_bounded(busy: BusyServer) -> None:
+    core = busy.cache.tree_core
+    if not hasattr(core, "max_names"):
+        pytest.skip("this core hashes in Python, and names nothing")
+    core.max_names = 8
+    hide_memory(busy.scheduler)
+    for number in range(1, 4):
+        busy.compute(busy.key(prompt(number, PAGES)))
+    assert len(core._names) == 8
+    busy.store(prompt(3, PAGES))
+    assert busy.is_stored(prompt(3, PAGES)), "the last prompt has its names"
+
+
 def test_a_busy_server_stores_after_a_purge(busy: BusyServer) -> None:
     busy.store(prompt(1, PAGES))
     busy.purge(None)
