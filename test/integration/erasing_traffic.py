@@ -182,11 +182,21 @@ class ErasingTraffic:
 
     # ---- The end ----
 
+    def _end_calls(self) -> None:
+        """Until every call that began is over."""
+
+        def ask() -> None:
+            self._world.rest()
+            self._ask_again()
+
+        self._world.until(lambda: not self._open, ask)
+
     def check_served(self) -> None:
         """What is computed now is stored and found in the store, though the tree holds nodes of
         before still. What a host tier has no room for beside others is not stored, so it is emptied
         and gets half of what it can hold."""
         world, cache = self._world, self._world.cache
+        self._end_calls()  # what is being erased is not stored meanwhile
         most = cache.cache_controller.mem_pool_host.logical_size // 2
         for number in (0, 1):
             world.empty_memory()
@@ -197,14 +207,9 @@ class ErasingTraffic:
 
     def check_clean(self) -> None:
         """No call is open, no hint is left, and after a last purge no pin and no page."""
-        world, cache = self._world, self._world.cache
+        cache = self._world.cache
         self._call("purge", all=True)
-
-        def ask() -> None:
-            world.rest()
-            self._ask_again()
-
-        world.until(lambda: not self._open, ask)
+        self._end_calls()
         assert not cache.tiering.hints._hinted and not cache.tiering.hints._queue.num_tokens
         for keeper in keepers(cache.storage).values():
             names = {stored_name(tenant, name) for tenant in self._purged for name in PINS}
