@@ -127,6 +127,7 @@ BATCHES = [
     ([64, 1], [0, 31]),
     ([1] * 16, [300] * 16),
     ([512] + [1] * 33, [17] + [900] * 33),
+    ([16] + [1] * 33, [17] + [900] * 33),  # few prefill tiles, so blocks persist
 ]
 
 
@@ -152,9 +153,9 @@ def test_no_batch_makes_a_warm_server_compile_again(
         window=window,
         **kind,
     )
-    # Both roles together, each alone, and the merge.
+    # Both roles together by two schedules, each alone, and the merge.
     warm = {request["key"] for request in requests}
-    assert len(warm) == 4
+    assert len(warm) == 5
     requests.clear()
     for layer, (extend, prefix) in enumerate(BATCHES * 2):
         case = make_case(extend, prefix, shape, window=window)
@@ -171,7 +172,7 @@ def test_no_batch_makes_a_warm_server_compile_again(
             plan,
             prefill=len(plan.prefill_units) > 0,
             decoding=len(plan.decode_units) > 0,
-            schedule=Schedule.TICKET,
+            schedule=plan.schedule,
             scale=0.125,
             v_scale=1,
             trace=None,
