@@ -565,5 +565,7 @@ def test_flashinfer_keeps_batches_with_other_masks(setting: dict[str, Any]) -> N
     vars(made).update(setting)
     with get_parallel().override(attn_cp_size=1):
         assert made.serves is not bool(setting)
-    with get_parallel().override(attn_cp_size=2):
+    # All of them: SGLang compares them with each other once a test of this process has set some.
+    apart = dict.fromkeys(("attn_tp_size", "attn_dp_size", "moe_ep_size", "moe_dp_size"), 1)
+    with get_parallel().override(tp_size=2, attn_cp_size=2, moe_tp_size=2, **apart):
         assert not made.serves
