@@ -75,7 +75,7 @@ INTEGRATION = {
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "identity", "names", "observe"},
     "cpu": {"cache", "identity"},
-    "cuda_native": {"cpu"},
+    "cuda_native": {"compat", "cpu"},
     "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},
     "ranks": {"storage"},
     "observe": {"compat", "storage"},

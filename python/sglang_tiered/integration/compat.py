@@ -380,6 +380,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_PLATFORMS}.device_mixin:DeviceMixin.is_pin_memory_available": ("self",),
     f"{_PLATFORMS}.interface:SRTPlatform.apply_server_args_defaults": ("self", "server_args"),
     f"{_PLATFORMS}.interface:SRTPlatform.get_default_attention_backend": ("self",),
+    f"{_PLATFORMS}.interface:SRTPlatform.get_dispatch_key_name": ("self",),
     f"{_PLATFORMS}.interface:SRTPlatform.get_group_coordinator_device": ("self",),
     # Fields that 0.5.22 lacked.
     f"{_CACHE}.cache_init_params:CacheInitParams": ("sidecar_draft_device_pools",),

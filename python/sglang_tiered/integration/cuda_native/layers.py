@@ -13,13 +13,26 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
+from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered_kernels.rotary import rotate
 
 __all__ = ["register"]
 
+_SIGNATURES = {
+    "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward": ("op_cls", "fn", "platform_key"),
+    "sglang.srt.layers.layernorm:RMSNorm.forward_native": (
+        *("self", "x", "residual", "post_residual_addition", "quant_linear"),
+    ),
+    "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding.forward_native": (
+        *("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+    ),
+}
+
 
 def register(platform_key: str) -> None:
-    """Have SGLang call these for exactly its own classes on this platform. Idempotent."""
+    """Have SGLang call these for exactly its own classes on this platform. Idempotent. Raises
+    ``UnsupportedSGLangError`` where theirs take other arguments."""
+    check_signatures(_SIGNATURES)
     for layer, forward in ((RMSNorm, rms_norm), (RotaryEmbedding, rotary_embedding)):
         BaseFusedOp.register_oot_forward(layer, forward, platform_key)
 
