@@ -1,7 +1,7 @@
 """What a layer does between its products and its attention, in few launches.
 
 In plain PyTorch a layer of Llama is 54 launches, 43 of them for norms and rotations. On an H100
-that took the host 94 ms a forward of 32 layers, for one token as for 2,048 (2026-11-27).
+a forward of 32 layers took 94 ms, of 64 tokens as of 2,048: the host's time (2026-11-27).
 """
 
 from __future__ import annotations
