@@ -10,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_tiered.demo.plan import NUM_NEW, Pools
@@ -92,6 +93,11 @@ class Client:
     url: str
     salt: str
 
+    @cached_property
+    def _opener(self) -> urllib.request.OpenerDirector:
+        """Once: making one may read certificates, within a time to first token."""
+        return opener_for(self.url)
+
     def ask(self, prompt: list[int]) -> Answer:
         """Greedy, streamed: the first chunk is the first token."""
         body = {
@@ -133,8 +139,7 @@ class Client:
     def _post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        opener = opener_for(self.url)
-        response: http.client.HTTPResponse = opener.open(request, timeout=_DEADLINE_S)
+        response: http.client.HTTPResponse = self._opener.open(request, timeout=_DEADLINE_S)
         return response
 
 

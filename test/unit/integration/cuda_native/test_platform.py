@@ -136,6 +136,14 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         from sglang.srt.mem_cache.pool_host import mha
         from sglang_tiered.integration.cuda_native import host_copies
         assert mha.transfer_kv_direct is host_copies.transfer_kv_direct
+        from sglang.kernels.fused_op import BaseFusedOp
+        from sglang.srt.layers.layernorm import RMSNorm
+        from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+        from sglang_tiered.integration.cuda_native import layers
+        registry = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
+        assert registry[RotaryEmbedding] is layers.rotary_embedding
+        norm = RMSNorm(8)
+        assert norm._resolve_forward_method().__func__ is layers.rms_norm
         assert extend_attention.CUDA_CAPABILITY == (9, 0)
         from sglang.srt.environ import envs
         assert envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "python"
