@@ -31,23 +31,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from sglang_tiered.cluster.planner import Fleet, Planner
-from sglang_tiered.cluster.published_settings import distserve, splitwise
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.trace.cluster.books import Knowledge
-from sglang_tiered.trace.cluster.comparison import speed_where_busy
-from sglang_tiered.trace.cluster.plan import Member, Plan
-from sglang_tiered.trace.cluster.profiles import load_profiles
-from sglang_tiered.trace.cluster.routers import Tuning
-from sglang_tiered.trace.cluster.simulation import run_cluster
-from sglang_tiered.trace.inputs import Input
-from sglang_tiered.trace.replay.stream import TraceStream
+from sglang_tiered_lab.cluster.planner import Fleet, Planner
+from sglang_tiered_lab.cluster.published_settings import distserve, splitwise
+from sglang_tiered_lab.trace.cluster.books import Knowledge
+from sglang_tiered_lab.trace.cluster.comparison import speed_where_busy
+from sglang_tiered_lab.trace.cluster.plan import Member, Plan
+from sglang_tiered_lab.trace.cluster.profiles import load_profiles
+from sglang_tiered_lab.trace.cluster.routers import Tuning
+from sglang_tiered_lab.trace.cluster.simulation import run_cluster
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.replay.stream import TraceStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from sglang_tiered.trace.cluster.outcome import Outcome
-    from sglang_tiered.trace.replay.server import Request
+    from sglang_tiered_lab.trace.cluster.outcome import Outcome
+    from sglang_tiered_lab.trace.replay.server import Request
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEEDS = (0, 1, 2, 3)
@@ -141,7 +141,7 @@ def requests_of(name: str, seed: int, scale: Scale) -> list[Request]:
 def generated(seed: int) -> list[Request]:
     with tempfile.TemporaryDirectory() as folder:
         whole, path = Path(folder) / "whole.jsonl", Path(folder) / "generated.jsonl"
-        trace = [sys.executable, "-m", "sglang_tiered.trace"]
+        trace = [sys.executable, "-m", "sglang_tiered_lab.trace"]
         make = [*trace, "generate", *GENERATE.split(), "--seed", str(24 + seed)]
         # New conversations begin for 1,500 s; after that only old ones go on.
         cut = [*trace, "convert", str(whole), "--to-s", "1500", "--output", str(path)]

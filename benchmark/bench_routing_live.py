@@ -31,13 +31,13 @@ from live_bench.modelled import TIERS, compare, kind_of
 from serving_bench.replays import trace_requests
 from serving_bench.setting import PAGE_SIZE, Geometry
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.trace.inputs import Input
-from sglang_tiered.trace.reuse import measure as measure_reuse
-from sglang_tiered.trace.scaling import Scaling, scale
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.reuse import measure as measure_reuse
+from sglang_tiered_lab.trace.scaling import Scaling, scale
 
 if TYPE_CHECKING:
     from serving_bench.client import Request, Sample
-    from sglang_tiered.trace.request import TraceRequest
+    from sglang_tiered_lab.trace.request import TraceRequest
 
 ROOT = Path(__file__).parents[1]
 SHAPE = "24m"

@@ -49,8 +49,8 @@ from serving_bench.systems import ENVIRONMENT, SYSTEMS, UnequalSystemsError
 from serving_bench.throttle import NoThrottleError, find_throttle
 from sglang_tiered.errors import TraceError
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.trace.inputs import Input
-from sglang_tiered.trace.source import DATA_VARIABLE
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.source import DATA_VARIABLE
 from storage_bench.figures import Report
 from storage_bench.workspace import UnusableDirectoryError, Workspace, default_directory
 

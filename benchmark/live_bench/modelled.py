@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from serving_bench.setting import PAGE_SIZE
-from sglang_tiered.trace.cluster.plan import Member, Plan
-from sglang_tiered.trace.cluster.profiles import Kind
-from sglang_tiered.trace.cluster.simulation import run_cluster
-from sglang_tiered.trace.replay.server import Request
-from sglang_tiered.trace.replay.timing import Hardware
+from sglang_tiered_lab.trace.cluster.plan import Member, Plan
+from sglang_tiered_lab.trace.cluster.profiles import Kind
+from sglang_tiered_lab.trace.cluster.simulation import run_cluster
+from sglang_tiered_lab.trace.replay.server import Request
+from sglang_tiered_lab.trace.replay.timing import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from live_bench.asking import Measured
     from serving_bench.client import Sample
     from serving_bench.setting import Geometry
-    from sglang_tiered.trace.request import TraceRequest
+    from sglang_tiered_lab.trace.request import TraceRequest
 
 __all__ = ["TIERS", "compare", "kind_of"]
 

@@ -21,15 +21,15 @@ from serving_bench.returning import ttft_line
 from serving_bench.setting import PAGE_SIZE
 from serving_bench.systems import SYSTEMS
 from sglang_tiered.errors import TraceError
-from sglang_tiered.trace.inputs import Input
-from sglang_tiered.trace.prompts import prompt_tokens
-from sglang_tiered.trace.reuse import measure as measure_reuse
-from sglang_tiered.trace.rows import Row
-from sglang_tiered.trace.scaling import Scaling, scale
-from sglang_tiered.trace.sessions import with_sessions
-from sglang_tiered.trace.sharegpt import ConversationReader
-from sglang_tiered.trace.sharegpt_model import Shape, rows
-from sglang_tiered.trace.text import Tokens
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.prompts import prompt_tokens
+from sglang_tiered_lab.trace.reuse import measure as measure_reuse
+from sglang_tiered_lab.trace.rows import Row
+from sglang_tiered_lab.trace.scaling import Scaling, scale
+from sglang_tiered_lab.trace.sessions import with_sessions
+from sglang_tiered_lab.trace.sharegpt import ConversationReader
+from sglang_tiered_lab.trace.sharegpt_model import Shape, rows
+from sglang_tiered_lab.trace.text import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from serving_bench.bench import Bench
     from serving_bench.setting import Setting
-    from sglang_tiered.trace.request import TraceRequest
+    from sglang_tiered_lab.trace.request import TraceRequest
 
 __all__ = [
     "check_sharegpt",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import TraceError
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.trace.inputs import Input
+from sglang_tiered_lab.trace.inputs import Input
 from storage_bench.figures import DifferentBytesError
 from storage_bench.host_memory import HostPages
 from storage_bench.own_engine import open_engine

@@ -55,13 +55,13 @@ COMMANDS = {
     ),
     "cluster": Command(
         "plan a cluster of servers: plan, published",
-        "sglang_tiered.cluster",
-        "sglang_tiered.cluster.cli:make_parser",
+        "sglang_tiered_lab.cluster",
+        "sglang_tiered_lab.cluster.cli:make_parser",
     ),
     "trace": Command(
         "recorded workloads: stat, convert, scale, replay, generate",
-        "sglang_tiered.trace",
-        "sglang_tiered.trace.cli:make_parser",
+        "sglang_tiered_lab.trace",
+        "sglang_tiered_lab.trace.cli:make_parser",
     ),
     "keygen": Command(
         "make the keys of a handoff, and of servers that share pages",

@@ -17,7 +17,7 @@ from typed_command import wait_for
 from conftest import SMALL, Launch
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from sglang_tiered.trace import sharegpt_model
+from sglang_tiered_lab.trace import sharegpt_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,8 +4,9 @@ types alone too: a circle of types is a circle of ideas.
 launch_server -> integration -> {client, policy, sharing, transfer, storage, codecs, wire, kernels};
 client -> policy;
 sharing -> {storage, wire}; storage -> codecs; transfer -> {codecs, wire}; tools -> {storage, wire};
-trace -> {policy, storage, tools}; demo -> {tools};
-cluster -> {policy, trace, tools}. Within ``integration`` the rooms have floors of their own.
+demo -> {tools}. Within ``integration`` the rooms have floors of their own. The laboratory is a
+package beside: its trace -> {policy, storage, tools}, its cluster -> {its trace, policy, tools};
+nothing of the server imports it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = (ROOT / "python", ROOT / "kernels")
 OURS = "sglang_tiered"
 KERNELS = "sglang_tiered_kernels"
+LAB = "sglang_tiered_lab"
 
 # The only rooms that may import a dependency whose presence elsewhere would spread it.
 HOMES = {
@@ -39,7 +41,6 @@ HOMES = {
 # to all, and are rooms of their own here so that they cannot lead around the rule.
 MAY_IMPORT = {
     "__main__": {"tools"},
-    "cluster": {"policy", "tools", "trace"},
     "": {"integration"},  # the package itself, of which ``Engine`` is an attribute
     "client": {"policy"},
     "demo": {"tools"},
@@ -61,9 +62,11 @@ MAY_IMPORT = {
     "codecs": set(),
     "policy": set(),
     "wire": set(),
-    "trace": {"policy", "storage", "tools"},
     "tools": {"storage", "wire"},
     KERNELS: set(),
+    LAB: set(),
+    f"{LAB}.trace": {"policy", "storage", "tools"},
+    f"{LAB}.cluster": {"policy", "tools", f"{LAB}.trace"},
 }
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
@@ -122,6 +125,8 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] == KERNELS:
         return KERNELS
+    if parts[0] == LAB:
+        return ".".join(parts[:2])
     return parts[1] if parts[0] == OURS and len(parts) > 1 else None
 
 
@@ -142,8 +147,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             reason = f"{top} belongs in {', '.join(sorted(HOMES[top]))} only"
         elif top in OUTSIDE:
             reason = f"nothing imports {top}"
-        elif here == KERNELS and top == OURS:
-            reason = f"kernels know nothing of {OURS}"
+        elif here == KERNELS and top in (OURS, LAB):
+            reason = f"kernels know nothing of {top}"
+        elif top == LAB and not module.startswith(LAB):
+            reason = f"the server knows nothing of {LAB}"
         elif there in MAY_IMPORT and there != here and there not in MAY_IMPORT.get(here or "", ()):
             reason = f"{here or OURS} must not import {there}"
         elif there == here == "integration":
@@ -170,6 +177,16 @@ def test_no_module_imports_against_the_direction() -> None:
         for line in violations(path.read_text(encoding="utf-8"), module, is_package)
     ]
     assert not checked, "\n".join(checked)
+
+
+def test_only_the_command_table_names_the_laboratory() -> None:
+    """By a string, which no import statement shows: it is imported when its command is typed."""
+    naming = [
+        module
+        for path, module, _ in modules()
+        if module.split(".")[0] != LAB and LAB in path.read_text(encoding="utf-8")
+    ]
+    assert naming == [f"{OURS}.__main__"]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -258,8 +275,8 @@ SMALL = {
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
     "sharing.own_address": "what a name means on this network, without a tier",
-    "trace.plot": "the only module that needs matplotlib",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
+    "sglang_tiered_lab.trace.plot": "the only module that needs matplotlib",
 }
 
 
@@ -283,7 +300,7 @@ def test_small_modules_with_one_importer_have_reasons() -> None:
 
 def test_the_walk_sees_both_source_roots() -> None:
     seen = {module for _, module, _ in modules()}
-    assert {OURS, f"{OURS}.storage.base", KERNELS} <= seen
+    assert {OURS, f"{OURS}.storage.base", KERNELS, f"{LAB}.trace.cli"} <= seen
 
 
 @pytest.mark.parametrize(
@@ -303,9 +320,12 @@ def test_the_walk_sees_both_source_roots() -> None:
         ("sglang_tiered.storage.base", "from .. import integration"),
         ("sglang_tiered.transfer.decode.sessions", "from ...storage.base import WriteTier"),
         ("sglang_tiered.config", "from .integration import compat"),
-        ("sglang_tiered.config", "from . import trace"),
-        ("sglang_tiered.trace.replay", "from ..transfer import messages"),
-        ("sglang_tiered.integration.hooks", "from ..trace.generate import run"),
+        ("sglang_tiered.config", "import sglang_tiered_lab"),
+        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.transfer import messages"),
+        ("sglang_tiered.integration.hooks", "from sglang_tiered_lab.trace.generate import run"),
+        ("sglang_tiered.tools.machine", "from sglang_tiered_lab.unheard import of"),
+        ("sglang_tiered_lab.trace.replay", "from ..cluster import plan"),
+        ("sglang_tiered_kernels.page_copy.interface", "import sglang_tiered_lab.trace"),
         ("sglang_tiered.integration.hooks", "from .. import launch_server"),
         ("sglang_tiered.integration.storage.backend", "from ..cache import load_planner"),
         ("sglang_tiered.integration.cache.spiller", "from sglang_tiered.integration import hooks"),
@@ -352,7 +372,8 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
             "from ..base import WriteTier\nfrom . import index",
         ),
         ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
-        ("sglang_tiered.trace.replay", "from ..storage.memory import MemoryEngine"),
+        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.storage.memory import MemoryEngine"),
+        ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
         ("sglang_tiered.tools.store.scan", "from ...storage.region import format"),
         ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
         ("sglang_tiered.transfer.data", "import zmq"),

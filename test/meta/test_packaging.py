@@ -95,7 +95,11 @@ def imported() -> set[str]:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
-    ours = sys.stdlib_module_names | {"sglang_tiered", "sglang_tiered_kernels"}
+    ours = sys.stdlib_module_names | {
+        "sglang_tiered",
+        "sglang_tiered_kernels",
+        "sglang_tiered_lab",
+    }
     return {name for name in found if name.split(".")[0] not in ours}
 
 

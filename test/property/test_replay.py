@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.trace.inputs import Input
-from sglang_tiered.trace.replay.belady import MinCache
-from sglang_tiered.trace.replay.next_use import NextUse
-from sglang_tiered.trace.replay.runner import Replay, replay
-from sglang_tiered.trace.replay.sizes import TierSizes
-from sglang_tiered.trace.replay.stream import TraceStream
-from sglang_tiered.trace.replay.timing import Hardware
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.replay.belady import MinCache
+from sglang_tiered_lab.trace.replay.next_use import NextUse
+from sglang_tiered_lab.trace.replay.runner import Replay, replay
+from sglang_tiered_lab.trace.replay.sizes import TierSizes
+from sglang_tiered_lab.trace.replay.stream import TraceStream
+from sglang_tiered_lab.trace.replay.timing import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.trace.replay.totals import Totals
+    from sglang_tiered_lab.trace.replay.totals import Totals
 
 UNIT = 64
 ONLINE = ("lru", "hicache", "tiered")

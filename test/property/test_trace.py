@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_tiered.errors import TraceError
-from sglang_tiered.trace import mooncake
-from sglang_tiered.trace.arrivals import with_arrivals
-from sglang_tiered.trace.blocks import with_block_tokens
-from sglang_tiered.trace.forms import Format
-from sglang_tiered.trace.prompts import prompt_tokens
-from sglang_tiered.trace.reader import read_trace
-from sglang_tiered.trace.request import MAX_BLOCK_ID, TraceRequest
-from sglang_tiered.trace.reuse import measure
-from sglang_tiered.trace.rows import Row, json_rows
-from sglang_tiered.trace.scaling import Scaling, scale
-from sglang_tiered.trace.tally import Tally
+from sglang_tiered_lab.trace import mooncake
+from sglang_tiered_lab.trace.arrivals import with_arrivals
+from sglang_tiered_lab.trace.blocks import with_block_tokens
+from sglang_tiered_lab.trace.forms import Format
+from sglang_tiered_lab.trace.prompts import prompt_tokens
+from sglang_tiered_lab.trace.reader import read_trace
+from sglang_tiered_lab.trace.request import MAX_BLOCK_ID, TraceRequest
+from sglang_tiered_lab.trace.reuse import measure
+from sglang_tiered_lab.trace.rows import Row, json_rows
+from sglang_tiered_lab.trace.scaling import Scaling, scale
+from sglang_tiered_lab.trace.tally import Tally
 
 BLOCK_TOKENS = 16
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import sglang_tiered
+import sglang_tiered_lab
 from sglang_tiered.__main__ import COMMANDS
 
-PACKAGE = Path(sglang_tiered.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (sglang_tiered, sglang_tiered_lab)]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,13 +28,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_list_names_exactly_the_runnable_modules() -> None:
     runnable = {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
-        for path in PACKAGE.rglob("*.py")
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__main__")
+        for package in PACKAGES
+        for path in package.rglob("*.py")
         if re.search(r"^if __name__ == ", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    listed = {command.module.removeprefix("sglang_tiered.") for command in COMMANDS.values()}
+    listed = {command.module for command in COMMANDS.values()}
     # Itself, and what ``scripts/serve`` and ``scripts/compat`` run.
-    assert runnable - {"__main__", "demo.server", "integration.seams"} == listed
+    unlisted = {"sglang_tiered", "sglang_tiered.demo.server", "sglang_tiered.integration.seams"}
+    assert runnable - unlisted == listed
     ended = run("-m", "sglang_tiered")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == run("-m", "sglang_tiered", "--help").stdout

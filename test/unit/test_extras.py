@@ -26,14 +26,14 @@ class Finder(importlib.machinery.PathFinder):
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
 
-import sglang_tiered
-
 failed = {}
-for found in pkgutil.walk_packages(sglang_tiered.__path__, "sglang_tiered."):
-    try:
-        importlib.import_module(found.name)
-    except ModuleNotFoundError as error:
-        failed[found.name] = error.name
+for package in ("sglang_tiered", "sglang_tiered_lab"):
+    path = importlib.import_module(package).__path__
+    for found in pkgutil.walk_packages(path, f"{package}."):
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            failed[found.name] = error.name
 
 ended = []
 for module, arguments in json.load(sys.stdin):
@@ -55,7 +55,12 @@ CASES = (
         (*SERVER, "--disaggregation-mode", "decode", "--transfer-codec", "zstd"),
     ),
     ("completion", "shtab", "tools", ("sglang_tiered.completion", "bash")),
-    ("--plot", "matplotlib", "plot", ("sglang_tiered.trace.cli", "stat", "no", "--plot", "a.png")),
+    (
+        "--plot",
+        "matplotlib",
+        "plot",
+        ("sglang_tiered_lab.trace.cli", "stat", "no", "--plot", "a.png"),
+    ),
 )
 
 

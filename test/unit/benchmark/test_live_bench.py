@@ -8,7 +8,7 @@ from live_bench.asking import Measured
 from live_bench.modelled import compare, kind_of
 from serving_bench.client import Sample
 from serving_bench.setting import Geometry
-from sglang_tiered.trace.request import TraceRequest
+from sglang_tiered_lab.trace.request import TraceRequest
 
 MEASURED = Measured(
     prefill=(0.03, 4e-4, 0.0, 0.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench_routing import CLUSTERS, GRID, over_peers, quotients
-from sglang_tiered.trace.cluster.routers import Tuning
+from sglang_tiered_lab.trace.cluster.routers import Tuning
 
 TIMES = {"cost": (1.0, 4.0, 3.0), "dynamo": (2.0, 2.0, 2.0), "llm-d": (2.0, 8.0, 3.0)}
 ROWS = [

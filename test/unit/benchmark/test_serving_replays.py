@@ -13,8 +13,8 @@ from serving_bench import client
 from serving_bench.client import Request
 from serving_bench.replays import in_turns, load_mooncake, load_sharegpt, trace_requests
 from serving_bench.throttle import NoThrottleError, ReadThrottle, disk_of
-from sglang_tiered.trace.request import TraceRequest
-from sglang_tiered.trace.source import TraceError
+from sglang_tiered_lab.trace.request import TraceRequest
+from sglang_tiered_lab.trace.source import TraceError
 
 
 def request(at_s: float, blocks: tuple[int, ...], output: int = 9) -> TraceRequest:

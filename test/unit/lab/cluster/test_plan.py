@@ -1,0 +1,150 @@
+"""The planner: few simulations, nearly the best split; and the command around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kit.talks import talk_lines
+from sglang_tiered_lab.cluster.cli import main
+from sglang_tiered_lab.cluster.planner import Fleet, Planner, fewest_servers, largest_speed
+from sglang_tiered_lab.cluster.published_settings import distserve
+from sglang_tiered_lab.trace.cluster.plan import Member, Plan
+from sglang_tiered_lab.trace.cluster.profiles import load_profiles
+from sglang_tiered_lab.trace.replay.server import Request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+H100, A100 = (load_profiles().kind(name, "llama-3.1-8b") for name in ("h100", "a100"))
+
+
+def talks(count: int) -> list[Request]:
+    made = []
+    for number in range(count):
+        units = [number // 3 * 100 + position for position in range(8 + 4 * (number % 3))]
+        made.append(Request(0.1 * number, 512 * len(units), 120, units, number % 3 > 0))
+    return made
+
+
+def plan(fleet: Fleet, **more: float) -> Plan:
+    return Plan(
+        members=fleet.members(None),
+        policy="cost",
+        unit_tokens=512,
+        ttft_s=1.0,
+        tpot_s=0.03,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_every_split_has_both_roles() -> None:
+    fleet = Fleet(((H100, 3), (A100, 2)))
+    splits = fleet.splits(1)
+    assert splits[0] is None and len(splits) == len(set(splits)) == 4 * 3 - 2 + 1
+    for split in splits[1:]:
+        roles = [member.role for member in fleet.members(split)]
+        assert set(roles) == {"prefill", "decode"} and len(roles) == 5
+    assert fleet.describe((2, 0)) == "2P:1D h100 0P:2D a100"
+    assert fleet.scaled(10).counts == ((H100, 6), (A100, 4))
+
+
+def test_the_planner_is_near_the_best_of_all() -> None:
+    fleet = Fleet(((H100, 8), (A100, 8)))
+    planner = Planner(plan(fleet, speed=15.0), talks(240), fleet)
+    best = planner.search()
+    assert len(planner.outcomes) <= 0.1 * len(planner.candidates)
+    found = planner.outcomes[best].goodput
+    assert 0.2 < found < 1.0
+    top = planner.outcomes[planner.search_all()].goodput
+    assert len(planner.outcomes) == len(planner.candidates)
+    assert found >= 0.95 * top
+
+
+def test_largest_speed_is_where_the_goal_is_met() -> None:
+    fleet = Fleet(((H100, 2),))
+    requests = talks(120)
+    speed = largest_speed(plan(fleet), requests, 0.9)
+    planner = Planner(plan(fleet, speed=speed), requests, fleet)
+    assert planner.simulate(None).goodput >= 0.9
+    faster = dataclasses.replace(planner.plan, speed=1.3 * speed)
+    assert Planner(faster, requests, fleet).simulate(None).goodput < 0.9
+
+
+def test_fewest_servers_meet_the_goal() -> None:
+    fleet = Fleet(((H100, 4),))
+    requests = talks(120)
+    found = fewest_servers(plan(fleet, speed=8.0), requests, fleet, 0.9, 32)
+    assert found is not None
+    number, split = found
+    assert 1 < number < 32
+    smaller = fleet.scaled(number)
+    assert Planner(plan(fleet, speed=8.0), requests, smaller).simulate(split).goodput >= 0.9
+    assert fewest_servers(plan(fleet, speed=500.0), requests, fleet, 0.9, 2) is None
+
+
+def test_disaggregation_wins_where_its_authors_say() -> None:
+    rates = {row.what: row.modelled for row in distserve(120)}
+    both, parted = rates["one GPU that does both"], rates["2 that prefill and 1 that decodes"]
+    assert parted > 1.3 * both
+    assert rates["one GPU that only prefills"] < rates["one GPU that only decodes"]
+
+
+LINES = talk_lines(150, 30)
+
+
+def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, file = tmp_path / "talks.jsonl", tmp_path / "plan.json"
+    trace.write_text(LINES)
+    words = ["--fleet", "2:h100", "--fleet", "1:h100,2:a100", "--price", "a100=1.5"]
+    words += ["--ttft", "500ms", "--tpot", "20ms", "--exhaustive", "--json", str(file)]
+    assert main(["plan", str(trace), *words]) == 0
+    shown = capsys.readouterr().out
+    for word in ("1P:1D h100", "$7.76 an hour", "without peers", "for 90%:", "$ per good Mtok"):
+        assert word in shown, word
+    plans = json.loads(file.read_text())["plans"]
+    assert [one["fleet"] for one in plans] == ["2 h100", "1 h100 2 a100"]
+    assert all(one["goodput_over_exhaustive"] >= 0.95 for one in plans)
+    assert {row["tiers"] for row in plans[0]["tiers"]} >= {"all", "device only"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--ttft", "2"), "is not a time above zero"),
+        (("--goal", "0"), "is not a share above 0"),
+        (("--fleet", "2:h100:prefill,2:h100:decode"), "names roles"),
+        (("--fleet", "2:tpu"), "is no hardware"),
+        (("--price", "h100"), "--price 'h100' is none"),
+        (("--price", "h1000=4"), "--price h1000: no --fleet has such servers"),
+        (("--spread", "nan"), "is not a number above 0"),
+        (("--policy", "best"), "--policy best is unknown"),
+        (("--stretch", "0"), "is not a number above 0"),
+        (("--step", "x"), "is not a number from 1"),
+        (("--json", "/no/such/x.json"), "its folder is missing"),
+        (("--model", "llama-3.1-70b"), "too little for llama-3.1-70b"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(
+    tmp_path: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "talks.jsonl"
+    trace.write_text(LINES)
+    assert main(["plan", str(trace), *words]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and said.err.count("\n") == 1
+
+
+def test_an_unreadable_trace_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(tmp_path / "none.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_member_of_a_fleet_keeps_its_kind() -> None:
+    fleet = Fleet.of([Member(kind=H100), Member(kind=A100), Member(kind=H100)])
+    assert fleet.counts == ((H100, 2), (A100, 1))

@@ -1,0 +1,250 @@
+"""The modelled cluster: nobody is lost, times add up, and what is told late is known late."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.policy.routing import Held
+from sglang_tiered_lab.trace.cluster import POLICIES
+from sglang_tiered_lab.trace.cluster.books import Knowledge
+from sglang_tiered_lab.trace.cluster.comparison import speed_where_busy
+from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
+from sglang_tiered_lab.trace.cluster.profiles import load_profiles
+from sglang_tiered_lab.trace.cluster.residency import Residency
+from sglang_tiered_lab.trace.cluster.server import Job
+from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
+from sglang_tiered_lab.trace.replay.server import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KIND = load_profiles().kind("h100", "llama-3.1-8b")
+UNIT = 512
+BOTH = [Member(kind=KIND)]
+SPLIT = [Member(kind=KIND, role="prefill")] * 3 + [Member(kind=KIND, role="decode")] * 2
+
+
+def talks(count: int, turns: int = 3, gap_s: float = 5.0) -> list[Request]:
+    """Conversations that begin one after the other and grow by two blocks a turn."""
+    made = []
+    for talk in range(count):
+        for turn in range(turns):
+            units = [0, *(1000 * (talk + 1) + position for position in range(3 + 2 * turn))]
+            arrival_s = 0.3 * talk + gap_s * turn
+            made.append(Request(arrival_s, UNIT * len(units) - 7, 20, units, turn > 0))
+    return sorted(made, key=lambda request: request.arrival_s)
+
+
+def plan(policy: str, members: Sequence[Member], **more: object) -> Plan:
+    return Plan(members=members, policy=policy, unit_tokens=UNIT, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("members", [BOTH * 4, SPLIT], ids=["both", "split"])
+def test_every_request_is_answered_once(policy: str, members: list[Member]) -> None:
+    requests = talks(40)
+    outcome = run_cluster(plan(policy, members), requests)
+    assert not np.isnan(outcome.ttft_s).any()
+    assert not np.isnan(outcome.done_s).any()
+    assert (outcome.done_s > outcome.ttft_s).all()
+    assert outcome.prompt_tokens == sum(request.input_tokens for request in requests)
+    assert 0 < sum(outcome.hit_tokens.values()) < outcome.prompt_tokens
+    assert outcome.goodput > 0.9
+
+
+@pytest.mark.parametrize("members", [BOTH * 4, SPLIT], ids=["both", "split"])
+def test_books_are_empty_at_the_end(members: list[Member]) -> None:
+    run = Simulation(plan("cost", members, knowledge=Knowledge(lag_s=0.5)), talks(30))
+    run.run()
+    books = run.books
+    for counts in (books.num_requests, books.num_waiting, books.prompt_tokens, books.new_tokens):
+        assert not any(counts)
+    assert not any(books.active.tokens) and not books.active.held(Job(0, talks(1)[0], 0, 0.0))
+    for server in run.servers:
+        assert server.used_tokens == server.held_tokens == server.waiting_tokens == 0
+        assert not server.waiting and not server.decoding and not len(server.queue)
+
+
+def test_one_request_takes_its_modelled_time() -> None:
+    hardware = KIND.hardware
+    outcome = run_cluster(plan("in-turn", BOTH), [Request(0.0, 4096, 11, range(8), False)])
+    assert outcome.ttft_s[0] == pytest.approx(hardware.prefill_s(4096, 0))
+    fixed, per_request, per_token = KIND.step_s
+    step_s = fixed + per_request + per_token * (4096 + 11 / 2)
+    assert outcome.tpot_s[0] == pytest.approx(step_s)
+    assert outcome.done_s[0] == pytest.approx(outcome.ttft_s[0] + 10 * step_s)
+
+
+def test_a_handoff_adds_its_transfer() -> None:
+    members = [Member(kind=KIND, role="prefill"), Member(kind=KIND, role="decode")]
+    outcome = run_cluster(plan("cost", members), [Request(0.0, 4096, 11, range(8), False)])
+    num_bytes = 4096 * KIND.hardware.kv_bytes_per_token
+    expected = KIND.hardware.prefill_s(4096, 0) + num_bytes / KIND.network_bytes_per_s
+    assert outcome.ttft_s[0] == pytest.approx(expected)
+    assert outcome.handoff_bytes == num_bytes
+
+
+def test_a_prefill_beside_decodes_takes_longer() -> None:
+    alone = Request(1.0, 4096, 2, range(100, 108), False)
+    crowd = [Request(0.0, 20_000, 2000, range(1000 * n, 1000 * n + 40), False) for n in range(8)]
+    crowd = [request._replace(arrival_s=0.0) for request in crowd]
+    quiet = run_cluster(plan("in-turn", BOTH), [alone])
+    late = alone._replace(arrival_s=30.0)
+    busy = run_cluster(plan("in-turn", BOTH), [*crowd, late])
+    assert busy.ttft_s[-1] > 1.1 * quiet.ttft_s[0]
+    assert busy.tpot_s[0] > KIND.step_s[0]
+
+
+def test_each_tier_serves_when_nearer_ones_cannot() -> None:
+    """The second of two equal prompts goes to the other server, in turn."""
+    units = list(range(24))
+    twice = [Request(10.0 * n, 24 * UNIT, 2, units, n > 0) for n in range(2)]
+    same = run_cluster(plan("in-turn", BOTH), twice)
+    assert same.hit_tokens["device"] == 24 * UNIT - KIND.page_tokens
+    fast = dataclasses.replace(KIND, peer=(1e-3, 1e-11), bucket=(1e-3, 1e-11))
+    for tiers, tier in (({"nvme", "peer"}, "peer"), ({"bucket"}, "bucket"), ({"host"}, None)):
+        members = [Member(kind=fast)] * 2
+        found = run_cluster(plan("in-turn", members, tiers=frozenset(tiers)), twice)
+        hits = {name for name, tokens in found.hit_tokens.items() if tokens}
+        assert hits == ({tier} if tier else set())
+
+
+def test_a_slow_peer_is_declined() -> None:
+    slow = dataclasses.replace(KIND, peer=(1.0, 1e-7))
+    twice = [Request(10.0 * n, 24 * UNIT, 2, list(range(24)), n > 0) for n in range(2)]
+    found = run_cluster(plan("in-turn", [Member(kind=slow)] * 2), twice)
+    assert not sum(found.hit_tokens.values())
+
+
+@pytest.mark.parametrize("members", [BOTH * 5, SPLIT], ids=["both", "split"])
+@pytest.mark.parametrize("server", [0, 4])
+def test_deaths_lose_nobody(members: list[Member], server: int) -> None:
+    changes = [Change(at_s=0.5, what="die", server=server)]
+    run = Simulation(plan("in-turn", members, changes=changes, speed=30), talks(60))
+    outcome = run.run()
+    assert outcome.num_restarted > 0
+    assert not np.isnan(outcome.done_s).any()
+    assert not any(run.books.num_requests)
+    assert not any(run.books.truth.holders(unit) >> server & 1 for unit in run.books.truth.blocks)
+
+
+def test_requests_follow_drains_and_joins() -> None:
+    changes = [Change(at_s=6.0, what="drain", server=0), Change(at_s=6.0, what="join", server=3)]
+    run = Simulation(plan("least-load", BOTH * 4, changes=changes), talks(40))
+    run.run()
+    assert run.servers[3].computed_tokens
+    assert not run.servers[0].waiting and run.servers[0].is_live
+    early = Simulation(plan("least-load", BOTH * 4, changes=changes[1:]), talks(10, turns=1))
+    early.run()
+    assert not early.servers[3].computed_tokens
+
+
+def test_all_servers_gone_is_one_sentence() -> None:
+    change = Change(at_s=1.0, what="drain", server=0)
+    with pytest.raises(ConfigError, match="no server is left"):
+        run_cluster(plan("cost", BOTH, changes=[change]), talks(4))
+
+
+def test_lag_and_loss_make_the_view_trail() -> None:
+    run = Simulation(plan("cost", BOTH * 2, knowledge=Knowledge(lag_s=1e6)), talks(10))
+    run.run()
+    assert run.books.truth.blocks and not run.books.view.blocks
+    lost = Simulation(plan("cost", BOTH * 2, knowledge=Knowledge(loss=1.0)), talks(10))
+    lost.run()
+    assert not lost.books.view.blocks
+
+
+def test_a_request_too_large_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        run_cluster(plan("cost", BOTH), [Request(0.0, 500_000, 1, range(977), False)])
+
+
+def test_predicted_admission_sheds_the_last_class_only() -> None:
+    requests = talks(120, turns=1)
+    busy = plan("cost", BOTH * 2, speed=40, ttft_s=0.5)
+    free = run_cluster(busy, requests)
+    shed = run_cluster(
+        dataclasses.replace(busy, admission="predicted", classes=(0.3, 0.7)), requests
+    )
+    assert free.goodput < shed.goodput
+    assert shed.num_shed > 0
+    assert (np.isnan(shed.ttft_s) <= (shed.priority == 1)).all()
+    soft = run_cluster(dataclasses.replace(busy, admission="soft"), requests)
+    assert soft.num_shed > 0
+    hopeless = dataclasses.replace(busy, speed=0.01, ttft_s=1e-3)
+    assert run_cluster(dataclasses.replace(hopeless, admission="soft"), requests).num_shed == 0
+    assert run_cluster(
+        dataclasses.replace(hopeless, admission="predicted"), requests
+    ).num_shed == len(requests)
+    queued = run_cluster(dataclasses.replace(busy, admission="queue", max_waiting=1), requests)
+    assert queued.num_shed > 0
+
+
+def test_load_one_is_where_in_turn_is_busy() -> None:
+    requests = talks(200, gap_s=40.0)
+    speed = speed_where_busy(plan("in-turn", BOTH * 2), requests)
+    found = run_cluster(plan("in-turn", BOTH * 2, speed=speed), requests)
+    assert found.busy == pytest.approx(0.8, abs=0.02)
+
+
+blocks = st.lists(st.integers(0, 6), unique=True, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), blocks, st.booleans()), max_size=14),
+    st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=7),
+)
+def test_one_walk_finds_what_each_holds(
+    events: list[tuple[int, int, list[int], bool]], prompt: list[int]
+) -> None:
+    index = Residency(4)
+    held: set[tuple[int, int, int]] = set()  # tier (3: the bucket), server, block
+    for server, tier, units, is_added in events:
+        bits = index.bits(server, () if tier == 3 else (tier,), bucket=tier == 3)
+        where = 0 if tier == 3 else server
+        (index.add if is_added else index.remove)(units, bits)
+        changed = {(tier, where, unit) for unit in units}
+        held = held | changed if is_added else held - changed
+    found = index.match(prompt)
+
+    def leading(tiers: set[int], servers: set[int]) -> int:
+        for count, unit in enumerate(prompt):
+            if not any((tier, one, unit) in held for tier in tiers for one in servers):
+                return count
+        return len(prompt)
+
+    for server in range(4):
+        assert found.device.get(server, 0) == leading({0}, {server})
+        assert found.memory.get(server, 0) == leading({0, 1}, {server})
+        assert found.local.get(server, 0) == leading({0, 1, 2}, {server})
+    assert found.peer == leading({2}, set(range(4)))
+    assert found.bucket == leading({2, 3}, set(range(4)))
+    one = found.one(0, UNIT * len(prompt), UNIT)
+    assert one.device + one.host + one.nvme == UNIT * found.local.get(0, 0)
+
+
+def test_nobody_counts_on_peers_that_do_not_lend() -> None:
+    index = Residency(2, has_peers=False)
+    index.add([1, 2], index.bits(0, (0, 1, 2)))
+    index.add([1], index.bits(0, (), bucket=True))
+    found, elsewhere = index.match([1, 2, 3]).held(3 * UNIT, UNIT)
+    assert elsewhere == Held(object=UNIT)
+    assert found == {0: Held(device=2 * UNIT)}
+
+
+def test_more_accelerators_are_faster_and_larger() -> None:
+    profiles = load_profiles()
+    one, four = (profiles.kind(name, "llama-3.1-8b") for name in ("a100", "4xa100"))
+    assert four.hardware.prefill_token_s < one.hardware.prefill_token_s / 3
+    assert four.kv_tokens > 4 * one.kv_tokens
+    assert four.price_per_hour == 4 * one.price_per_hour
+    assert math.isclose(KIND.hardware.prefill_token_s, 3.25e-5, rel_tol=1e-2)

@@ -1,0 +1,46 @@
+"""The page on traces names what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_tiered_lab.trace import cli
+from sglang_tiered_lab.trace.figures import describe
+from sglang_tiered_lab.trace.forms import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered_lab.trace.request import TraceRequest
+
+README = (Path(cli.__file__).parent / "README.md").read_text()
+
+
+def first_cells(header: str) -> list[str]:
+    """The words in backquotes in the first column of the table whose header begins so."""
+    lines = iter(README.splitlines())
+    next(line for line in lines if line.startswith(f"| {header} |"))
+    found = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        found += re.findall(r"`(\w+)`", line.split("|")[1])
+    return found
+
+
+def test_every_command_has_a_row() -> None:
+    assert first_cells("command") == [name for name, *_ in cli._COMMANDS]
+
+
+def test_every_format_has_a_row() -> None:
+    assert sorted(first_cells("format")) == sorted(known.value for known in Format)
+
+
+def test_every_figure_that_is_explained_exists(make_request: Callable[..., TraceRequest]) -> None:
+    figures = describe([make_request((1, 2))])
+    assert set(first_cells("`stat --json`")) <= figures.keys()
+    plain = {"num_requests", "duration_s", "rate_per_s", "block_tokens", "input_tokens"}
+    plain |= {"output_tokens", "num_blocks"}
+    assert figures.keys() - set(first_cells("`stat --json`")) == plain

@@ -1,0 +1,78 @@
+"""Memory is bounded by the tiers, not by the trace."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.replay.lru import LruTier
+from sglang_tiered_lab.trace.replay.region_log import RegionLog
+from sglang_tiered_lab.trace.replay.runner import Replay, replay
+from sglang_tiered_lab.trace.replay.sizes import TierSizes
+from sglang_tiered_lab.trace.replay.stream import TraceStream
+from sglang_tiered_lab.trace.replay.timing import PROFILES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_UNITS = 100_000
+
+
+def test_a_unit_takes_some_two_hundred_bytes() -> None:
+    tracemalloc.start()
+    try:
+        tier = LruTier(NUM_UNITS)
+        for start in range(0, 2 * NUM_UNITS, 100):
+            tier.touch(list(range(start, start + 100)), [1] * 100)
+            tier.trim()
+        in_memory = tracemalloc.get_traced_memory()[0] / len(tier.units)
+        before = tracemalloc.get_traced_memory()[0]
+        log = RegionLog(NUM_UNITS * 4608, 1 << 24)
+        for start in range(0, 2 * NUM_UNITS, 100):
+            log.store(list(range(start, start + 100)), [4096] * 100)
+        on_nvme = (tracemalloc.get_traced_memory()[0] - before) / len(log)
+    finally:
+        tracemalloc.stop()
+    assert len(log) > 0.9 * NUM_UNITS
+    assert in_memory < 250
+    assert on_nvme < 200
+
+
+@pytest.mark.parametrize("policy", ["lru", "hicache", "tiered", "belady"])
+def test_four_times_the_requests_take_no_more_memory(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = (
+        {
+            "timestamp": 100 * i,
+            "input_length": 512 * 6,
+            "output_length": 1,
+            "hash_ids": [0, *range(10 * i, 10 * i + 5)],
+        }
+        for i in range(1, 401)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    hardware = PROFILES["8b-h100"]
+    nvme_tokens = 512 * 3000
+    sizes = TierSizes(
+        device_tokens=512 * 200,
+        host_tokens=512 * 500,
+        nvme_tokens=nvme_tokens,
+        nvme_bytes=nvme_tokens * hardware.kv_bytes_per_token,
+        region_bytes=1 << 28,
+    )
+    peaks = []
+    for copies in (3, 12):
+        stream = TraceStream(Input(path), replicate=copies, spread_s=3000.0 * copies, stretch=30)
+        tracemalloc.start()
+        try:
+            (run,) = replay(Replay(stream, hardware, [policy], [sizes]))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert run.totals.num_requests == 400 * copies
+    # The arrays of one window of requests, 200,000 at most, are in both.
+    assert peaks[1] < 1.5 * peaks[0] + (4 << 20)

@@ -1,0 +1,109 @@
+"""Reuse by distances is what a cache would have done, and what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from sglang_tiered_lab.trace.reader import read_trace
+from sglang_tiered_lab.trace.request import TraceRequest
+from sglang_tiered_lab.trace.reuse import NEVER, PrefixKeys, measure
+from sglang_tiered_lab.trace.sessions import with_sessions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeRequest = Callable[..., TraceRequest]
+
+# Blocks of 512 tokens: 0.5, 1.5, 5, 15, 26 and 51 million tokens.
+CAPACITIES = (1000, 3000, 10_000, 30_000, 50_000, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_requests", "ideal", "by_tokens", "curve", "once"),
+    [
+        ("conversation", 12_031, 36.6, 37.4, (4.4, 6.5, 21.1, 32.6, 35.5, 36.4), 75.8),
+        ("synthetic", 3_993, 64.0, 65.1, (8.2, 18.8, 42.3, 62.4, 64.0, 64.0), 58.4),
+    ],
+)
+def test_the_published_traces_give_the_published_figures(
+    published: Callable[[str], Path],
+    name: str,
+    num_requests: int,
+    ideal: float,
+    by_tokens: float,
+    curve: tuple[float, ...],
+    once: float,
+) -> None:
+    trace = list(read_trace(published(name)))
+    reuse = measure(trace)
+    assert len(trace) == num_requests
+    assert round(100 * reuse.hit_rate(), 1) == ideal
+    assert round(100 * reuse.token_hit_rate(), 1) == by_tokens
+    for capacity, percent in zip(CAPACITIES, curve, strict=True):
+        assert abs(100 * reuse.hit_rate(capacity) - percent) < 0.06, capacity
+    assert round(100 * float(np.mean(reuse.counts() == 1)), 1) == once
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "deepest"),
+    [
+        ("conversation", (65.9, 16.8, 6.9, 3.4, 2.0), 43),
+        ("synthetic", (56.3, 10.0, 8.5, 6.9, 5.4), 18),
+    ],
+)
+def test_inferred_turns_are_those_published(
+    published: Callable[[str], Path], name: str, shares: tuple[float, ...], deepest: int
+) -> None:
+    turns = [request.turn for request in with_sessions(list(read_trace(published(name))))]
+    assert max(turn or 0 for turn in turns) == deepest
+    for turn, percent in enumerate(shares, start=1):
+        assert round(100 * turns.count(turn) / len(turns), 1) == percent
+
+
+def test_a_hit_ends_at_the_first_missing_block(make_request: MakeRequest) -> None:
+    """The last blocks of a chain are touched last, so a small cache holds what it cannot use."""
+    reuse = measure([make_request((1, 2, 3)), make_request((1, 2, 3))])
+    assert reuse.distance[3:].tolist() == [2, 1, 0]
+    assert reuse.capacity[3:].tolist() == [3, 3, 3]
+    assert [reuse.hit_rate(capacity) for capacity in (0, 1, 2, 3)] == [0, 0, 0, 0.5]
+
+
+def test_a_block_behind_a_new_one_misses(make_request: MakeRequest) -> None:
+    reuse = measure([make_request((1, 2)), make_request((7, 2))])
+    assert reuse.distance.tolist() == [NEVER] * 4
+    assert reuse.hit_rate() == 0
+    assert reuse.num_unique == 4  # the second 2 ends another prefix
+
+
+def test_a_last_block_weighs_its_tokens_only(make_request: MakeRequest) -> None:
+    request = make_request((1, 2), block_tokens=10, missing=9)
+    reuse = measure([request, make_request((1,), block_tokens=10)])
+    assert reuse.hit_rate() == 1 / 3
+    assert reuse.token_hit_rate() == 10 / 21
+    assert reuse.token_hit_rate(1) == 0
+    assert reuse.request_hits().tolist() == [0, 1]
+
+
+def test_gaps_are_from_the_latest_touch(make_request: MakeRequest) -> None:
+    times = (1.0, 4.0, 10.0)
+    reuse = measure([make_request((1,), arrival_s=time) for time in times])
+    assert reuse.gaps_s().tolist() == [3.0, 6.0]
+
+
+def test_a_trace_without_blocks_has_no_figures(make_request: MakeRequest) -> None:
+    for requests in ([], [make_request(())]):
+        reuse = measure(requests)
+        assert (reuse.hit_rate(), reuse.token_hit_rate(), reuse.num_unique) == (0, 0, 0)
+        assert len(reuse.counts()) == len(reuse.gaps_s()) == 0
+
+
+def test_equal_blocks_behind_different_prefixes_have_different_keys() -> None:
+    prefixes = PrefixKeys()
+    assert prefixes.of((5, 5, 5)) == [0, 1, 2]
+    assert prefixes.of((5, 6)) == [0, 3]
+    assert prefixes.of((6, 5)) == [4, 5]
+    assert len(prefixes) == 6
