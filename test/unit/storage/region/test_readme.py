@@ -1,4 +1,4 @@
-"""The worked example of the format page is what the code writes."""
+"""The worked example beside this file, and the page, are what the code does."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def hexdump(data: bytes) -> str:
 
 
 def test_the_worked_example_is_what_the_code_writes() -> None:
-    page = (Path(package.__file__).parent / "README.md").read_text()
-    assert f"```\n{hexdump(example_region())}\n```" in page
+    example = Path(__file__).with_name("example.txt").read_text()
+    assert example.endswith(f"\n\n{hexdump(example_region())}\n")
 
 
 def test_recovery_steps_agree_in_page_and_code() -> None:
