@@ -18,7 +18,7 @@ def test_the_figure_precedes_the_closing_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*PYTEST, *MEASURED],
         cwd=ROOT,
-        env=os.environ | {"COVERAGE_FILE": str(tmp_path / "coverage")},
+        env=os.environ | {"COVERAGE_FILE": str(tmp_path / "coverage"), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=120,
