@@ -193,7 +193,7 @@ def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> No
 def test_a_busy_server_serves_tiers_after_purges(launch: Launch, tmp_path: Path) -> None:
     """Requests run all the time, and more prompts come back than memory holds."""
     server = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tmp_path / "kv"))
-    prompts = make_prompts(9, 60, LENGTH)
+    prompts = make_prompts(9, 36, LENGTH)  # half as much again as device and host memory hold
     ends, is_over = [], threading.Event()
 
     def never_stop(number: int) -> None:
