@@ -14,6 +14,7 @@ PROGRAMS = {
     "redis-server": ("redis-server", "REDIS_SERVER"),
     "promtool": ("prometheus", "PROMTOOL"),
     "prometheus": ("prometheus", "PROMETHEUS"),
+    "chromium-headless-shell": ("chromium-headless-shell", "CHROMIUM_HEADLESS_SHELL"),
 }
 
 
