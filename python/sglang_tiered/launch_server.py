@@ -136,6 +136,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.integration.admin.costs import num_local_ranks
     from sglang_tiered.integration.admin.http_api import add_routes
+    from sglang_tiered.integration.admin.page import add_page
 
     resolved = start.check(server_args, config)
 
@@ -146,6 +147,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)
+        add_page(app)
         try:
             launch_server(server_args, launch_callback=announce)
         finally:

@@ -1,4 +1,6 @@
-"""``GET /tier/costs`` of a live server: true, protected, and answered while the scheduler hangs."""
+"""``GET /tier/costs`` of a live server: true, protected, and answered while the scheduler hangs.
+And ``GET /tier/``, the page for people, in a browser: what it shows of the same server, and does.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import psutil
 import pytest
 
 from conftest import PAGE, Launch, aligned, make_prompts
+from kit.chromium import Browser, chromium
 from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import RankCosts, ServerCosts, parse_server_costs
 
@@ -43,6 +46,7 @@ def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield launch(
             *("--max-total-tokens", "16384", "--tier-host-bytes", "96MiB"),
             *("--tier-dir", str(directory), "--admin-api-key", KEY),
+            *("--tier-log-requests", str(directory.parent / "requests.jsonl")),
         )
 
 
@@ -164,3 +168,158 @@ def test_records_lie_in_memory_without_a_name(server: Server) -> None:
     (scheduler,) = schedulers(server)
     maps = Path(f"/proc/{scheduler.pid}/maps").read_text()
     assert "/memfd:sglang-tiered-costs (deleted)" in maps
+
+
+# ---- The page ----
+
+HOSTILE = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program, why_not = chromium()
+    if program is None:
+        pytest.skip(why_not)
+    with Browser(program, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(server: Server, browser: Browser) -> Browser:
+    """The page, with its key given after a wrong one."""
+    server.generate(PROMPTS[0], conversation_id=HOSTILE, rid="hostile")
+    server.generate(PROMPTS[1], rid="other", extra_key="acme")
+    browser.go(server.url + "/tier/")
+    for key in ("wrong", KEY):
+        browser.wait_for("document.getElementById('entry')?.hidden === false")
+        browser.errors.clear()  # the 401 that asks for it
+        browser.ask(
+            f"document.getElementById('key').value = {key!r};"
+            "document.querySelector('#key-form button').click()"
+        )
+        if key == "wrong":
+            browser.wait_for("!document.getElementById('refused').hidden")
+            assert not browser.ask("document.querySelector('main').innerText.includes('NVMe')")
+    browser.wait_for("!!document.querySelector('#conversations .name')")
+    browser.errors.clear()
+    return browser
+
+
+def press(page: Browser, words: str) -> None:
+    """A button of the hostile conversation, and what is said afterwards."""
+    page.wait_for("[...document.querySelectorAll('#conversations button')].every(b=>!b.disabled)")
+    rows = "[...document.querySelectorAll('#conversations > li')]"
+    row = f"{rows}.find(r=>r.dataset.name==={HOSTILE!r})"
+    page.wait_for(f"!!{row}")
+    page.ask(f"[...{row}.querySelectorAll('button')].find(b=>b.textContent==={words!r}).click()")
+
+
+def said(page: Browser, words: str) -> None:
+    page.wait_for(f"document.getElementById('said').textContent.startsWith({words!r})")
+
+
+def test_page_holds_nothing_without_the_key(server: Server) -> None:
+    assert status(server, "/tier/", None) == 200
+    assert [status(server, "/tier/requests", key) for key in (None, "wrong")] == [401, 401]
+    with urllib.request.build_opener().open(server.url + "/tier/", timeout=60) as response:
+        policy = response.headers["Content-Security-Policy"]
+        text = response.read().decode()
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "acme" not in text and "hostile" not in text and "http" not in text
+
+
+def test_page_shows_the_figures_of_the_calls(server: Server, page: Browser) -> None:
+    answer = server.request("/tier/requests?limit=5")
+    record = rank(server)
+
+    def shows_them() -> bool:
+        held = page.ask("document.querySelector('[data-tier=nvme]').dataset.bytes")
+        return int(held) == rank(server).tiers["nvme"].stored_bytes
+
+    eventually(shows_them)
+    assert f"{record.host.capacity_tokens:,}" in page.ask(
+        "document.querySelector('[data-tier=host]').innerText"
+    )
+    newest = answer["requests"][0]
+    assert newest["rid"] == "other" and newest["why"]
+    shown = page.wait_for("document.querySelector('#requests > li').innerText")
+    assert "other" in shown and newest["why"] in shown
+    computed = answer["minute"]["num_computed"]
+    assert computed == sum(each["tokens"]["num_computed"] for each in answer["requests"][:2]) or (
+        answer["minute"]["num_requests"] > 2
+    )
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_page_fits_and_can_be_read(page: Browser, width: int, is_dark: bool) -> None:
+    page.look(width=width, is_dark=is_dark)
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    back, text, soft = (
+        luminance(page.ask(f"getComputedStyle(document.querySelector({where!r})).{what}"))
+        for where, what in (
+            ("section", "backgroundColor"),
+            ("body", "color"),
+            (".soft", "color"),
+        )
+    )
+    assert (back < 0.1) == is_dark
+    for ink in (text, soft):
+        assert (max(ink, back) + 0.05) / (min(ink, back) + 0.05) >= 4.5
+    if directory := os.environ.get("PAGE_PICTURES"):
+        Path(directory, f"{width}-{'dark' if is_dark else 'light'}.png").write_bytes(page.picture())
+
+
+def luminance(color: str) -> float:
+    """Of ``rgb(r, g, b)``, as WCAG has it."""
+    parts = [int(part) / 255 for part in color[4:-1].split(",")]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_buttons_of_a_hostile_name_act(server: Server, page: Browser) -> None:
+    def listed() -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = server.request("/tier/conversations")["conversations"]
+        return [row for row in rows if row["id"] == HOSTILE]
+
+    assert len(listed()) == 1 and not listed()[0]["pins"]
+    press(page, "Pin")
+    said(page, "Pinned")
+    (row,) = listed()
+    assert row["pins"] and row["nvme"]
+    press(page, "Unpin")
+    said(page, "Unpinned")
+    assert not listed()[0]["pins"]
+    server.flush()
+    assert listed()[0]["host"] == 0
+    press(page, "Warm")
+    page.wait_for("document.getElementById('said').textContent.includes(' tokens in memory')")
+    said(page, f"{listed()[0]['host']:,} ")  # 0 where computing is sooner
+    press(page, "Forget")  # asks once more
+    assert listed()[0]["nvme"]
+    press(page, "Forget for good?")
+    said(page, "Forgot")
+    assert not any(row["nvme"] for row in listed())
+    assert page.ask("document.title") == "Tiers" and not page.ask("document.images.length")
+
+
+def test_page_tells_when_the_server_is_gone(page: Browser) -> None:
+    def network(is_offline: bool) -> None:
+        page.tell(
+            "Network.emulateNetworkConditions",
+            offline=is_offline,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
+
+    assert page.errors == []
+    network(is_offline=True)
+    page.wait_for("!document.getElementById('gone').hidden")
+    network(is_offline=False)
+    page.wait_for("document.getElementById('gone').hidden")
+
+
+def test_page_asks_nobody_else(server: Server, page: Browser) -> None:
+    asked = {url for url in page.requests if not url.startswith("data:")}
+    assert all(url.startswith(f"{server.url}/tier/") for url in asked), asked

@@ -58,14 +58,15 @@ class PrefillPrices(msgspec.Struct, frozen=True):
 
 class TierPrices(msgspec.Struct, frozen=True):
     """Seconds per load and per byte, learnt from ``observed`` loads (0: a prior). ``healthy``:
-    whether loads are served now; false also where there is no such tier. Bytes are physical ones;
-    None where there is no tier, or where it has no such figure."""
+    whether loads are served now; false also where there is no such tier. Bytes are physical ones,
+    but ``stored_bytes``, those of its pages; None where there is no tier or no such figure."""
 
     prices: tuple[Price, Price]
     observed: Count
     healthy: bool
     held_bytes: Count | None = None
     capacity_bytes: Count | None = None
+    stored_bytes: Count | None = None
 
     def __post_init__(self) -> None:
         _refuse_free(self.prices)

@@ -135,7 +135,7 @@ class CostPublisher:
         self._interval_s = interval_s
         self._clock, self._wall_clock = clock, wall_clock
         self._due = self._tiers_due = clock()
-        self._states: dict[Tier, tuple[bool, int | None, int | None]] = {}
+        self._states: dict[Tier, tuple[bool, int | None, int | None, int | None]] = {}
         self._namespace = ""
         self._announced: PeerTier | None = None  # which tells others where this server is
         self._was_quiet = False  # what the last record says
@@ -189,9 +189,9 @@ class CostPublisher:
         host = cache.cache_controller.mem_pool_host
         tiers = {}
         for tier, cost in zip(Tier, costs.transfers, strict=True):
-            healthy, held, capacity = self._states.get(tier, (False, None, None))
+            state = self._states.get(tier, (False, None, None, None))
             tiers[tier.value] = TierPrices(
-                cast("tuple[float, float]", cost.prices), cost.num_observed, healthy, held, capacity
+                cast("tuple[float, float]", cost.prices), cost.num_observed, *state
             )
         occupied = cache.cache_controller.prefetch_tokens_occupied
         return RankCosts(
@@ -248,7 +248,8 @@ class CostPublisher:
             return
         stack = storage.stack
         nvme = stack.nvme.stats()
-        self._note(Tier.NVME, nvme.health, nvme.physical_bytes, nvme.capacity_bytes)
+        held, stored = nvme.physical_bytes, nvme.stored_bytes
+        self._note(Tier.NVME, nvme.health, held, nvme.capacity_bytes, stored)
         if stack.bucket is not None:
             bucket = stack.bucket.stats()
             self._note(Tier.OBJECT, bucket.health, bucket.physical_bytes, bucket.capacity_bytes)
@@ -263,8 +264,16 @@ class CostPublisher:
             self._announced = peers
             self._announce(peers)
 
-    def _note(self, tier: Tier, health: Health, held: int | None, capacity: int | None) -> None:
-        self._states[tier] = (health is Health.RUNNING, held, capacity)
+    def _note(
+        self,
+        tier: Tier,
+        health: Health,
+        held: int,
+        capacity: int | None,
+        stored: int | None = None,
+    ) -> None:
+        stored = held if stored is None else stored
+        self._states[tier] = (health is Health.RUNNING, held, capacity, stored)
 
     def _announce(self, peers: PeerTier) -> None:
         """Have the index say where this server answers HTTP, and in which role."""

@@ -30,18 +30,22 @@ keys are those of ``/flush_cache``.
 ``GET /tier/costs``    what computing and loading cost here, and how busy the server is
                        (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
                        no scheduler is asked. 404 where none learns costs, 503 before the first did.
+``GET /tier/requests``  ``?limit=N`` (20): the last lines of ``--tier-log-requests``, and where the
+                       last minute's prompt tokens came from. 404 without that flag.
 
 A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_tiered.integration.admin.bodies import CallError
+from sglang_tiered.integration.admin.bodies import CallError, parse_limit
 from sglang_tiered.integration.admin.costs import server_costs
+from sglang_tiered.integration.admin.newest import newest_requests
 from sglang_tiered.integration.admin.service import TierService
 
 if TYPE_CHECKING:
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
 __all__ = ["add_routes"]
 
 _MAX_DIGITS = 10  # of a token in a query: Python refuses to read thousands
+
+_NUM_REQUESTS = 20
 
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
@@ -88,6 +94,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     for name, (methods, call) in _CALLS.items():
         add(name, methods, _endpoint(call))
     add("costs", ("GET",), _costs_endpoint(board, config))
+    add("requests", ("GET",), _requests_endpoint(config))
 
 
 def _service() -> TierService:
@@ -133,6 +140,25 @@ def _costs_endpoint(
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return costs
+
+
+def _requests_endpoint(
+    config: TieredConfig,
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return the handler of ``/tier/requests``, which reads files on a thread."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def requests(request: Request) -> Response:
+        try:
+            limit = parse_limit({"limit": _NUM_REQUESTS, **_query(request)})["limit"]
+            answer = await asyncio.to_thread(newest_requests, config.request_log, limit)
+        except CallError as error:
+            return JSONResponse({"error": str(error)}, status_code=error.status)
+        return JSONResponse(answer)
+
+    requests.__annotations__ = {"request": Request}  # as in ``_endpoint``
+    return requests
 
 
 async def _json(request: Request) -> Any:
