@@ -34,6 +34,7 @@ keys are those of ``/flush_cache``.
                        last minute's prompt tokens came from. 404 without that flag.
 
 A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
+``docs/openapi.json`` describes all of it; ``scripts/write_openapi.py`` writes that file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,229 @@
+"""Write ``docs/openapi.json``: what the ``/tier`` calls take and answer, for programs.
+
+    python scripts/write_openapi.py [--check]
+
+Answers are the types that ``sglang_tiered.client`` reads them with; bodies are written here, and a
+test holds them against what the server takes. ``--check`` writes nothing and exits with 1 where the
+file says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+import sglang_tiered
+from sglang_tiered.client import calls
+from sglang_tiered.policy.server_costs import ServerCosts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "openapi.json"
+_REFS = "#/components/schemas/{name}"
+
+Schema = dict[str, Any]
+
+_MAX_TOKENS = 1 << 22
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_NAME: Schema = {**_TEXT, "maxLength": 512, "description": "at most 512 bytes of UTF-8"}
+_TENANT: Schema = {"extra_key": _TEXT, "cache_salt": _TEXT}
+_SOURCES: Schema = {
+    "rid": _TEXT,
+    "conversation_id": _NAME,
+    "text": {**_TEXT, "maxLength": 4 * _MAX_TOKENS},
+    "input_ids": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1},
+        "minItems": 1,
+        "maxItems": _MAX_TOKENS,
+    },
+}
+_TIER: Schema = {"tier": {"enum": ["nvme", "object"]}}
+_LIMIT: Schema = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
+
+
+def _of(properties: Schema, **more: Any) -> Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+def _prefix(**more: Schema) -> Schema:
+    """Exactly one of what names a prefix."""
+    one = [{"required": [name]} for name in _SOURCES]
+    return _of({**_SOURCES, **_TENANT, **more}, oneOf=one)
+
+
+class Call(NamedTuple):
+    """``body``: of a POST; ``query``: of a GET; None where it may not be asked so."""
+
+    summary: str
+    answer: Any
+    body: Schema | None = None
+    query: Schema | None = None
+    statuses: tuple[int, ...] = (400, 500, 503)
+
+
+_NAMED = (400, 404, 500, 503)
+CALLS = {
+    "checkpoint": Call(
+        "Make a prefix durable; 503 counts what is not yet.",
+        calls.Checkpoint,
+        _prefix(**_TIER),
+        statuses=_NAMED,
+    ),
+    "residency": Call(
+        "Count the leading tokens of a prefix by tier. In a query, tokens stand between commas.",
+        calls.Residency,
+        _prefix(),
+        {**_SOURCES, **_TENANT},
+        _NAMED,
+    ),
+    "pin": Call(
+        "Keep a prefix in a tier; 503 counts what is not durable yet.",
+        calls.Pin,
+        _prefix(
+            name=_NAME,
+            ttl={"type": "number", "exclusiveMinimum": 0, "maximum": 3650 * 86_400},
+            **_TIER,
+        ),
+        statuses=(400, 404, 409, 500, 503),
+    ),
+    "unpin": Call(
+        "Let a pin go, by its name or its prefix.",
+        calls.Unpinned,
+        {"oneOf": [_of({"name": _NAME, **_TENANT}, required=["name"]), _prefix()]},
+        statuses=_NAMED,
+    ),
+    "prefetch": Call(
+        "Bring a prefix that is about to be used to host memory; 202 while that goes on.",
+        calls.Prefetch,
+        _prefix(wait_s={"type": "number", "minimum": 0, "maximum": 30, "default": 0}),
+        statuses=(202, *_NAMED),
+    ),
+    "forget": Call(
+        "Remove what lies behind the first tokens of a prefix from every tier and server.",
+        calls.Forgotten,
+        _prefix(
+            keep_tokens={"type": "integer", "minimum": 0, "maximum": _MAX_TOKENS, "default": 0}
+        ),
+        statuses=_NAMED,
+    ),
+    "purge": Call(
+        "Remove all pages of a tenant, or of everybody, from every tier and server.",
+        calls.Purge,
+        {"oneOf": [_of({"all": {"const": True}}, required=["all"]), _of(_TENANT, minProperties=1)]},
+    ),
+    "tenants": Call(
+        "List the tenants with most on NVMe, for each scheduler.",
+        list[list[calls.TenantUsage]],
+        query=_LIMIT,
+    ),
+    "conversations": Call(
+        "List a tenant's conversations, a page at a time.",
+        calls.ConversationPage,
+        query={**_TENANT, **_LIMIT, "after": _TEXT},
+    ),
+    "costs": Call(
+        "What computing and loading cost here, and how busy the server is.",
+        ServerCosts,
+        query={},
+        statuses=(404, 503),
+    ),
+}
+_SAID = {
+    400: "refused for what was sent",
+    404: "not known",
+    409: "beyond a bound",
+    500: "a scheduler failed",
+    503: "ask again",
+}
+_REFUSAL: Schema = {
+    "type": "object",
+    "properties": {"error": _TEXT},
+    "required": ["error"],
+    "description": "One sentence.",
+}
+
+
+def document() -> Schema:
+    """The whole description."""
+    answers, schemas = msgspec.json.schema_components(
+        [call.answer for call in CALLS.values()], ref_template=_REFS
+    )
+    for schema in schemas.values():
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+    paths = {
+        f"/tier/{name}": _operations(name, call, answer)
+        for (name, call), answer in zip(CALLS.items(), answers, strict=True)
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "The tiers of a server",
+            "version": sglang_tiered.__version__,
+            "description": "docs/operations.md tells more of each call. The key is that of "
+            "SGLang's /flush_cache: --admin-api-key, else --api-key.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**schemas, "Refusal": _REFUSAL},
+        },
+    }
+
+
+def _operations(name: str, call: Call, answer: Schema) -> Schema:
+    operations: Schema = {}
+    if call.query is not None:
+        operations["get"] = {
+            "parameters": [
+                {"name": each, "in": "query", "schema": schema, "style": "form", "explode": False}
+                for each, schema in call.query.items()
+            ]
+        }
+    if call.body is not None:
+        content = {"application/json": {"schema": call.body}}
+        operations["post"] = {"requestBody": {"required": True, "content": content}}
+    for method, operation in operations.items():
+        operation["operationId"] = f"{method}_{name}"
+        operation["summary"] = call.summary
+        operation["responses"] = _responses(call, answer)
+    return operations
+
+
+def _responses(call: Call, answer: Schema) -> Schema:
+    refusal = {"$ref": _REFS.format(name="Refusal")}
+    found = {}
+    for status in (200, *call.statuses):
+        schema = answer if status < 300 else refusal
+        if status == 503 and call.body is not None:
+            schema = {"anyOf": [refusal, answer]}
+        found[str(status)] = {
+            "description": _SAID.get(status, "under way" if status == 202 else "done"),
+            "content": {"application/json": {"schema": schema}},
+        }
+    return found
+
+
+def text() -> str:
+    """The file as it should be."""
+    return json.dumps(document(), indent=1) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it differs")
+    if not parser.parse_args().check:
+        PAGE.write_text(text(), encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text():
+        print("docs/openapi.json is old; run python scripts/write_openapi.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
