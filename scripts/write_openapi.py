@@ -20,6 +20,7 @@ import msgspec
 import sglang_tiered
 from sglang_tiered.client import calls
 from sglang_tiered.policy.server_costs import ServerCosts
+from sglang_tiered.request_record import RequestRecord, Sources
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "openapi.json"
 _REFS = "#/components/schemas/{name}"
@@ -53,6 +54,26 @@ def _prefix(**more: Schema) -> Schema:
     """Exactly one of what names a prefix."""
     one = [{"required": [name]} for name in _SOURCES]
     return _of({**_SOURCES, **_TENANT, **more}, oneOf=one)
+
+
+class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
+    """A line of ``--tier-log-requests``, and why it took as long as it did."""
+
+    why: str
+
+
+class LastMinute(Sources, frozen=True, kw_only=True):
+    """Where the prompt tokens came from of the requests that ended in the last minute."""
+
+    num_requests: int
+    is_whole: bool
+
+
+class NewestRequests(msgspec.Struct, frozen=True):
+    """The newest requests that have ended, and the last minute."""
+
+    requests: tuple[LoggedRequest, ...]
+    minute: LastMinute
 
 
 class Call(NamedTuple):
@@ -130,6 +151,12 @@ CALLS = {
         ServerCosts,
         query={},
         statuses=(404, 503),
+    ),
+    "requests": Call(
+        "List the newest requests that have ended, and the sources of the last minute's tokens.",
+        NewestRequests,
+        query={"limit": {**_LIMIT["limit"], "default": 20}},
+        statuses=(400, 404),
     ),
 }
 _SAID = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from kit.openapi import check_answer
 from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.integration.admin.newest import TAIL_BYTES, newest_requests
 from sglang_tiered.request_log import RequestLogConfig, older
@@ -37,6 +38,7 @@ def test_minute_leaves_older_requests_out(tmp_path: Path) -> None:
     path.write_bytes(line(1, NOW - 59) + b'{"v":99}\n' + b"{half\n" + line(2, NOW - 1))
     answer = newest_requests(RequestLogConfig(path=str(path)), 2, now=NOW)
     assert [each["rid"] for each in answer["requests"]] == ["r2", "r1"]
+    check_answer("GET", "/tier/requests", 200, answer)
     minute = answer["minute"]
     assert (minute["num_requests"], minute["num_host"], minute["num_computed"]) == (2, 8, 12)
     assert minute["is_whole"]
