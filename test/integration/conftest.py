@@ -19,6 +19,7 @@ import pytest
 import report
 from zygote import ForkedProcess, Zygotes
 
+from kit.openapi import check_answer
 from prefill_decode import ENVIRONMENT
 from server_process import Server
 
@@ -213,12 +214,15 @@ def aligned(length: int) -> int:
 
 
 def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
-    """Status and answer."""
+    """Status and answer, which for the ``/tier`` calls are what ``docs/openapi.json`` describes."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(server.url + path, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return int(response.status), json.loads(response.read())
+            status, answer = int(response.status), json.loads(response.read())
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+        status, answer = error.code, json.loads(error.read())
+    if path.startswith("/tier/"):
+        check_answer("GET" if body is None else "POST", path, status, answer)
+    return status, answer
