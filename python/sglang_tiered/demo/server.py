@@ -6,6 +6,7 @@ Run as a module it replaces itself with such a server, which is how ``scripts/se
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
@@ -43,10 +44,12 @@ __all__ = [
 DEMO_FLAGS = {
     "--dtype": "float32",
     "--served-model-name": "sglang-tiered-demo",
-    "--max-total-tokens": "8192",  # ten prompts of a page of text reach NVMe
 }
 TRAINED, RANDOM = "smollm2", "random"
 MODEL_VARIABLE = "SGLANG_TIERED_DEMO_MODEL"
+DEVICE_TOKENS = {TRAINED: 4096, RANDOM: 8192}
+"""Of each model, and twice as many in host memory: what it computes in half a minute on two cores
+reaches NVMe."""
 _STOP_DEADLINE_S = 30.0
 _PORTS = range(20_000, 22_000)
 
@@ -137,10 +140,12 @@ def demo_command(arguments: Sequence[str]) -> list[str]:
     parser = Parser(add_help=False, allow_abbrev=False)
     add_model_flag(parser)
     options, arguments = parser.parse_known_args(arguments)
+    name, folder = demo_model(options.demo_model)
+    demo_flags = {**DEMO_FLAGS, "--max-total-tokens": str(DEVICE_TOKENS[name])}
     given = {argument.partition("=")[0] for argument in arguments}
-    flags = [part for flag in DEMO_FLAGS.items() if flag[0] not in given for part in flag]
+    flags = [part for flag in demo_flags.items() if flag[0] not in given for part in flag]
     launcher = [sys.executable, "-m", "sglang_tiered.launch_server"]
-    return [*launcher, "--model-path", str(demo_model(options.demo_model)), *flags, *arguments]
+    return [*launcher, "--model-path", str(folder), *flags, *arguments]
 
 
 def add_model_flag(parser: Parser) -> None:
@@ -154,12 +159,12 @@ def add_model_flag(parser: Parser) -> None:
     )
 
 
-def demo_model(name: str) -> Path:
-    """The folder of a demo model, made once under the user's cache and again where it is damaged.
+def demo_model(name: str) -> tuple[str, Path]:
+    """Name and folder, made once under the user's cache and again where it is damaged.
     In place of a trained one that cannot be had it is the random one, with a sentence why."""
     if name == TRAINED:
         try:
-            return _folder("smollm2-135m-instruct", trained, trained.fill)
+            return TRAINED, _folder("smollm2-135m-instruct", trained, trained.fill)
         except (trained.WheelError, OSError) as error:
             why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             note(
@@ -169,7 +174,8 @@ def demo_model(name: str) -> Path:
     elif name != RANDOM:
         raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
     try:
-        return _folder("demo-model", model, lambda place: model.fill(place, 0, model.SHAPES["8m"]))
+        fill = functools.partial(model.fill, seed=0, shape=model.SHAPES["8m"])
+        return RANDOM, _folder("demo-model", model, fill)
     except OSError as error:
         raise ConfigError(
             f"{cache_directory()} cannot be written ({error.strerror or error}), and the demo "
