@@ -32,12 +32,15 @@ BESIDE_THE_PACKAGE = {
 }
 
 
+PACKAGE_DATA = ("py.typed", "README.md", "hardware.json", "page.html")
+
+
 def modules_and_pages(source_root: Path) -> set[str]:
     wanted = (path for path in source_root.rglob("*") if path.is_file())
     return {
         str(path.relative_to(source_root))
         for path in wanted
-        if path.suffix == ".py" or path.name in ("py.typed", "README.md", "hardware.json")
+        if path.suffix == ".py" or path.name in PACKAGE_DATA
     }
 
 
