@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
+from rich.markup import escape
 
 from sglang_tiered.demo.phases import Phases
 from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
-from sglang_tiered.demo.questions import AskingError, Client, Target, make_prompt, read_target
-from sglang_tiered.demo.report import Row, document, make_table, verdict
+from sglang_tiered.demo.questions import TIERS, Answer, AskingError, Client, Target, read_target
+from sglang_tiered.demo.report import STYLES, Row, document, make_table, verdict
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,
@@ -25,6 +26,7 @@ from sglang_tiered.demo.server import (
     demo_command,
     free_port,
 )
+from sglang_tiered.demo.talk import Talk
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import require_positive
 from sglang_tiered.loopback import ask_loopback_directly
@@ -131,8 +133,9 @@ class _Demo:
     def warm_up(self, client: Client, plan: Plan, number: int) -> float:
         """Two prompts of no row: the first one of a server's life takes seconds. Returns how long
         the second took."""
+        talk = Talk(client.tokenize)
         taken = [
-            client.ask(make_prompt(_WARM_UP + number + offset, plan.prompt_tokens)).ttft_s
+            client.ask(talk.prompt(_WARM_UP + number + offset, plan.prompt_tokens)).ttft_s
             for offset in range(2)
         ]
         return taken[-1]
@@ -141,10 +144,13 @@ class _Demo:
         self, client: Client, plan: Plan, source: str, numbers: Sequence[int], title: str
     ) -> None:
         answers = {}
+        talk = Talk(client.tokenize)
         with self.phases.phase(title, len(numbers)) as step:
             for number in numbers:
-                answers[number] = client.ask(make_prompt(number, plan.prompt_tokens))
-                step()
+                prompt = talk.prompt(number, plan.prompt_tokens)
+                answers[number] = client.ask(prompt, step.hear)
+                self.phases.say(_said(talk.question(number), answers[number]))
+                step.done()
         self.rows.append(Row(source, answers))
 
     def ask_rows(self, client: Client, plan: Plan) -> None:
@@ -154,6 +160,14 @@ class _Demo:
         for source, numbers in plan.returns.items():
             title = f"Asking again: {len(numbers)} {_WHERE[source]}"
             self.ask_row(client, plan, source, numbers, title)
+
+
+def _said(question: str, answer: Answer) -> str:
+    """Question, answer, and where the prompt's tokens came from."""
+    found = {tier: answer.tokens[tier] for tier in TIERS if answer.tokens[tier]}
+    sources = ", ".join(f"[{STYLES[tier]}]{tier} {number:,}[/]" for tier, number in found.items())
+    text = escape(" ".join(answer.text.split()))
+    return f"  {question} [bold]{text}[/] [dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
 
 
 def _ask_another(demo: _Demo, url: str, max_tokens: int | None) -> tuple[Target, Plan]:
@@ -199,9 +213,10 @@ def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Targe
                 with allowed():
                     demo.ask_rows(client, plan)
                     with phase("Waiting until all of it is durable", plan.num_prompts) as step:
+                        talk = Talk(client.tokenize)
                         for number in range(plan.num_prompts):
-                            client.wait_until_durable(make_prompt(number, plan.prompt_tokens))
-                            step()
+                            client.wait_until_durable(talk.prompt(number, plan.prompt_tokens))
+                            step.done()
                 with phase("Killing it (kill -9), starting it again"):
                     server.kill()
                     server = _spawn(command, folder, port)
@@ -209,9 +224,9 @@ def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Targe
                         _wait(server)
                         demo.warm_up(client, plan, 2)
                 with allowed():
-                    everything = range(plan.num_prompts)
-                    title = f"Asking again: all {plan.num_prompts}, on NVMe only"
-                    demo.ask_row(client, plan, KILLED, everything, title)
+                    again = sorted({number for row in plan.returns.values() for number in row})
+                    title = f"Asking again: those {len(again)}, on NVMe only"
+                    demo.ask_row(client, plan, KILLED, again, title)
         finally:
             server.kill()
     return target, plan

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
@@ -12,7 +13,16 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Phases"]
+__all__ = ["Phases", "Step"]
+
+_HEARD = 30  # columns
+
+
+class Step(NamedTuple):
+    """``done`` is to be called after each step, ``hear`` with what an answer says so far."""
+
+    done: Callable[[], None]
+    hear: Callable[[str], None]
 
 
 class Phases:
@@ -24,6 +34,7 @@ class Phases:
             BarColumn(bar_width=12),
             TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[heard]}"),
             console=console,
             refresh_per_second=4,  # drawing takes time from what is timed
             disable=not console.is_terminal or console.is_dumb_terminal,
@@ -35,19 +46,28 @@ class Phases:
             yield
 
     @contextlib.contextmanager
-    def phase(self, title: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    def phase(self, title: str, total: int | None = None) -> Iterator[Step]:
         """Gives what is to be called after each of ``total`` steps."""
         if self._progress.disable:
             self._console.print(title, highlight=False)
-            yield lambda: None
+            yield Step(lambda: None, lambda text: None)
             return
         progress, done = self._progress, 0
-        task = progress.add_task(title, total=total, count="" if total is None else f"0/{total}")
+        count = "" if total is None else f"0/{total}"
+        task = progress.add_task(title, total=total, count=count, heard="")
 
         def step() -> None:
             nonlocal done
             done += 1
             progress.update(task, completed=done, count=f"{done}/{total}")
 
-        yield step
-        progress.update(task, total=max(done, 1), completed=max(done, 1))
+        def hear(text: str) -> None:
+            heard = escape(" ".join(text.split())[-_HEARD:])
+            progress.update(task, heard=heard, refresh=True)
+
+        yield Step(step, hear)
+        progress.update(task, total=max(done, 1), completed=max(done, 1), heard="")
+
+    def say(self, line: str) -> None:
+        """A line that stays, above what moves."""
+        self._console.print(line, highlight=False, soft_wrap=True)

@@ -18,13 +18,13 @@ __all__ = ["DEVICE", "FIRST", "HOST", "KILLED", "NUM_NEW", "NVME", "Plan", "Pool
 FIRST, DEVICE, HOST, NVME = "first time", "device", "host", "NVMe"
 KILLED = "NVMe after kill -9"
 
-NUM_NEW = 8
-"""Tokens of an answer: enough to show a wrong page, few enough to be quick."""
+NUM_NEW = 12
+"""Tokens of an answer: enough to say something, few enough to be quick."""
 
 _MOST_PROMPT_TOKENS = 1536
 """Long enough for a load to be worth it with a model as small as the demo's."""
 _LEAST_ON_DEVICE = 5
-_PROMPTS_PER_ROW = 5
+_PROMPTS_PER_ROW = 3
 
 
 @dataclass(frozen=True)

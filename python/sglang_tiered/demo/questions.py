@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.demo.plan import NUM_NEW, Pools
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.loopback import opener_for
 
-__all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "make_prompt", "read_target"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "read_target"]
 
 TIERS = ("device", "host", "nvme", "computed")
 _DEADLINE_S = 300.0
@@ -42,12 +44,7 @@ class Answer:
     ttft_s: float
     output_ids: tuple[int, ...]
     tokens: dict[str, int]  # of the prompt, by where they came from
-
-
-def make_prompt(number: int, length: int) -> list[int]:
-    """Printable bytes, which are tokens of any vocabulary. No two numbers share a first page."""
-    source = random.Random(number)
-    return [source.randrange(32, 127) for _ in range(length)]
+    text: str
 
 
 def read_target(url: str) -> Target:
@@ -98,8 +95,17 @@ class Client:
         """Once: making one may read certificates, within a time to first token."""
         return opener_for(self.url)
 
-    def ask(self, prompt: list[int]) -> Answer:
-        """Greedy, streamed: the first chunk is the first token."""
+    def tokenize(self, text: str) -> list[int]:
+        """The server's tokens of a text, without any that begin or end one."""
+        body = {"model": "default", "prompt": text, "add_special_tokens": False}
+        try:
+            with self._post("/tokenize", body) as response:
+                return [int(token) for token in json.load(response)["tokens"]]
+        except (*_FAILURES, KeyError, TypeError) as error:
+            raise AskingError(f"the server did not tokenize a text ({error})") from error
+
+    def ask(self, prompt: list[int], hear: Callable[[str], None] = lambda text: None) -> Answer:
+        """Greedy, streamed: the first chunk is the first token. ``hear`` gets the text so far."""
         body = {
             "input_ids": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True},
@@ -115,6 +121,7 @@ class Client:
                     if line.startswith(b"data: {"):
                         ttft_s = ttft_s or time.perf_counter() - started
                         chunks.append(json.loads(line[len(b"data: ") :]))
+                        hear(_text_of(chunks))
             return _read_answer(len(prompt), ttft_s, chunks)
         except _FAILURES as error:
             raise AskingError(f"the server broke off a request ({error})") from error
@@ -143,6 +150,15 @@ class Client:
         return response
 
 
+def _text_of(chunks: list[dict[str, Any]]) -> str:
+    """Of chunks that hold all so far, or with --incremental-streaming-output their own only."""
+    text = ""
+    for chunk in chunks:
+        part = str(chunk.get("text") or "")
+        text = part if part.startswith(text) else text + part
+    return text
+
+
 def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]]) -> Answer:
     """Raises ``ValueError`` where the stream is not that of a complete answer."""
     refused = next((chunk["error"] for chunk in chunks if "error" in chunk), None)
@@ -155,5 +171,6 @@ def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]]) -
         raise ValueError(f"{NUM_NEW} tokens were asked, {len(output_ids)} came")
     details = chunks[-1]["meta_info"].get("cached_tokens_details") or {}
     device, host, nvme = (int(details.get(tier) or 0) for tier in ("device", "host", "storage"))
-    tokens = (device, host, nvme, num_prompt - device - host - nvme)
-    return Answer(ttft_s, tuple(output_ids), dict(zip(TIERS, tokens, strict=True)))
+    counts = (device, host, nvme, num_prompt - device - host - nvme)
+    tokens = dict(zip(TIERS, counts, strict=True))
+    return Answer(ttft_s, tuple(output_ids), tokens, _text_of(chunks))

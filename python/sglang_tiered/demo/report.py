@@ -17,11 +17,11 @@ from sglang_tiered.tools.machine import describe_machine, describe_versions
 if TYPE_CHECKING:
     from sglang_tiered.demo.plan import Plan
 
-__all__ = ["Row", "document", "make_table", "verdict"]
+__all__ = ["STYLES", "Row", "document", "make_table", "verdict"]
 
 EXPECTED = {FIRST: "computed", DEVICE: "device", HOST: "host", NVME: "nvme", KILLED: "nvme"}
 _HEADS = {"nvme": "NVMe"}
-_STYLES = {"device": "green", "host": "cyan", "nvme": "magenta", "computed": "yellow"}
+STYLES = {"device": "green", "host": "cyan", "nvme": "magenta", "computed": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make_table(rows: list[Row], plan: Plan) -> Table:
     table.add_column("TTFT", justify="right", no_wrap=True)
     table.add_column("ms", justify="left", no_wrap=True, style="dim")
     for tier in TIERS:
-        table.add_column(_HEADS.get(tier, tier), justify="right", no_wrap=True, style=_STYLES[tier])
+        table.add_column(_HEADS.get(tier, tier), justify="right", no_wrap=True, style=STYLES[tier])
     table.add_column("faster", justify="right", no_wrap=True, style="bold")
     by_source = {row.source: row for row in rows}
     for source in EXPECTED:

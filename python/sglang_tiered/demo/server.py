@@ -47,7 +47,7 @@ DEMO_FLAGS = {
 }
 TRAINED, RANDOM = "smollm2", "random"
 MODEL_VARIABLE = "SGLANG_TIERED_DEMO_MODEL"
-DEVICE_TOKENS = {TRAINED: 4096, RANDOM: 8192}
+DEVICE_TOKENS = {TRAINED: 3072, RANDOM: 8192}
 """Of each model, and twice as many in host memory: what it computes in half a minute on two cores
 reaches NVMe."""
 _STOP_DEADLINE_S = 30.0

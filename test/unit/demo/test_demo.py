@@ -29,8 +29,9 @@ from sglang_tiered.demo.plan import (
     Pools,
     make_plan,
 )
-from sglang_tiered.demo.questions import Answer, make_prompt
+from sglang_tiered.demo.questions import Answer
 from sglang_tiered.demo.report import Row, document, make_table, verdict
+from sglang_tiered.demo.talk import ASKED, Talk, glossary
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
 
@@ -81,11 +82,11 @@ def test_no_prompt_is_asked_again_twice(pools: Pools) -> None:
 def test_the_demo_has_few_prompts_several_per_row() -> None:
     plan = make_plan(DEMO)
     assert plan.prompt_tokens == 1537
-    assert plan.num_prompts == 17
+    assert plan.num_prompts == 15
     assert {row: len(numbers) for row, numbers in plan.returns.items()} == {
-        DEVICE: 4,
-        HOST: 4,
-        NVME: 5,
+        DEVICE: 3,
+        HOST: 3,
+        NVME: 3,
     }
 
 
@@ -93,10 +94,10 @@ def test_the_demo_has_few_prompts_several_per_row() -> None:
     ("max_tokens", "reached"),
     [
         (1537, {DEVICE: 1}),
-        (8192, {DEVICE: 4}),
-        (8 * 1537, {DEVICE: 4, HOST: 2}),
-        (13 * 1537, {DEVICE: 4, HOST: 4, NVME: 1}),
-        (10**9, {DEVICE: 4, HOST: 4, NVME: 5}),
+        (8192, {DEVICE: 3}),
+        (8 * 1537, {DEVICE: 3, HOST: 2}),
+        (13 * 1537, {DEVICE: 3, HOST: 3, NVME: 1}),
+        (10**9, {DEVICE: 3, HOST: 3, NVME: 3}),
     ],
 )
 def test_a_bound_is_kept_and_its_cut_told(max_tokens: int, reached: dict[str, int]) -> None:
@@ -131,8 +132,22 @@ def test_what_is_too_small_is_refused(pools: Pools, max_tokens: int | None, sent
         make_plan(pools, max_tokens)
 
 
-def test_no_two_prompts_share_a_first_page() -> None:
-    assert len({tuple(make_prompt(number, 64)) for number in range(1000)}) == 1000
+@pytest.mark.parametrize("length", [20, 65, 577, 1537, 5000])
+def test_no_two_prompts_share_a_first_page(length: int) -> None:
+    talk = Talk(lambda text: list(text.encode()))
+    prompts = [talk.prompt(number, length) for number in range(100)]
+    assert {len(prompt) for prompt in prompts} == {length}
+    assert len({tuple(prompt[:64]) for prompt in prompts}) == 100
+    assert Talk(lambda text: list(text.encode())).prompt(7, length) == prompts[7]
+
+
+def test_answers_stand_in_the_text_behind_which_they_are_asked() -> None:
+    meanings = glossary()
+    assert len(meanings) == 25
+    for number, word in enumerate(ASKED):
+        prompt = bytes(Talk(lambda text: list(text.encode())).prompt(number, 4000)).decode()
+        assert f"{word}: {meanings[word]}." in prompt
+        assert prompt.endswith(f'What does "{word}" mean?\nAnswer: {word}:')
 
 
 def row_of(source: str, numbers: tuple[int, ...], tier: str | None = None, token: int = 7) -> Row:
@@ -140,7 +155,7 @@ def row_of(source: str, numbers: tuple[int, ...], tier: str | None = None, token
     tokens = {"device": 0, "host": 0, "nvme": 0, "computed": 0, tier or TIER_OF[source]: 1536}
     tokens["computed"] += 1
     seconds = 0.2 if source == FIRST else 0.025
-    return Row(source, {number: Answer(seconds, (token,), tokens) for number in numbers})
+    return Row(source, {number: Answer(seconds, (token,), tokens, "") for number in numbers})
 
 
 @pytest.fixture
@@ -166,11 +181,11 @@ def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: Plan) ->
     text = shown(rows, plan)
     assert "…" not in text, "something was cut off"
     lines = {line.strip()[:14].strip(): line for line in text.splitlines()}
-    assert lines["first time"].split()[-1] == "26,129"
-    assert lines["from device"].split()[-5:] == ["6,144", "-", "-", "4", "8.0x"]
-    assert lines["from host"].split()[-5:] == ["-", "6,144", "-", "4", "8.0x"]
-    assert lines["from NVMe"].split()[-5:] == ["-", "-", "7,680", "5", "8.0x"]
-    assert lines["after kill -9"].split()[-5:] == ["-", "-", "26,112", "17", "8.0x"]
+    assert lines["first time"].split()[-1] == "23,055"
+    assert lines["from device"].split()[-5:] == ["4,608", "-", "-", "3", "8.0x"]
+    assert lines["from host"].split()[-5:] == ["-", "4,608", "-", "3", "8.0x"]
+    assert lines["from NVMe"].split()[-5:] == ["-", "-", "4,608", "3", "8.0x"]
+    assert lines["after kill -9"].split()[-5:] == ["-", "-", "23,040", "15", "8.0x"]
 
 
 def test_a_row_never_reached_is_not_invented(rows: list[Row]) -> None:
@@ -205,9 +220,9 @@ def test_the_document_has_the_promised_shape(rows: list[Row]) -> None:
     assert [row["from"] for row in report["rows"]] == [FIRST, DEVICE, HOST, NVME, KILLED]
     assert report["rows"][3] == {
         "from": "NVMe",
-        "num_prompts": 5,
+        "num_prompts": 3,
         "ttft_s": {"median": 0.025, "min": 0.025, "max": 0.025},
-        "tokens": {"device": 0, "host": 0, "nvme": 7680, "computed": 5},
+        "tokens": {"device": 0, "host": 0, "nvme": 4608, "computed": 3},
     }
     assert report["machine"]["cores"]
 
@@ -221,7 +236,8 @@ def test_without_terminal_each_phase_is_one_line() -> None:
     phases = Phases(console)
     with phases.shown(), phases.phase("Asking", 3) as step:
         for _ in range(3):
-            step()
+            step.hear("so far")
+            step.done()
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "Asking\n"
 
@@ -231,9 +247,14 @@ def test_on_a_terminal_progress_is_counted() -> None:
     phases = Phases(console)
     with phases.shown(), phases.phase("Asking", 3) as step:
         for _ in range(3):
-            step()
+            step.hear("an answer [so far]")
+            step.done()
+        phases.say("[bold]what[/] stays")
     assert isinstance(console.file, io.StringIO)
-    assert "3/3" in console.file.getvalue()
+    said = console.file.getvalue()
+    assert "3/3" in said
+    assert "an answer [so far]" in said
+    assert "stays" in said
 
 
 class NotSGLang(BaseHTTPRequestHandler):
