@@ -1,3 +1,3 @@
-"""``sglang-tiered demo``: what the tiers do, seen in about a minute, with a small random model."""
+"""``sglang-tiered demo``: what the tiers do, seen in some two minutes, with a small model."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tiers do, seen in about a minute.
+"""What the tiers do, seen in some two minutes.
 
 Starts the demo server, asks more prompts than device and host memory hold, asks them again, kills
 the server with ``kill -9``, starts it on the same directory and asks again. Then one table: how
