@@ -141,7 +141,7 @@ def test_no_two_prompts_share_a_first_page(length: int) -> None:
     assert Talk(lambda text: list(text.encode())).prompt(7, length) == prompts[7]
 
 
-def test_answers_stand_in_the_text_behind_which_they_are_asked() -> None:
+def test_what_is_asked_stands_in_the_text() -> None:
     meanings = glossary()
     assert len(meanings) == 25
     for number, word in enumerate(ASKED):
