@@ -57,12 +57,16 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
         require_positive("--max-tokens", options.max_tokens)
     if options.json is not None:
         _check_writable(options.json)
-    demo = _Demo(interruption, Phases(Console()))
+    if options.url is None:
+        client = Client(f"http://127.0.0.1:{free_port()}", "demo")
+    else:
+        client = Client(options.url.rstrip("/"), f"sglang-tiered-demo-{uuid.uuid4()}")
+    demo = _Demo(interruption, Phases(Console()), client, Talk(client.tokenize))
     try:
         if options.url is None:
             target, plan = _ask_our_own(demo, options.demo_model, options.max_tokens)
         else:
-            target, plan = _ask_another(demo, options.url.rstrip("/"), options.max_tokens)
+            target, plan = _ask_another(demo, options.max_tokens)
     except (AskingError, NotServingError) as error:
         note(str(error))
         return 1
@@ -128,38 +132,35 @@ def _check_writable(path: Path) -> None:
 class _Demo:
     interruption: Interruption
     phases: Phases
+    client: Client
+    talk: Talk
     rows: list[Row] = field(default_factory=list)
 
-    def warm_up(self, client: Client, plan: Plan, number: int) -> float:
+    def warm_up(self, plan: Plan, number: int) -> float:
         """Two prompts of no row: the first one of a server's life takes seconds. Returns how long
         the second took."""
-        talk = Talk(client.tokenize)
-        taken = [
-            client.ask(talk.prompt(_WARM_UP + number + offset, plan.prompt_tokens)).ttft_s
-            for offset in range(2)
+        prompts = [
+            self.talk.prompt(_WARM_UP + number + offset, plan.prompt_tokens) for offset in range(2)
         ]
-        return taken[-1]
+        return [self.client.ask(prompt).ttft_s for prompt in prompts][-1]
 
-    def ask_row(
-        self, client: Client, plan: Plan, source: str, numbers: Sequence[int], title: str
-    ) -> None:
+    def ask_row(self, plan: Plan, source: str, numbers: Sequence[int], title: str) -> None:
         answers = {}
-        talk = Talk(client.tokenize)
         with self.phases.phase(title, len(numbers)) as step:
             for number in numbers:
-                prompt = talk.prompt(number, plan.prompt_tokens)
-                answers[number] = client.ask(prompt, step.hear)
-                self.phases.say(_said(talk.question(number), answers[number]))
+                prompt = self.talk.prompt(number, plan.prompt_tokens)
+                answers[number] = self.client.ask(prompt, step.hear)
+                self.phases.say(_said(self.talk.question(number), answers[number]))
                 step.done()
         self.rows.append(Row(source, answers))
 
-    def ask_rows(self, client: Client, plan: Plan) -> None:
+    def ask_rows(self, plan: Plan) -> None:
         everything = range(plan.num_prompts)
         title = f"Asking {plan.num_prompts} new prompts of {plan.prompt_tokens:,} tokens"
-        self.ask_row(client, plan, FIRST, everything, title)
+        self.ask_row(plan, FIRST, everything, title)
         for source, numbers in plan.returns.items():
             title = f"Asking again: {len(numbers)} {_WHERE[source]}"
-            self.ask_row(client, plan, source, numbers, title)
+            self.ask_row(plan, source, numbers, title)
 
 
 def _said(question: str, answer: Answer) -> str:
@@ -170,21 +171,20 @@ def _said(question: str, answer: Answer) -> str:
     return f"  {question} [bold]{text}[/] [dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
 
 
-def _ask_another(demo: _Demo, url: str, max_tokens: int | None) -> tuple[Target, Plan]:
+def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
     with demo.interruption.allowed():
-        target = read_target(url)
+        target = read_target(demo.client.url)
         note(
             "this fills device and host memory of that server: what others have there moves to "
             "NVMe, and the prompts stay until they are evicted"
         )
-        client = Client(url, f"sglang-tiered-demo-{uuid.uuid4()}")
         with demo.phases.shown():
             with demo.phases.phase("Warming up"):
                 whole = make_plan(target.pools)
-                warm_up_s = demo.warm_up(client, whole, 0)
+                warm_up_s = demo.warm_up(whole, 0)
             in_time = max(int(_MOST_S / warm_up_s), 1) * whole.prompt_tokens
             plan = make_plan(target.pools, in_time if max_tokens is None else max_tokens)
-            demo.ask_rows(client, plan)
+            demo.ask_rows(plan)
     return target, plan
 
 
@@ -196,8 +196,8 @@ def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Targe
     # Not in /tmp, which is memory on many systems, unless TMPDIR says so.
     place = None if "TMPDIR" in os.environ or not os.access("/var/tmp", os.W_OK) else "/var/tmp"
     with tempfile.TemporaryDirectory(prefix="sglang-tiered-demo-", dir=place) as name:
-        folder, port = Path(name), free_port()
-        client = Client(f"http://127.0.0.1:{port}", "demo")
+        folder, client = Path(name), demo.client
+        port = urlsplit(client.url).port or 0
         server = _spawn(command, folder, port)
         try:
             with demo.phases.shown():
@@ -209,24 +209,24 @@ def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Targe
                             "the demo server has no NVMe tier: " + _last_words(server.log_path)
                         )
                     plan = make_plan(target.pools, max_tokens)
-                    demo.warm_up(client, plan, 0)
+                    demo.warm_up(plan, 0)
                 with allowed():
-                    demo.ask_rows(client, plan)
+                    demo.ask_rows(plan)
                     with phase("Waiting until all of it is durable", plan.num_prompts) as step:
-                        talk = Talk(client.tokenize)
                         for number in range(plan.num_prompts):
-                            client.wait_until_durable(talk.prompt(number, plan.prompt_tokens))
+                            prompt = demo.talk.prompt(number, plan.prompt_tokens)
+                            client.wait_until_durable(prompt)
                             step.done()
                 with phase("Killing it (kill -9), starting it again"):
                     server.kill()
                     server = _spawn(command, folder, port)
                     with allowed():
                         _wait(server)
-                        demo.warm_up(client, plan, 2)
+                        demo.warm_up(plan, 2)
                 with allowed():
                     again = sorted({number for row in plan.returns.values() for number in row})
                     title = f"Asking again: those {len(again)}, on NVMe only"
-                    demo.ask_row(client, plan, KILLED, again, title)
+                    demo.ask_row(plan, KILLED, again, title)
         finally:
             server.kill()
     return target, plan

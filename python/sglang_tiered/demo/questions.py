@@ -113,7 +113,7 @@ class Client:
             "stream": True,
         }
         chunks: list[dict[str, Any]] = []
-        ttft_s = 0.0
+        text, ttft_s = "", 0.0
         started = time.perf_counter()
         try:
             with self._post("/generate", body) as response:
@@ -121,8 +121,11 @@ class Client:
                     if line.startswith(b"data: {"):
                         ttft_s = ttft_s or time.perf_counter() - started
                         chunks.append(json.loads(line[len(b"data: ") :]))
-                        hear(_text_of(chunks))
-            return _read_answer(len(prompt), ttft_s, chunks)
+                        part = str(chunks[-1].get("text") or "")
+                        # All so far, or with --incremental-streaming-output what is new.
+                        text = part if part.startswith(text) else text + part
+                        hear(text)
+            return _read_answer(len(prompt), ttft_s, chunks, text)
         except _FAILURES as error:
             raise AskingError(f"the server broke off a request ({error})") from error
 
@@ -150,16 +153,9 @@ class Client:
         return response
 
 
-def _text_of(chunks: list[dict[str, Any]]) -> str:
-    """Of chunks that hold all so far, or with --incremental-streaming-output their own only."""
-    text = ""
-    for chunk in chunks:
-        part = str(chunk.get("text") or "")
-        text = part if part.startswith(text) else text + part
-    return text
-
-
-def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]]) -> Answer:
+def _read_answer(
+    num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]], text: str
+) -> Answer:
     """Raises ``ValueError`` where the stream is not that of a complete answer."""
     refused = next((chunk["error"] for chunk in chunks if "error" in chunk), None)
     if refused is not None or not chunks:
@@ -173,4 +169,4 @@ def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]]) -
     device, host, nvme = (int(details.get(tier) or 0) for tier in ("device", "host", "storage"))
     counts = (device, host, nvme, num_prompt - device - host - nvme)
     tokens = dict(zip(TIERS, counts, strict=True))
-    return Answer(ttft_s, tuple(output_ids), tokens, _text_of(chunks))
+    return Answer(ttft_s, tuple(output_ids), tokens, text)

@@ -6,14 +6,17 @@ Run as a module it replaces itself with such a server, which is how ``scripts/se
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
 import random
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -161,32 +164,58 @@ def add_model_flag(parser: Parser) -> None:
 
 def demo_model(name: str) -> tuple[str, Path]:
     """Name and folder, made once under the user's cache and again where it is damaged.
-    In place of a trained one that cannot be had it is the random one, with a sentence why."""
+    In place of a trained one that cannot be had it is the random one, with a sentence why; and of a
+    cache that cannot be written a folder for temporary files."""
+    if name not in (TRAINED, RANDOM):
+        raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
+    cache = cache_directory() / "sglang-tiered"
     if name == TRAINED:
         try:
-            return TRAINED, _folder("smollm2-135m-instruct", trained, trained.fill)
+            return name, _folder(cache, "smollm2-135m-instruct", trained, trained.fill)
         except (trained.WheelError, OSError) as error:
-            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            folder = _random_model(cache)
             note(
-                f"{trained.NAME} is not to be had ({why}); the demo model is a random one in its "
-                "place, whose answers mean nothing."
+                f"{trained.NAME} is not to be had ({_why(error)}); the demo model is a random one "
+                f"in its place ({folder}), whose answers mean nothing."
             )
-    elif name != RANDOM:
-        raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
+            return RANDOM, folder
+    return name, _random_model(cache)
+
+
+def _random_model(cache: Path) -> Path:
+    fill = functools.partial(model.fill, seed=0, shape=model.SHAPES["8m"])
     try:
-        fill = functools.partial(model.fill, seed=0, shape=model.SHAPES["8m"])
-        return RANDOM, _folder("demo-model", model, fill)
+        return _folder(cache, "demo-model", model, fill)
     except OSError as error:
-        raise ConfigError(
-            f"{cache_directory()} cannot be written ({error.strerror or error}), and the demo "
-            "model is made there; set XDG_CACHE_HOME to a folder that can, or pass --model-path."
-        ) from error
+        try:
+            return _folder(_own_temporary(), "demo-model", model, fill)
+        except OSError:
+            raise ConfigError(
+                f"{cache} cannot be written ({_why(error)}), nor {tempfile.gettempdir()}, and the "
+                "demo model is made there; set XDG_CACHE_HOME to a folder that can, or pass "
+                "--model-path."
+            ) from error
 
 
-def _folder(name: str, maker: ModuleType, fill: Callable[[Path], None]) -> Path:
+def _own_temporary() -> Path:
+    """One folder a user, so that the next start finds the model. Raises ``OSError`` where it is
+    somebody else's, who could put another model there."""
+    place = Path(tempfile.gettempdir()) / f"sglang-tiered-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(place))
+    return place
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _folder(place: Path, name: str, maker: ModuleType, fill: Callable[[Path], None]) -> Path:
     """Another one for another version of what makes it."""
     version = hashlib.sha256(Path(maker.__file__ or "").read_bytes()).hexdigest()[:12]
-    path = cache_directory() / "sglang-tiered" / f"{name}-{version}"
+    path = place / f"{name}-{version}"
     make_folder(path, fill)
     return path
 

@@ -58,16 +58,38 @@ def test_the_demo_model_is_made_once(cache: Path) -> None:
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
-def test_a_cache_nobody_can_write_is_refused(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", [RANDOM, TRAINED])
+def test_a_cache_nobody_can_write_is_no_end(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (cache / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
-    for name in (RANDOM, TRAINED):
-        with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
-            demo_command(["--demo-model", name])
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "not to be had" in sentence
+    place = cache / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    folder = model_path("--demo-model", name)
+    assert folder.is_relative_to(place)
+    assert model_path("--demo-model", name) == folder
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (2 if name == TRAINED else 0)
+    assert all("not to be had (Not a directory)" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("theirs", ["a link", "a file"])
+def test_another_users_folder_gives_no_model(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    (cache / "file").touch()
+    (cache / "elsewhere").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(cache))
+    taken = cache / f"sglang-tiered-{os.getuid()}"
+    if theirs == "a link":
+        taken.symlink_to(cache / "elsewhere")
+    else:
+        taken.touch()
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        demo_command([])
 
 
 def model_path(*arguments: str) -> Path:

@@ -1,38 +1,6 @@
 """The endpoints of the tiers in SGLang's HTTP server: routes, JSON and statuses alone. Their API
 keys are those of ``/flush_cache``.
 
-``POST /tier/purge``   ``{"extra_key": ..., "cache_salt": ...}`` (either may be left out), or
-                       ``{"all": true}``. Answers 200 once none of its pages is a hit, now and after
-                       a crash, or 503 with what is missing (ask again).
-``GET /tier/tenants``  ``?limit=N``: the tenants with the most bytes on NVMe, a list per scheduler.
-``POST /tier/checkpoint``  a prefix: ``rid``, ``conversation_id``, ``text`` or ``input_ids``, with
-                       ``extra_key``, ``cache_salt`` (not with ``rid``); and ``tier`` (``nvme``, or
-                       ``object`` where there is one, which is then the default). Answers 200 once
-                       all its whole pages are durable there, or 503 with the number of tokens that
-                       are not. For ``nvme``, pages that only the bucket holds are copied to NVMe.
-``GET, POST /tier/residency``  a prefix, as query or body: leading tokens by tier.
-``POST /tier/pin``     a prefix, with ``name`` (by default the conversation's id, or else its last
-                       page's hash), ``ttl`` in seconds (none: until it is unpinned) and ``tier``
-                       (``nvme``, or ``object``), which keeps it whatever else is stored. Answers
-                       as ``checkpoint`` does once it is durable there, or 409 if all pins together
-                       would take more than their share. A pin of the same name is replaced.
-``POST /tier/forget``  a prefix, with ``keep_tokens`` (0): all whole pages of
-                       it behind that many tokens go from every tier and every server. Answers 200
-                       with their number of tokens once that is durable, or 503 (ask again).
-``POST /tier/unpin``   ``{"name": ...}`` with the tenant's ``extra_key`` and ``cache_salt``, or a
-                       prefix; of a ``conversation_id`` all go. 404 if there is no such pin.
-``GET /tier/conversations``  ``?extra_key=...&cache_salt=...&limit=N&after=CURSOR``: a tenant's
-                       conversations, a page at a time, with tokens by tier and pins.
-``POST /tier/prefetch``  a prefix, with ``wait_s`` (0 to 30): it is about to be
-                       used, so what pays of it comes to host memory. Answers 202 while that goes
-                       on, 200 once nothing is left to load, 503 with the reason where it was
-                       given up (ask again).
-``GET /tier/costs``    what computing and loading cost here, and how busy the server is
-                       (``policy.server_costs.ServerCosts``), from what the schedulers wrote last:
-                       no scheduler is asked. 404 where none learns costs, 503 before the first did.
-``GET /tier/requests``  ``?limit=N`` (20): the last lines of ``--tier-log-requests``, and where the
-                       last minute's prompt tokens came from. 404 without that flag.
-
 A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
 ``docs/openapi.json`` describes all of it; ``scripts/write_openapi.py`` writes that file.
 """
