@@ -1,6 +1,6 @@
 """Brings index and regions back from the files. Runs once, before any thread of the store.
 
-The steps, as in ``README.md``:
+The steps:
 
 1. List the region files and order them by sequence number; read the checkpoint, the purges and
    the pins, if there are any.

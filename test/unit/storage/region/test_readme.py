@@ -1,11 +1,10 @@
-"""The worked example beside this file, and the page, are what the code does."""
+"""The worked example beside this file is what the code writes."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
 
-import sglang_tiered.storage.region as package
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
@@ -62,16 +61,3 @@ def hexdump(data: bytes) -> str:
 def test_the_worked_example_is_what_the_code_writes() -> None:
     example = Path(__file__).with_name("example.txt").read_text()
     assert example.endswith(f"\n\n{hexdump(example_region())}\n")
-
-
-def test_recovery_steps_agree_in_page_and_code() -> None:
-    from sglang_tiered.storage.region import recovery
-
-    def steps(text: str) -> list[str]:
-        words = " ".join(text.split())
-        start = words.index("1. List the region files")
-        return words[start : words.index("purged altogether.", start)].split(" ")
-
-    page = (Path(package.__file__).parent / "README.md").read_text()
-    assert recovery.__doc__ is not None
-    assert steps(page) == steps(recovery.__doc__)
