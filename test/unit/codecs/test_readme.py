@@ -18,7 +18,7 @@ def test_worked_example_differs_from_encoded_bytes() -> None:
     bits = np.array(NUMBERS, np.float32).view(np.uint32) >> 16
     page = bits.astype(np.uint16).tobytes()
     text = (Path(package.__file__).parent / "README.md").read_text()
-    example = text[text.index("## Worked example") : text.index("## Why these")]
+    example = text[text.index("## Worked example") : text.index("## Measured")]
     for name in CODEC_NAMES[1:]:
         start = example.index(f"    {name} ") + 4 + len(name)
         lines = example[start:].split("\n\n")[0].splitlines()
