@@ -39,7 +39,7 @@ COMMANDS = {
         "sglang_tiered.launch_server:make_parser",
     ),
     "demo": Command(
-        "what the tiers do, in about a minute, with a small random model",
+        "what the tiers do, in about two minutes, with a small model",
         "sglang_tiered.demo",
         "sglang_tiered.demo.command:make_parser",
     ),

@@ -56,7 +56,7 @@ _ONE_WORD = msgspec.Meta(le=(1 << 63) - 1)
 
 Decision = Literal["load", "truncated", "declined", "absent"]
 Why = Literal["ranks", "window", "stores", "load", "others", "back"]
-Cause = Literal["late", "turn", "tier", "refused", "no_host_path", "revoked"]
+Cause = Literal["late", "deadline", "turn", "tier", "refused", "no_host_path", "revoked"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -151,8 +151,8 @@ class GivenUp(_Part, frozen=True, kw_only=True):
     why: Annotated[
         Cause,
         _is(
-            "`late`: computing the rest was sooner by then; `turn`: it gained nothing by its turn; "
-            "`tier`: the tier stopped serving; `refused`: SGLang took no load, for lack of host "
+            "`late`: computing the rest was sooner by then; `deadline`: it took longer than any load "
+            "may; `turn`: it gained nothing by its turn; `tier`: the tier stopped serving; `refused`: SGLang took no load, for lack of host "
             "memory; `no_host_path`: what comes before has no host copy; `revoked`: SGLang let go "
             "of it before it read anything"
         ),

@@ -233,7 +233,9 @@ class TieredRadixCache(ForgettingCache):
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived; SGLang reduces it over ranks."""
         expired = bool(super()._prefetch_deadline_expired(operation))
-        return expired or (self.tiering is not None and self.tiering.starts_without(operation))
+        if self.tiering is None:
+            return expired
+        return self.tiering.starts_without(operation, is_overdue=expired)
 
     def _handle_prefetch_result(self, operation: Any) -> None:
         if self.tiering is not None and self.tiering.returns.arrived(operation):

@@ -223,12 +223,14 @@ class Tiering:
             request, storage, held_s=self.waits.held_s(request)
         )
 
-    def starts_without(self, operation: Any) -> bool:
-        """Whether a request starts with what has arrived of its load."""
+    def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
+        """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
+        own deadline, whatever the costs say."""
         storage = self._cache.storage
-        return storage is not None and self.loads.starts_without(
-            operation, storage, held_s=self.waits.held_s(operation.handle)
-        )
+        if storage is None:
+            return is_overdue
+        held_s = self.waits.held_s(operation.handle)
+        return self.loads.starts_without(operation, storage, held_s=held_s, is_overdue=is_overdue)
 
     def admitted(self, request: CacheRequestHandle) -> None:
         """Note that a request waits no longer: the copy to the device locks what was loaded."""

@@ -148,10 +148,14 @@ def test_put_off_request_says_for_what(world: CacheWorld, path: Path) -> None:
     assert waited_s <= line["admitted_s"] + 1e-5 * len(whys)
 
 
+@pytest.mark.parametrize("why", ["late", "deadline"])
 def test_request_without_its_load_says_why(
-    world: CacheWorld, path: Path, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(world.cache.tiering.planner, "should_wait", lambda *_, **__: False)
+    is_bounded = why == "late"
+    monkeypatch.setattr(
+        world.cache.tiering.planner, "should_wait", lambda *_, **__: not is_bounded
+    )
     reads, disk_answers = world.cache.storage.reads, threading.Event()
     begin = reads._begin_read
 
@@ -162,12 +166,16 @@ def test_request_without_its_load_says_why(
     monkeypatch.setattr(reads, "_begin_read", begin_late)
     req = arrives(world, "r", HELD)
     handle = req.cache_request_handle
-    assert world.cache.tiering.starts_without(world.cache.ongoing_prefetch[handle].operation)
+    operation = world.cache.ongoing_prefetch[handle].operation
+    if why == "deadline":
+        assert not world.cache._prefetch_deadline_expired(operation)
+        world.cache._mark_prefetch_deadline_expired(operation)
+    assert world.cache._prefetch_deadline_expired(operation)
     disk_answers.set()
     world.until(lambda: world.cache.load_has_ended(handle))
     runs(world, req)
     given_up = lines(world, path)["r"]["given_up"]
-    assert (given_up["why"], given_up["num_tokens"]) == ("late", len(HELD))
+    assert (given_up["why"], given_up["num_tokens"]) == (why, len(HELD))
 
 
 def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
