@@ -153,9 +153,7 @@ class Client:
         return response
 
 
-def _read_answer(
-    num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]], text: str
-) -> Answer:
+def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]], text: str) -> Answer:
     """Raises ``ValueError`` where the stream is not that of a complete answer."""
     refused = next((chunk["error"] for chunk in chunks if "error" in chunk), None)
     if refused is not None or not chunks:

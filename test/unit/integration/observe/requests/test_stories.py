@@ -153,9 +153,7 @@ def test_request_without_its_load_says_why(
     world: CacheWorld, path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     is_bounded = why == "late"
-    monkeypatch.setattr(
-        world.cache.tiering.planner, "should_wait", lambda *_, **__: not is_bounded
-    )
+    monkeypatch.setattr(world.cache.tiering.planner, "should_wait", lambda *_, **__: not is_bounded)
     reads, disk_answers = world.cache.storage.reads, threading.Event()
     begin = reads._begin_read
 
