@@ -393,12 +393,12 @@ def written(value: Any, indent: int = 0) -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(parts) + f"\n{pad}{ends[1]}"
 
 
-SHOWN = ("What do users see?", "Is anything wrong?")
-"""Rows of the dashboard that its page explains: where one looks first, and where alerts lead."""
+SHOWN = ("Is anything wrong?",)
+"""Rows of the dashboard that its page explains: where alerts lead."""
 
 
 def explained() -> str:
-    """The panels to look at first, as the page shows them; all have the text in Grafana."""
+    """Their panels as the page shows them; all have the text in Grafana."""
     return "".join(
         f"\n### {title}\n\n"
         + table(("panel", "read it as"), ((panel.title, panel.text) for panel in panels))
