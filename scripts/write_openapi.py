@@ -156,7 +156,7 @@ CALLS = {
         "List the newest requests that have ended, and the sources of the last minute's tokens.",
         NewestRequests,
         query={"limit": {**_LIMIT["limit"], "default": 20}},
-        statuses=(400, 404),
+        statuses=(400, 404, 503),
     ),
 }
 _SAID = {

@@ -296,11 +296,39 @@ def test_buttons_of_a_hostile_name_act(server: Server, page: Browser) -> None:
     page.wait_for("document.getElementById('said').textContent.includes(' tokens in memory')")
     said(page, f"{listed()[0]['host']:,} ")  # 0 where computing is sooner
     press(page, "Forget")  # asks once more
+    page.ask(
+        "[...document.querySelectorAll('#conversations button.sure')].forEach("
+        "each => each.dispatchEvent(new MouseEvent('click', {detail: 2})))"
+    )  # as the second click of a double one
+    page.wait_for("[...document.querySelectorAll('button')].every(b => !b.disabled)")
     assert listed()[0]["nvme"]
     press(page, "Forget for good?")
     said(page, "Forgot")
     assert not any(row["nvme"] for row in listed())
     assert page.ask("document.title") == "Tiers" and not page.ask("document.images.length")
+
+
+def test_late_list_of_another_tenant_is_dropped(page: Browser) -> None:
+    """Its buttons would forget conversations of a tenant whose name is not shown."""
+    page.ask(
+        "window.straight = fetch; window.held = [];"
+        "window.fetch = (path, ...more) => path.includes('extra_key=acme')"
+        " ? new Promise(go => held.push(() => {"
+        " const answer = straight(path, ...more); go(answer); return answer; }))"
+        " : straight(path, ...more)"
+    )
+    for tenant in ("acme", ""):
+        page.ask(
+            f"document.getElementById('extra-key').value = {tenant!r};"
+            "document.getElementById('tenant-form').requestSubmit()"
+        )
+    shown = "[...document.querySelectorAll('#conversations > li')].map(each => each.dataset.name)"
+    page.wait_for(f"{shown}.length > 0")
+    before = page.ask(shown)
+    page.ask("Promise.all(held.map(each => each())).then(() => true)")
+    page.ask("straight('.').then(() => true)")  # and the page has read them by now
+    assert page.ask(shown) == before
+    page.ask("window.fetch = straight")
 
 
 def test_page_tells_when_the_server_is_gone(page: Browser) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.markup import escape
 
-from sglang_tiered.demo.phases import Phases
+from sglang_tiered.demo.phases import Phases, one_line
 from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
 from sglang_tiered.demo.questions import TIERS, Answer, AskingError, Client, Target, read_target
 from sglang_tiered.demo.report import STYLES, Row, document, make_table, verdict
@@ -167,8 +167,8 @@ def _said(question: str, answer: Answer) -> str:
     """Question, answer, and where the prompt's tokens came from."""
     found = {tier: answer.tokens[tier] for tier in TIERS if answer.tokens[tier]}
     sources = ", ".join(f"[{STYLES[tier]}]{tier} {number:,}[/]" for tier, number in found.items())
-    text = escape(" ".join(answer.text.split()))
-    return f"  {question} [bold]{text}[/] [dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
+    text = escape(one_line(answer.text))
+    return f"  {question} [bold]{text} [/][dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
 
 
 def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:

@@ -32,7 +32,8 @@ def is_whole(folder: Path) -> bool:
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
     """Have ``fill`` make the files, unless the folder is whole; replaces one that is not. Returns
     whether this call made it. Processes of one machine take turns, and clear away what one that was
-    killed left. Raises what ``fill`` does, and ``OSError``."""
+    killed left. Raises ``OSError``, whatever ``fill`` raised: libraries that write files have
+    exceptions of their own for a full disk."""
     if is_whole(folder):
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,12 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             staging.chmod(0o755)
-            fill(staging)
+            try:
+                fill(staging)
+            except OSError:
+                raise
+            except Exception as error:
+                raise OSError(str(error) or type(error).__name__) from error
             (staging / _SUMS).write_text(_sums(staging), encoding="utf-8")
             for file in staging.iterdir():
                 file.chmod(0o644)

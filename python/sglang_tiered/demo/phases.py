@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Phases", "Step"]
+__all__ = ["Phases", "Step", "one_line"]
 
 _HEARD = 30  # columns
+
+
+def one_line(text: str) -> str:
+    """What a server said, as a terminal may show it: another's server may say anything."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
 
 
 class Step(NamedTuple):
@@ -62,8 +67,7 @@ class Phases:
             progress.update(task, completed=done, count=f"{done}/{total}")
 
         def hear(text: str) -> None:
-            heard = escape(" ".join(text.split())[-_HEARD:])
-            progress.update(task, heard=heard, refresh=True)
+            progress.update(task, heard=escape(one_line(text)[-_HEARD:] + " "), refresh=True)
 
         yield Step(step, hear)
         progress.update(task, total=max(done, 1), completed=max(done, 1), heard="")

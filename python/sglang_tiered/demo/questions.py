@@ -24,7 +24,7 @@ __all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "read_target"]
 TIERS = ("device", "host", "nvme", "computed")
 _DEADLINE_S = 300.0
 _DURABLE_DEADLINE_S = 60.0
-_FAILURES = (OSError, ValueError, http.client.HTTPException)
+_FAILURES = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
 
 
 class AskingError(Exception):
@@ -100,8 +100,11 @@ class Client:
         body = {"model": "default", "prompt": text, "add_special_tokens": False}
         try:
             with self._post("/tokenize", body) as response:
-                return [int(token) for token in json.load(response)["tokens"]]
-        except (*_FAILURES, KeyError, TypeError) as error:
+                tokens = [int(token) for token in json.load(response)["tokens"]]
+            if not tokens:
+                raise ValueError("it found no tokens")
+            return tokens
+        except _FAILURES as error:
             raise AskingError(f"the server did not tokenize a text ({error})") from error
 
     def ask(self, prompt: list[int], hear: Callable[[str], None] = lambda text: None) -> Answer:
@@ -112,20 +115,33 @@ class Client:
             "cache_salt": self.salt,
             "stream": True,
         }
-        chunks: list[dict[str, Any]] = []
-        text, ttft_s = "", 0.0
+        text, output_ids, last, ttft_s = "", list[int](), dict[str, Any](), 0.0
         started = time.perf_counter()
         try:
             with self._post("/generate", body) as response:
                 for line in response:
-                    if line.startswith(b"data: {"):
-                        ttft_s = ttft_s or time.perf_counter() - started
-                        chunks.append(json.loads(line[len(b"data: ") :]))
-                        part = str(chunks[-1].get("text") or "")
-                        # All so far, or with --incremental-streaming-output what is new.
-                        text = part if part.startswith(text) else text + part
-                        hear(text)
-            return _read_answer(len(prompt), ttft_s, chunks, text)
+                    if not line.startswith(b"data: {"):
+                        continue
+                    ttft_s = ttft_s or time.perf_counter() - started
+                    chunk = json.loads(line[len(b"data: ") :])
+                    if "error" in chunk:
+                        raise ValueError(chunk["error"])
+                    part, tokens, last = (
+                        chunk["text"] or "",
+                        chunk["output_ids"],
+                        chunk["meta_info"],
+                    )
+                    # All so far, or with --incremental-streaming-output what is new.
+                    is_new = len(tokens) < last["completion_tokens"]
+                    text = text + part if is_new else part
+                    output_ids = output_ids + tokens if is_new else tokens
+                    hear(text)
+            if len(output_ids) != NUM_NEW:
+                raise ValueError(f"{NUM_NEW} tokens were asked, {len(output_ids)} came")
+            details = last.get("cached_tokens_details") or {}
+            found = [int(details.get(tier) or 0) for tier in ("device", "host", "storage")]
+            counts = (*found, len(prompt) - sum(found))
+            return Answer(ttft_s, tuple(output_ids), dict(zip(TIERS, counts, strict=True)), text)
         except _FAILURES as error:
             raise AskingError(f"the server broke off a request ({error})") from error
 
@@ -151,20 +167,3 @@ class Client:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         response: http.client.HTTPResponse = self._opener.open(request, timeout=_DEADLINE_S)
         return response
-
-
-def _read_answer(num_prompt: int, ttft_s: float, chunks: list[dict[str, Any]], text: str) -> Answer:
-    """Raises ``ValueError`` where the stream is not that of a complete answer."""
-    refused = next((chunk["error"] for chunk in chunks if "error" in chunk), None)
-    if refused is not None or not chunks:
-        raise ValueError(refused or "nothing was streamed")
-    output_ids = chunks[-1]["output_ids"]
-    if len(output_ids) < NUM_NEW:  # with --incremental-streaming-output a chunk has its own only
-        output_ids = [token for chunk in chunks for token in chunk["output_ids"]]
-    if len(output_ids) != NUM_NEW:
-        raise ValueError(f"{NUM_NEW} tokens were asked, {len(output_ids)} came")
-    details = chunks[-1]["meta_info"].get("cached_tokens_details") or {}
-    device, host, nvme = (int(details.get(tier) or 0) for tier in ("device", "host", "storage"))
-    counts = (device, host, nvme, num_prompt - device - host - nvme)
-    tokens = dict(zip(TIERS, counts, strict=True))
-    return Answer(ttft_s, tuple(output_ids), tokens, text)

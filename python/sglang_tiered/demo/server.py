@@ -32,7 +32,6 @@ from sglang_tiered.tools.terminal import Parser, note, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import ModuleType
 
 __all__ = [
     "DEMO_FLAGS",
@@ -147,7 +146,7 @@ def demo_command(arguments: Sequence[str]) -> list[str]:
     demo_flags = {**DEMO_FLAGS, "--max-total-tokens": str(DEVICE_TOKENS[name])}
     given = {argument.partition("=")[0] for argument in arguments}
     flags = [part for flag in demo_flags.items() if flag[0] not in given for part in flag]
-    launcher = [sys.executable, "-m", "sglang_tiered.launch_server"]
+    launcher = [sys.executable, "-P", "-m", "sglang_tiered.launch_server"]
     return [*launcher, "--model-path", str(folder), *flags, *arguments]
 
 
@@ -171,8 +170,8 @@ def demo_model(name: str) -> tuple[str, Path]:
     cache = cache_directory() / "sglang-tiered"
     if name == TRAINED:
         try:
-            return name, _folder(cache, "smollm2-135m-instruct", trained, trained.fill)
-        except (trained.WheelError, OSError) as error:
+            return name, _folder(cache, "smollm2-135m-instruct", trained.VERSION, trained.fill)
+        except OSError as error:
             folder = _random_model(cache)
             note(
                 f"{trained.NAME} is not to be had ({_why(error)}); the demo model is a random one "
@@ -184,11 +183,12 @@ def demo_model(name: str) -> tuple[str, Path]:
 
 def _random_model(cache: Path) -> Path:
     fill = functools.partial(model.fill, seed=0, shape=model.SHAPES["8m"])
+    version = hashlib.sha256(Path(model.__file__ or "").read_bytes()).hexdigest()[:12]
     try:
-        return _folder(cache, "demo-model", model, fill)
+        return _folder(cache, "demo-model", version, fill)
     except OSError as error:
         try:
-            return _folder(_own_temporary(), "demo-model", model, fill)
+            return _folder(_own_temporary(), "demo-model", version, fill)
         except OSError:
             raise ConfigError(
                 f"{cache} cannot be written ({_why(error)}), nor {tempfile.gettempdir()}, and the "
@@ -208,13 +208,11 @@ def _own_temporary() -> Path:
     return place
 
 
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
-def _folder(place: Path, name: str, maker: ModuleType, fill: Callable[[Path], None]) -> Path:
-    """Another one for another version of what makes it."""
-    version = hashlib.sha256(Path(maker.__file__ or "").read_bytes()).hexdigest()[:12]
+def _folder(place: Path, name: str, version: str, fill: Callable[[Path], None]) -> Path:
     path = place / f"{name}-{version}"
     make_folder(path, fill)
     return path

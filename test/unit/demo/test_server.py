@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -206,3 +207,44 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     with pytest.raises(NotServingError, match="(?s)ended at start.*no memory left"):
         server.wait_until_it_serves(60)
     server.kill()  # of what is gone already
+
+
+def test_a_full_disk_is_one_sentence(cache: Path) -> None:
+    """Libraries that write files have exceptions of their own for one."""
+    program = """
+import resource, sys
+from sglang_tiered.demo.server import demo_command
+from sglang_tiered.tools.terminal import run_program
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+sys.exit(run_program(lambda: demo_command(["--demo-model", "random"]) and 0))
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache)}
+    ended = run_python("-c", program, environment=environment, cwd=cache)
+    assert ended.returncode == 2
+    (sentence,) = ended.stderr.splitlines()
+    assert "cannot be written (" in sentence and "File too large" in sentence
+
+
+def test_pip_is_not_that_of_the_folder(cache: Path) -> None:
+    """Where the demo is typed, which may be a folder of everybody's."""
+    (cache / "pip.py").write_text("open('run', 'w')")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PIP_NO_INDEX": "1"}
+    program = "from sglang_tiered.demo.server import demo_command; demo_command([])"
+    environment[MODEL_VARIABLE] = TRAINED
+    ended = run_python("-P", "-c", program, environment=environment, cwd=cache)
+    assert ended.returncode == 0 and "not to be had (pip could not fetch it" in ended.stderr
+    assert not (cache / "run").exists()
+
+
+def run_python(
+    *arguments: str, environment: dict[str, str], cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )

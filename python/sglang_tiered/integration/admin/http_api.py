@@ -114,14 +114,20 @@ def _costs_endpoint(
 def _requests_endpoint(
     config: TieredConfig,
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return the handler of ``/tier/requests``, which reads files on a thread."""
+    """Return the handler of ``/tier/requests``, which reads files on a thread. One look at a time:
+    a disk that hangs may not take the threads that name look-ups and others want."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
+
+    look = asyncio.Lock()
 
     async def requests(request: Request) -> Response:
         try:
             limit = parse_limit({"limit": _NUM_REQUESTS, **_query(request)})["limit"]
-            answer = await asyncio.to_thread(newest_requests, config.request_log, limit)
+            if look.locked():
+                raise CallError("the lines are being read for somebody else; ask again", 503)
+            async with look:
+                answer = await asyncio.to_thread(newest_requests, config.request_log, limit)
         except CallError as error:
             return JSONResponse({"error": str(error)}, status_code=error.status)
         return JSONResponse(answer)

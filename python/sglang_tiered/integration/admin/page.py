@@ -39,7 +39,8 @@ class TierPage:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope.get("path") != PATH or scope.get("method") not in ("GET", "HEAD"):
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if path != PATH or scope.get("method") not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         body, headers = _page()

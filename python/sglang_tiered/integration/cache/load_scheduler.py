@@ -459,9 +459,7 @@ class LoadScheduler:
             self.agreement.forget_question(question)
         return answer != 0
 
-    def starts_without(
-        self, operation: Any, storage: TieredStorage, *, held_s: float, is_overdue: bool
-    ) -> bool:
+    def starts_without(self, operation: Any, storage: TieredStorage, *, held_s: float) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, the request
         was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
         if not self._serves_loads(storage):
@@ -470,9 +468,6 @@ class LoadScheduler:
         is_read = operation.host_indices is not None
         num_planned = operation.storage_hit_count if is_read else operation.stats_requested_tokens
         num_missing = num_planned - operation.completed_tokens
-        if is_overdue:
-            self._notes.given_up(operation.handle, "deadline", num_missing)
-            return True
         # With states of other components SGLang drops a load of which anything is missing.
         is_all_or_nothing = any(
             transfer.indices_from_pool != PoolName.KV for transfer in operation.pool_transfers or ()

@@ -227,10 +227,14 @@ class Tiering:
         """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
         own deadline, whatever the costs say."""
         storage = self._cache.storage
-        if storage is None:
+        if is_overdue:
+            num_missing = operation.stats_requested_tokens - operation.completed_tokens
+            self.notes.given_up(operation.handle, "deadline", num_missing)
+        if is_overdue or storage is None:
             return is_overdue
-        held_s = self.waits.held_s(operation.handle)
-        return self.loads.starts_without(operation, storage, held_s=held_s, is_overdue=is_overdue)
+        return self.loads.starts_without(
+            operation, storage, held_s=self.waits.held_s(operation.handle)
+        )
 
     def admitted(self, request: CacheRequestHandle) -> None:
         """Note that a request waits no longer: the copy to the device locks what was loaded."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fastapi import Request
 
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.bodies import CallError, parse_selector
+from sglang_tiered.integration.admin.page import TierPage
+from sglang_tiered.request_log import RequestLogConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def read_body(body: bytes) -> Any:
@@ -46,3 +53,43 @@ def test_too_many_digits_are_no_token() -> None:
     query = "input_ids=1, 22," + "1" * 5000 + ",x,"
     request = Request({"type": "http", "query_string": query.encode()})
     assert http_api._query(request) == {"input_ids": [1, 22, -1, -1, -1]}
+
+
+def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:
+    """Or the threads that look up names would all wait for that disk."""
+    os.mkfifo(tmp_path / "log")  # opening it waits for a writer
+    config: Any = SimpleNamespace(request_log=RequestLogConfig(path=str(tmp_path / "log")))
+    endpoint = http_api._requests_endpoint(config)
+
+    async def look() -> int:
+        return (await endpoint(Request({"type": "http", "query_string": b""}))).status_code
+
+    async def looks() -> list[int]:
+        hanging = asyncio.create_task(look())
+        await asyncio.sleep(0)  # it begins
+        seconds = [await asyncio.wait_for(look(), 60) for _ in range(3)]
+        with (tmp_path / "log").open("wb"):
+            first = await asyncio.wait_for(hanging, 60)
+        (tmp_path / "log").unlink()
+        return [first, *seconds, await asyncio.wait_for(look(), 60)]
+
+    assert asyncio.run(looks()) == [200, 503, 503, 503, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "is_page"),
+    [("/tier/", "", True), ("/llm/tier/", "/llm", True), ("/tier/costs", "", False)],
+)
+def test_page_behind_a_root_path(path: str, root: str, is_page: bool) -> None:
+    """As uvicorn has it, which puts ``--fastapi-root-path`` before the path."""
+    sent: list[Any] = []
+
+    async def app(*_: Any) -> None:
+        sent.append("passed on")
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root}
+    asyncio.run(TierPage(app)(scope, None, send))
+    assert ("passed on" in sent) == (not is_page)
