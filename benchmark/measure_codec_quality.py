@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=100).print(table)
     if options.json is not None:
         settings = {
-            "model": "SmolLM2-135M-Instruct, float32",
+            "model": "SmolLM2-135M-Instruct, its Q4_1 weights unpacked to float32",
             "texts": TEXTS,
             "page_size": PAGE,
             "slab_tokens": SLAB_PAGES * PAGE,
