@@ -137,6 +137,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     from sglang_tiered.integration.admin.costs import num_local_ranks
     from sglang_tiered.integration.admin.http_api import add_routes
     from sglang_tiered.integration.admin.page import add_page
+    from sglang_tiered.integration.cpu import processes
 
     resolved = start.check(server_args, config)
 
@@ -144,6 +145,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
     start.remove_other_shards(config)
+    processes.fork_from_here()
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)

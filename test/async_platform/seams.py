@@ -28,7 +28,7 @@ __all__ = ["AFTER", "BED", "Bed", "slots_of"]
 
 CHUNK_PAGES = 8
 """A copy to host memory moves so many pages at a time, so that half of one can be seen."""
-PARTS = frozenset(("poison", "books", "late-kv", "forks"))
+PARTS = frozenset(("poison", "books", "late-kv"))
 
 
 class Bed:
@@ -550,21 +550,6 @@ def _handoff(module: ModuleType) -> None:
     wrap(module.KVManagerRole, "_conclude", concluding)
 
 
-def _engine(module: ModuleType) -> None:
-    """The server's other processes are forked: half of the processor time of a start is each
-    process's own import of SGLang. What is tested without the platform spawns, as users have it."""
-
-    def with_forks(original: Any) -> Any:
-        def set_start_method(method: str, force: bool = False) -> None:
-            assert method == "spawn", f"SGLang starts processes by {method} now"
-            original("fork", force=force)
-
-        return set_start_method
-
-    if "forks" in BED.parts:
-        wrap(module.mp, "set_start_method", with_forks)
-
-
 def _model_runner(module: ModuleType) -> None:
     import forwards
 
@@ -573,7 +558,6 @@ def _model_runner(module: ModuleType) -> None:
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch.cpu": _torch_cpu,
-    "sglang.srt.entrypoints.engine": _engine,
     "sglang.srt.mem_cache.l2_transfer": _transfers,
     "sglang.srt.mem_cache.pool_host.base": _host_pools,
     "sglang.srt.mem_cache.pool_host.mamba": _mamba_pools,

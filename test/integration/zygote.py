@@ -1,9 +1,8 @@
 """Servers, and other programs, forked from a process that has imported SGLang already.
 
-Of the processor time of a start, 12 of 16 s are imports on the asynchronous platform and 38 of 43 s
-without it, where SGLang spawns its other processes and each imports everything again. A zygote
-imports once and forks every server that has its environment, and those fork their processes. What a
-user's own start does is tested by the modules that do not ask for it.
+Of the 16 s of processor time of a start, 12 are imports. A zygote imports once and forks every
+server that has its environment, and those fork their processes as every server on a CPU does. What
+a user's own start does is tested by the modules that do not ask for it.
 
 ``Zygotes`` is the side of the tests; run as a script, this file is the zygote. They speak JSON, a
 line each way, over the zygote's standard input and output.
@@ -173,11 +172,7 @@ def _import_sglang() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401 - all models, which a scheduler imports late
-    from sglang.srt.entrypoints import engine
 
-    if not os.environ.get("ASYNC_PLATFORM_SEED"):  # which does the same
-        set_start_method = engine.mp.set_start_method
-        engine.mp.set_start_method = lambda _, force=False: set_start_method("fork", force=force)
     assert "prometheus_client" not in sys.modules, "a server sets first where its processes count"
 
 

@@ -11,8 +11,6 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
-import platform_process
-
 from server_process import Server
 
 if TYPE_CHECKING:
@@ -29,12 +27,8 @@ class Answers:
     """One stock server for each set of weights."""
 
     def __init__(self, models: dict[str, Path], folder: Path) -> None:
-        # Of the asynchronous platform only its forks, which save half of a start.
-        environment = platform_process.environment(
-            seed=0, HORIZON_S="0", OFF="poison,books,late-kv"
-        )
         self._servers = {
-            name: Server.spawn(path, folder / f"stock-{name}.log", *STOCK, environment=environment)
+            name: Server.spawn(path, folder / f"stock-{name}.log", *STOCK)
             for name, path in models.items()
         }
         self._known: dict[tuple[str, bytes, int], list[int]] = {}

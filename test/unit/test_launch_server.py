@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
 import pathlib
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from kit.unprivileged import run_unprivileged
 from sglang_tiered import launch_server
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
-from sglang_tiered.errors import ConfigError
+from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
@@ -310,6 +311,37 @@ def test_shards_of_other_sizes_go_at_the_start(
         assert shard.exists()
         launch_server._run(SimpleNamespace(encoder_only=True), config)
     assert found == [False]
+
+
+def test_fork_outliving_its_server_holds_no_directory(tmp_path: Path) -> None:
+    """The lock is the launcher's, and its processes are forks of it: one that still ended when the
+    launcher had been killed kept the next server away."""
+    program = """
+import contextlib, os, sys
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.launch import start
+
+nvme = NvmeConfig(directory=sys.argv[1], capacity_bytes=1 << 26, region_bytes=1 << 23)
+with contextlib.ExitStack() as held:
+    start.claim_directory(TieredConfig(mode=TierMode.NVME, nvme=nvme), held)
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        os.read(0, 1)  # until the test lets go
+        os._exit(0)
+    os.wait()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "kv")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        fork = int(launcher.stdout.readline())
+        with pytest.raises(StoreLockedError, match=f"in use by process {launcher.pid};"):
+            DirectoryLock(tmp_path / "kv", timeout_s=0)
+        launcher.kill()
+        launcher.wait()
+        os.kill(fork, 0)  # lives
+        DirectoryLock(tmp_path / "kv", timeout_s=0).release()
 
 
 @pytest.mark.parametrize(

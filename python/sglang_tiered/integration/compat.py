@@ -266,6 +266,17 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.configs.model_config:_get_and_verify_dtype": ("config", "dtype"),
     "sglang.srt.entrypoints.engine:_scheduler_died_error": ("rank", "proc"),
+    "sglang.srt.entrypoints.engine:Engine._launch_scheduler_processes": (
+        "server_args",
+        "port_args",
+        "run_scheduler_process_func",
+        "placement_group",
+    ),
+    "sglang.srt.entrypoints.engine:Engine._launch_detokenizer_subprocesses": (
+        "server_args",
+        "port_args",
+        "run_detokenizer_process_func",
+    ),
     "sglang.srt.arg_groups.fields.model:Model": (  # every field of which is in the namespace
         "model_path",
         "revision",

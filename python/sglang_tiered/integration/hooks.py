@@ -14,6 +14,7 @@
 | Scheduler.__init__ | AFTER | the cache does not know its scheduler, whose queue it must reach when another server purges a tenant |
 | Scheduler.__init__ | AROUND | a configuration refused once pools are sized ends the process with one sentence and code 2; SGLang prints a traceback |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
+| Engine._launch_scheduler_processes, Engine._launch_detokenizer_subprocesses | AROUND, CPU only | SGLang spawns its processes, which import it again each; the launcher's are forks (``cpu.processes``) |
 | Scheduler.get_init_info, DataParallelController.get_init_info | AFTER | the launcher's banner shows what the tiers hold, which only the scheduler knows |
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
@@ -65,7 +66,7 @@ import torch
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import host_size, yielding
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
-from sglang_tiered.integration.cpu import memory, number_format
+from sglang_tiered.integration.cpu import memory, number_format, processes
 from sglang_tiered.integration.disaggregation import registration
 from sglang_tiered.integration.identity import conversation_ids, named_in_body, namespace
 from sglang_tiered.integration.identity.media_hashes import (
@@ -176,6 +177,12 @@ def register() -> None:
             HookType.AROUND,
         )
         HookRegistry.register(f"{_SCHEDULER}.on_idle", _rest_on_idle, HookType.AFTER)
+        for starts in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
+            HookRegistry.register(
+                f"sglang.srt.entrypoints.engine.Engine.{starts}",
+                processes.around_start,
+                HookType.AROUND,
+            )
     HookRegistry.register(f"{_TOKENIZER}.generate_request", _before_generating, HookType.BEFORE)
     HookRegistry.register(
         f"{_TOKENIZER}._tokenize_one_request", _before_tokenizing, HookType.BEFORE

@@ -106,7 +106,8 @@ def claim_directory(config: TieredConfig, held: ExitStack) -> None:
     store_directory.refuse_strangers(path)
     if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
         store_directory.prepare(path)
-    held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
+    lock = held.enter_context(DirectoryLock(path, timeout_s=LOCK_TIMEOUT_S))
+    os.register_at_fork(after_in_child=lock.release)  # a fork may outlive this process
     store_directory.prepare(path)
 
 

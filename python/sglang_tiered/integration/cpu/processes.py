@@ -1,0 +1,58 @@
+"""How a server on a CPU starts SGLang's other processes: as forks of the launcher.
+
+SGLang spawns them, since CUDA does not survive a fork, and each imports SGLang again: over half
+of the processor time of a start. Only the launcher forks, while it has no other thread: a lock that
+one held would stay locked in the fork. An engine in a user's process, and what a fork starts, are
+spawned as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["around_start", "fork_from_here"]
+
+_forking_pid = 0
+
+
+def fork_from_here() -> None:
+    """SGLang's processes may be forks of this one. Called by the launcher, before SGLang starts."""
+    global _forking_pid  # noqa: PLW0603 - a hook has no other way to know
+    _forking_pid = os.getpid()
+    util.register_after_fork(multiprocessing, _be_as_spawned)
+
+
+def around_start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Hook around what starts schedulers and detokenizers."""
+    if _forking_pid != os.getpid() or threading.active_count() > 1:
+        return original(*args, **kwargs)
+    # Python drops what is raised in the functions that run around a fork, and so a Ctrl-C.
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        multiprocessing.set_start_method("spawn", force=True)  # which SGLang had chosen
+        signal.signal(signal.SIGINT, handler)
+        for number in interrupts[:1]:
+            signal.raise_signal(number)
+
+
+def _be_as_spawned(_: object) -> None:
+    """Signals, exit handlers and start method as a spawned process of SGLang's has them. Interrupts
+    are left to the launcher, as ``plugin`` does where a process loads plugins of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    atexit._clear()  # noqa: SLF001 - the launcher's
+    util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)  # noqa: SLF001
+    multiprocessing.set_start_method("spawn", force=True)

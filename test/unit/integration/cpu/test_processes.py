@@ -1,0 +1,105 @@
+"""Which processes of a server on a CPU are forks, and what those take over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_STARTS = """
+import atexit, json, multiprocessing, signal, sys, threading
+from sglang_tiered.integration.cpu import processes
+
+imported = []
+
+def tell(name=None):
+    if name:
+        atexit.register(lambda: print(json.dumps(name), flush=True))
+    print(json.dumps({
+        "forked": bool(imported),
+        "interrupts": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+        "quits": signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL,
+        "starts by": multiprocessing.get_start_method(),
+    }), flush=True)
+
+def start():
+    process = multiprocessing.Process(target=tell, args=("child ended",))
+    process.start()
+    process.join()
+
+if __name__ == "__main__":
+    imported.append("once")
+    atexit.register(lambda: print(json.dumps("launcher ended"), flush=True))
+    if sys.argv[1] != "engine":
+        processes.fork_from_here()
+    ended = threading.Event()
+    if sys.argv[1] == "threads":
+        threading.Thread(target=ended.wait).start()
+    signal.signal(signal.SIGQUIT, lambda *_: None)  # both as SGLang does
+    multiprocessing.set_start_method("spawn", force=True)
+    processes.around_start(start)
+    tell()
+    ended.set()
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "forked", "interrupts"),
+    [("launcher", True, False), ("threads", False, True), ("engine", False, True)],
+)
+def test_only_the_launcher_without_threads_forks(
+    tmp_path: Path, who: str, forked: bool, interrupts: bool
+) -> None:
+    """Forks import nothing again. A lock that a thread holds would stay locked in one, and so would
+    those of a user's process; what a fork starts later, with threads of its own, is spawned."""
+    script = tmp_path / "starts.py"
+    script.write_text(_STARTS)
+    ended = subprocess.run(
+        [sys.executable, str(script), who], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    child, child_end, launcher, launcher_end = map(json.loads, ended.stdout.splitlines())
+    assert child == {
+        "forked": forked,
+        "interrupts": interrupts,
+        "quits": True,
+        "starts by": "spawn",
+    }
+    assert launcher == {"forked": True, "interrupts": True, "quits": False, "starts by": "spawn"}
+    assert (child_end, launcher_end) == ("child ended", "launcher ended")
+
+
+_INTERRUPTED = """
+import multiprocessing, os, signal
+from sglang_tiered.integration.cpu import processes
+
+def start():
+    os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGINT))
+    process = multiprocessing.Process(target=print, args=("runs",))
+    process.start()
+    process.join()
+
+processes.fork_from_here()
+try:
+    processes.around_start(start)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_during_a_fork_ends_the_launcher() -> None:
+    """Python drops what is raised while it calls what runs around a fork, and the server stayed."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == ("runs\ninterrupted\n", "")
