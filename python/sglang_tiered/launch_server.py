@@ -145,7 +145,8 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
     start.remove_other_shards(config)
-    processes.fork_from_here()
+    if resolved.numa_node is None:  # SGLang binds spawned processes only
+        processes.fork_from_here()
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)

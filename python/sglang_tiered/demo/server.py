@@ -164,7 +164,8 @@ def add_model_flag(parser: Parser) -> None:
 def demo_model(name: str) -> tuple[str, Path]:
     """Name and folder, made once under the user's cache and again where it is damaged.
     In place of a trained one that cannot be had it is the random one, with a sentence why; and of a
-    cache that cannot be written a folder for temporary files."""
+    cache that cannot be written a folder for temporary files, which is the cache of what this
+    process starts, too: SGLang and torch keep there what they compile."""
     if name not in (TRAINED, RANDOM):
         raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
     cache = cache_directory() / "sglang-tiered"
@@ -188,7 +189,8 @@ def _random_model(cache: Path) -> Path:
         return _folder(cache, "demo-model", version, fill)
     except OSError as error:
         try:
-            return _folder(_own_temporary(), "demo-model", version, fill)
+            os.environ["XDG_CACHE_HOME"] = str(_own_temporary())
+            return _folder(cache_directory() / "sglang-tiered", "demo-model", version, fill)
         except OSError:
             raise ConfigError(
                 f"{cache} cannot be written ({_why(error)}), nor {tempfile.gettempdir()}, and the "

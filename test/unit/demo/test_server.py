@@ -70,6 +70,8 @@ def test_a_cache_nobody_can_write_is_no_end(
     monkeypatch.setattr("tempfile.tempdir", str(place))
     folder = model_path("--demo-model", name)
     assert folder.is_relative_to(place)
+    assert os.environ["XDG_CACHE_HOME"] == str(place / f"sglang-tiered-{os.getuid()}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))  # as the next process has it
     assert model_path("--demo-model", name) == folder
     said = capsys.readouterr().err.splitlines()
     assert len(said) == (2 if name == TRAINED else 0)

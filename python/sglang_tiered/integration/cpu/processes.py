@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing import util
+from multiprocessing import resource_tracker, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def around_start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     # Python drops what is raised in the functions that run around a fork, and so a Ctrl-C.
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    # A spawn would start the launcher's, which its processes share; each fork would have its own.
+    resource_tracker.ensure_running()
     multiprocessing.set_start_method("fork", force=True)
     try:
         return original(*args, **kwargs)
