@@ -162,6 +162,7 @@ CALLS = {
 _SAID = {
     400: "refused for what was sent",
     401: "the server has a key, and this is none",
+    403: "another site's page had a browser send this, without a key",
     404: "not known",
     409: "beyond a bound",
     500: "a scheduler failed",
@@ -226,7 +227,7 @@ def _operations(name: str, call: Call, answer: Schema) -> Schema:
 def _responses(call: Call, answer: Schema) -> Schema:
     refusal = {"$ref": _REFS.format(name="Refusal")}
     found = {}
-    for status in (200, 401, *call.statuses):
+    for status in (200, 401, 403, *call.statuses):
         schema = answer if status < 300 else refusal
         if status == 503 and call.body is not None:
             schema = {"anyOf": [refusal, answer]}

@@ -3,7 +3,8 @@
 The page is the same file for everybody and holds nothing of a server, so it needs no key. All that
 it shows comes from the calls of ``http_api``, whose key the reader types in; the page keeps it in
 its tab and sends it as every client does. A browser never sends it by itself, so no other site can
-act with it.
+act with it; and where a server has no keys, a call that another site makes a browser send is
+refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ __all__ = ["PATH", "TierPage", "add_page"]
 
 PATH = "/tier/"
 
+_REFUSAL = b'{"error":"a page of another site had a browser send this; send the key with it"}'
+
 
 def add_page(app: Any) -> None:
     """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
@@ -33,20 +36,47 @@ def add_page(app: Any) -> None:
 
 
 class TierPage:
-    """Answers ``GET`` and ``HEAD`` of ``PATH``, and passes everything else on to ``app``."""
+    """Answers ``GET`` and ``HEAD`` of ``PATH``, refuses calls below it that come from another site,
+    and passes everything else on to ``app``."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if path != PATH or scope.get("method") not in ("GET", "HEAD"):
+        method = scope.get("method")
+        if path == PATH and method in ("GET", "HEAD"):
+            await _answer(send, 200, *_page(), is_shown=method == "GET")
+        elif path.startswith(PATH) and method != "OPTIONS" and _is_of_another_site(scope):
+            await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
+        else:
             await self._app(scope, receive, send)
-            return
-        body, headers = _page()
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        shown = body if scope["method"] == "GET" else b""
-        await send({"type": "http.response.body", "body": shown})
+
+
+async def _answer(
+    send: Any,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    *,
+    is_shown: bool = True,
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body if is_shown else b""})
+
+
+def _is_of_another_site(scope: Any) -> bool:
+    """Whether another site's page has a browser send this, without a key: such a page may send a
+    ``POST`` of text to any server that the browser reaches, and SGLang lets it read every answer.
+    """
+    headers = dict(scope["headers"])
+    if b"authorization" in headers:
+        return False
+    if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
+        return site in (b"cross-site", b"same-site")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
 @functools.cache
@@ -67,7 +97,6 @@ def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
     body = text.encode()
     headers = {
         "content-type": "text/html; charset=utf-8",
-        "content-length": str(len(body)),
         "content-security-policy": policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",

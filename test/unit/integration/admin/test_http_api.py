@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fastapi import Request
 
+from kit.openapi import check_answer
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.bodies import CallError, parse_selector
 from sglang_tiered.integration.admin.page import TierPage
@@ -90,6 +92,43 @@ def test_page_behind_a_root_path(path: str, root: str, is_page: bool) -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    scope = {"type": "http", "method": "GET", "path": path, "root_path": root}
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
     asyncio.run(TierPage(app)(scope, None, send))
     assert ("passed on" in sent) == (not is_page)
+
+
+HERE = {"host": "10.0.0.5:30000"}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/tier/purge", {}, 200),  # a program
+        ("/tier/purge", {"origin": "http://10.0.0.5:30000"}, 200),  # our page
+        ("/tier/purge", {"origin": "http://evil.example"}, 403),
+        ("/tier/purge", {"origin": "null"}, 403),  # a sandboxed frame
+        ("/tier/purge", {"origin": "http://10.0.0.5:8000"}, 403),
+        ("/tier/purge", {"origin": "http://evil.example", "authorization": "Bearer k"}, 200),
+        ("/tier/purge", {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, 200),
+        ("/tier/costs", {"sec-fetch-site": "cross-site"}, 403),
+        ("/tier/costs", {"sec-fetch-site": "none"}, 200),  # typed
+        ("/v1/models", {"origin": "http://evil.example"}, 200),  # SGLang's own to decide
+    ],
+)
+def test_other_sites_send_nothing_without_key(
+    path: str, headers: dict[str, str], status: int
+) -> None:
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sends = [(name.encode(), value.encode()) for name, value in {**HERE, **headers}.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": sends}
+    asyncio.run(TierPage(app)(scope, None, send))
+    assert sent[0]["status"] == status
+    if status == 403:
+        check_answer("POST", "/tier/purge", 403, json.loads(sent[1]["body"]))
