@@ -79,6 +79,7 @@ FORKED = {
     "test_pod_backend",
     "test_prefetch",
     "test_sglang_server_kits",
+    "test_trained_model",
     "test_weights",
 }
 """Modules whose servers are forked from a process that has imported SGLang (``zygote``), as is the

@@ -20,7 +20,7 @@ LENGTH = 700
 MINE, OTHER = make_prompts(11, 2, LENGTH)
 TOO_MANY = make_prompts(13, 5, 3000)
 NVME_MIB = 48
-CHURN = make_prompts(12, 16, 3000)
+CHURN = make_prompts(12, 16, 1500)
 
 
 @pytest.fixture
