@@ -6,6 +6,7 @@ Run as a module it replaces itself with such a server, which is how ``scripts/se
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import hashlib
@@ -31,7 +32,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import Parser, note, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
     "DEMO_FLAGS",
@@ -53,6 +54,7 @@ DEVICE_TOKENS = {TRAINED: 3072, RANDOM: 8192}
 """Of each model, and twice as many in host memory: what it computes in half a minute on two cores
 reaches NVMe."""
 _STOP_DEADLINE_S = 30.0
+_PR_SET_CHILD_SUBREAPER = 36
 _PORTS = range(20_000, 22_000)
 
 
@@ -109,21 +111,33 @@ class ServerProcess:
     def kill(self) -> None:
         """``kill -9`` of the whole process group: nothing gets to clean up. Returns once it is
         gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(_STOP_DEADLINE_S)
-        # The group's children are gone once the group cannot be signalled any more.
-        deadline = time.monotonic() + _STOP_DEADLINE_S
-        while time.monotonic() < deadline:
-            try:
-                os.killpg(self.process.pid, 0)
-            except ProcessLookupError:
-                return
-            # Where this process is a container's first one, the orphans are its children.
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-self.process.pid, os.WNOHANG)
-            time.sleep(0.05)
+        with _adopting_orphans():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(_STOP_DEADLINE_S)
+            # The group's children are gone once the group cannot be signalled any more.
+            deadline = time.monotonic() + _STOP_DEADLINE_S
+            while time.monotonic() < deadline:
+                try:
+                    os.killpg(self.process.pid, 0)
+                except ProcessLookupError:
+                    return
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(-self.process.pid, os.WNOHANG)
+                time.sleep(0.05)
         raise NotServingError("the server's processes did not end")
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Processes below this one that lose their parent become its children, to be waited for: a
+    container's first process may do so late, or never."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def free_port() -> int:

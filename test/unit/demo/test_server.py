@@ -211,6 +211,34 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     server.kill()  # of what is gone already
 
 
+_UNDER_A_PROCESS_THAT_WAITS_FOR_NOBODY = """
+import ctypes, os, sys, time
+from pathlib import Path
+from sglang_tiered.demo.server import ServerProcess
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # as a container's first process
+if (child := os.fork()) == 0:
+    command = ["bash", "-c", "sleep 60 & echo started; wait"]
+    log = Path(sys.argv[1])
+    server = ServerProcess(0, ServerProcess.open_process(command, os.environ, log), log)
+    while "started" not in server.log:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    server.kill()
+    print(time.monotonic() - begin, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_kill_needs_nobody_to_reap_orphans(tmp_path: Path) -> None:
+    """It waited for a container's first process, which may do so late or never."""
+    command = [sys.executable, "-c", _UNDER_A_PROCESS_THAT_WAITS_FOR_NOBODY, str(tmp_path / "log")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    assert float(ended.stdout) < 10
+
+
 def test_a_full_disk_is_one_sentence(cache: Path) -> None:
     """Libraries that write files have exceptions of their own for one."""
     program = """
