@@ -218,7 +218,7 @@ from sglang_tiered.demo.server import ServerProcess
 
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # as a container's first process
 if (child := os.fork()) == 0:
-    command = ["bash", "-c", "sleep 60 & echo started; wait"]
+    command = ["bash", "-c", "for i in {1..50}; do sleep 60 & done; echo started; wait"]
     log = Path(sys.argv[1])
     server = ServerProcess(0, ServerProcess.open_process(command, os.environ, log), log)
     while "started" not in server.log:
