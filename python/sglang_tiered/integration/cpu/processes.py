@@ -9,6 +9,7 @@ spawned as ever.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["around_start", "fork_from_here"]
 
+_PR_SET_PDEATHSIG = 1
 _forking_pid = 0
 
 
@@ -54,7 +56,11 @@ def around_start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def _be_as_spawned(_: object) -> None:
     """Signals, exit handlers and start method as a spawned process of SGLang's has them. Interrupts
-    are left to the launcher, as ``plugin`` does where a process loads plugins of its own."""
+    are left to the launcher, as ``plugin`` does where a process loads plugins of its own. None
+    outlives a launcher that has ended since: SGLang's own order to end with it comes later."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _forking_pid:
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     atexit._clear()  # noqa: SLF001 - the launcher's

@@ -106,3 +106,35 @@ def test_ctrl_c_during_a_fork_ends_the_launcher() -> None:
         check=False,
     )
     assert (ended.stdout, ended.stderr) == ("runs\ninterrupted\n", "")
+
+
+_KILLED = """
+import multiprocessing, os, signal
+from sglang_tiered.integration.cpu import processes
+
+launcher = os.getpid()
+
+def outlive():
+    while os.getppid() == launcher:
+        pass
+
+def start():
+    multiprocessing.Process(target=print, args=("runs",)).start()
+    os.kill(launcher, signal.SIGKILL)
+
+processes.fork_from_here()
+os.register_at_fork(after_in_child=outlive)
+processes.around_start(start)
+"""
+
+
+def test_fork_of_a_killed_launcher_ends() -> None:
+    """It asked to die with its parent when that one was dead, and served nobody for good."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _KILLED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (-9, "")
