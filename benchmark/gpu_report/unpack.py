@@ -59,7 +59,9 @@ def main() -> int:
 
 def _extract(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        # Python 3.11.2, which Debian 12 has, knows no filters: the archive is our own.
+        packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        packed.extractall(folder)
 
 
 def _describe_package(site: Path) -> None:
