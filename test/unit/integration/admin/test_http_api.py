@@ -97,17 +97,17 @@ def test_page_behind_a_root_path(path: str, root: str, is_page: bool) -> None:
     assert ("passed on" in sent) == (not is_page)
 
 
-HERE = {"host": "10.0.0.5:30000"}
+HERE = {"host": "server.example:30000"}
 
 
 @pytest.mark.parametrize(
     ("path", "headers", "status"),
     [
         ("/tier/purge", {}, 200),  # a program
-        ("/tier/purge", {"origin": "http://10.0.0.5:30000"}, 200),  # our page
+        ("/tier/purge", {"origin": "http://server.example:30000"}, 200),  # our page
         ("/tier/purge", {"origin": "http://evil.example"}, 403),
         ("/tier/purge", {"origin": "null"}, 403),  # a sandboxed frame
-        ("/tier/purge", {"origin": "http://10.0.0.5:8000"}, 403),
+        ("/tier/purge", {"origin": "http://server.example:8000"}, 403),
         ("/tier/purge", {"origin": "http://evil.example", "authorization": "Bearer k"}, 200),
         ("/tier/purge", {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, 200),
         ("/tier/costs", {"sec-fetch-site": "cross-site"}, 403),
