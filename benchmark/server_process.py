@@ -163,8 +163,8 @@ class Server(ServerProcess):
 
     def flush(self) -> None:
         """Empty the tree and with it device and host memory; the store stays. Every rank waits for
-        what is under way, such as a backup of what was just generated: SGLang answers for the first
-        rank alone, so that a refusal of another is not seen."""
+        what is under way, such as a backup of what was just generated. SGLang answers for the first
+        rank alone: a refusal of another would not be seen."""
         self.request(f"/flush_cache?timeout={REQUEST_DEADLINE_S / 2}", {})
 
     def stop(self) -> None:

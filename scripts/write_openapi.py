@@ -162,7 +162,7 @@ CALLS = {
 _SAID = {
     400: "refused for what was sent",
     401: "the server has a key, and this is none",
-    403: "another site's page had a browser send this, without a key",
+    403: "another site's page had a browser send this to a server without keys",
     404: "not known",
     409: "beyond a bound",
     500: "a scheduler failed",

@@ -150,7 +150,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)
-        add_page(app)
+        add_page(app, has_key=bool(resolved.api_key or resolved.admin_api_key))
         try:
             launch_server(server_args, launch_callback=announce)
         finally:

@@ -3,8 +3,7 @@
 The page is the same file for everybody and holds nothing of a server, so it needs no key. All that
 it shows comes from the calls of ``http_api``, whose key the reader types in; the page keeps it in
 its tab and sends it as every client does. A browser never sends it by itself, so no other site can
-act with it; and where a server has no keys, a call that another site makes a browser send is
-refused.
+act with it. Where a server has no keys, a call that another site makes a browser send is refused.
 """
 
 from __future__ import annotations
@@ -25,29 +24,31 @@ __all__ = ["PATH", "TierPage", "add_page"]
 
 PATH = "/tier/"
 
-_REFUSAL = b'{"error":"a page of another site had a browser send this; send the key with it"}'
+_REFUSAL = (
+    b'{"error":"a page of another site had a browser send this; start the server with --api-key"}'
+)
 
 
-def add_page(app: Any) -> None:
+def add_page(app: Any, *, has_key: bool) -> None:
     """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
-    asks every path for. Call it once, before the server listens."""
+    asks every path for, if it ``has_key``. Call it once, before the server listens."""
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: TierPage(build())
+    app.build_middleware_stack = lambda: TierPage(build(), has_key=has_key)
 
 
 class TierPage:
-    """Answers ``GET`` and ``HEAD`` of ``PATH``, refuses calls below it that come from another site,
-    and passes everything else on to ``app``."""
+    """Answers ``GET`` and ``HEAD`` of ``PATH``, and passes everything else on to ``app``. Without
+    keys it refuses calls below ``PATH`` that come from another site."""
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
+    def __init__(self, app: Application, *, has_key: bool) -> None:
+        self._app, self._has_key = app, has_key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         method = scope.get("method")
         if path == PATH and method in ("GET", "HEAD"):
             await _answer(send, 200, *_page(), is_shown=method == "GET")
-        elif path.startswith(PATH) and method != "OPTIONS" and _is_of_another_site(scope):
+        elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
             await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
         else:
             await self._app(scope, receive, send)
@@ -67,12 +68,9 @@ async def _answer(
 
 
 def _is_of_another_site(scope: Any) -> bool:
-    """Whether another site's page has a browser send this, without a key: such a page may send a
-    ``POST`` of text to any server that the browser reaches, and SGLang lets it read every answer.
-    """
+    """Whether another site's page has a browser send this. Such a page may send a ``POST`` of text
+    to any server that the browser reaches. SGLang lets it add headers and read every answer."""
     headers = dict(scope["headers"])
-    if b"authorization" in headers:
-        return False
     if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
         return site in (b"cross-site", b"same-site")
     origin = headers.get(b"origin")

@@ -93,7 +93,7 @@ def test_page_behind_a_root_path(path: str, root: str, is_page: bool) -> None:
         sent.append(message["type"])
 
     scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
-    asyncio.run(TierPage(app)(scope, None, send))
+    asyncio.run(TierPage(app, has_key=False)(scope, None, send))
     assert ("passed on" in sent) == (not is_page)
 
 
@@ -108,16 +108,23 @@ HERE = {"host": "server.example:30000"}
         ("/tier/purge", {"origin": "http://evil.example"}, 403),
         ("/tier/purge", {"origin": "null"}, 403),  # a sandboxed frame
         ("/tier/purge", {"origin": "http://server.example:8000"}, 403),
-        ("/tier/purge", {"origin": "http://evil.example", "authorization": "Bearer k"}, 200),
+        (
+            "/tier/purge",
+            {"origin": "http://evil.example", "authorization": "Bearer x"},
+            403,
+        ),  # which any page may add
         ("/tier/purge", {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, 200),
         ("/tier/costs", {"sec-fetch-site": "cross-site"}, 403),
         ("/tier/costs", {"sec-fetch-site": "none"}, 200),  # typed
         ("/v1/models", {"origin": "http://evil.example"}, 200),  # SGLang's own to decide
     ],
 )
+@pytest.mark.parametrize("has_key", [False, True])
 def test_other_sites_send_nothing_without_key(
-    path: str, headers: dict[str, str], status: int
+    path: str, headers: dict[str, str], status: int, has_key: bool
 ) -> None:
+    """A server with keys asks every site for one, and one that has it may act."""
+    status = 200 if has_key else status
     sent: list[Any] = []
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
@@ -128,7 +135,7 @@ def test_other_sites_send_nothing_without_key(
 
     sends = [(name.encode(), value.encode()) for name, value in {**HERE, **headers}.items()]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": sends}
-    asyncio.run(TierPage(app)(scope, None, send))
+    asyncio.run(TierPage(app, has_key=has_key)(scope, None, send))
     assert sent[0]["status"] == status
     if status == 403:
         check_answer("POST", "/tier/purge", 403, json.loads(sent[1]["body"]))

@@ -62,9 +62,7 @@ def test_only_the_launcher_without_threads_forks(
     those of a user's process; what a fork starts later, with threads of its own, is spawned."""
     script = tmp_path / "starts.py"
     script.write_text(_STARTS)
-    ended = subprocess.run(
-        [sys.executable, str(script), who], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = run(str(script), who)
     assert ended.returncode == 0, ended.stderr
     child, child_end, launcher, launcher_end = map(json.loads, ended.stdout.splitlines())
     assert child == {
@@ -98,13 +96,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_during_a_fork_ends_the_launcher() -> None:
     """Python drops what is raised while it calls what runs around a fork, and the server stayed."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run("-c", _INTERRUPTED)
     assert (ended.stdout, ended.stderr) == ("runs\ninterrupted\n", "")
 
 
@@ -130,11 +122,10 @@ processes.around_start(start)
 
 def test_fork_of_a_killed_launcher_ends() -> None:
     """It asked to die with its parent when that one was dead, and served nobody for good."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _KILLED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run("-c", _KILLED)
     assert (ended.returncode, ended.stdout) == (-9, "")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
