@@ -28,6 +28,7 @@ from sglang_tiered.sharing.locality.formats import ServerRecord
 from sglang_tiered.sharing.locality.index import LocalityIndex
 from sglang_tiered.sharing.locality.mirror import Mirror
 from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
@@ -144,8 +145,7 @@ def _share(path: str, store: Store, source: np.random.Generator, rounds: int) ->
     settings = PeerSettings(index_url=f"unix://{path}")
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
-        "purge_wanted": lambda _: None,
-        "forget_wanted": lambda _: None,
+        "erase_wanted": lambda _: ended(True),
     }
     reader = LocalityIndex(settings, held=Store(random_pages(source, 1)).held, **options)
     reader.announce("tcp://127.0.0.1:2")

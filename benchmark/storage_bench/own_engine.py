@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import JobKind, Run
+from sglang_tiered.storage.base import Erasure, JobKind, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import reader
 from sglang_tiered.storage.region.engine import RegionEngine
@@ -87,7 +87,7 @@ def wait(job: Job) -> None:
 
 
 def empty(engine: RegionEngine) -> None:
-    if not is_true(engine.begin_purge(None), _TIMEOUT_S):
+    if not is_true(engine.erase(Erasure()), _TIMEOUT_S):
         raise RuntimeError("the engine could not be emptied")
 
 

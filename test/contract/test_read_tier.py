@@ -18,6 +18,7 @@ from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, drained, eventually
 from sglang_tiered.storage.base import (
+    Erasure,
     Health,
     Job,
     LookupResult,
@@ -292,7 +293,7 @@ def test_what_was_purged_is_hidden_at_once(
     run = make_run(13, [4096] * 3)
     place.store(Run(run.keys, run.pages, TENANT))
     assert place.tier.lookup(run.keys).num_hits == 3
-    purge = place.tier.begin_purge(tenant)
+    purge = place.tier.erase(Erasure(tenant=tenant))
     assert place.tier.lookup(run.keys).num_hits == 0
     assert place.tier.contains(run.keys) == [False] * 3
     assert is_true(purge, TIMEOUT_S)
@@ -305,7 +306,7 @@ def test_a_forgotten_page_is_hidden_until_stored_again(
     run = make_run(16, [4096] * 4)
     place.store(run)
     assert place.tier.lookup(run.keys).num_hits == 4
-    begun = place.tier.forget(run.keys[1:3])
+    begun = place.tier.erase(Erasure.of(run.keys[1:3]))
     assert place.tier.contains(run.keys[1:3]) == [False, False]
     assert place.tier.lookup(run.keys).num_hits <= 1
     if isinstance(place.tier, WriteTier):
@@ -313,7 +314,7 @@ def test_a_forgotten_page_is_hidden_until_stored_again(
         assert place.load(blank(run)) == [Reason.OK, Reason.MISS, Reason.MISS, Reason.OK]
         assert is_true(begun, TIMEOUT_S)
     if place.tier is not place.source:
-        assert is_true(place.source.forget(run.keys[1:3]), TIMEOUT_S)
+        assert is_true(place.source.erase(Erasure.of(run.keys[1:3])), TIMEOUT_S)
         place.settle()
     place.store(select(run, [1]))
 
@@ -341,7 +342,7 @@ def test_a_closed_tier_answers_and_promises_nothing(
 ) -> None:
     run = make_run(15, [4096] * 2)
     place.store(run)
-    begun = place.tier.begin_purge(b"u" * 16)
+    begun = place.tier.erase(Erasure(tenant=b"u" * 16))
     place.tier.close()
     place.tier.close()
     assert begun.done(), "a caller waits for a purge forever"
@@ -350,5 +351,5 @@ def test_a_closed_tier_answers_and_promises_nothing(
     assert place.tier.contains(run.keys) == [False] * 2
     assert place.tier.some_keys(9) == []
     assert place.load(blank(run)) == [Reason.CANCELLED] * 2
-    for after in (place.tier.begin_purge(None), place.tier.forget(run.keys)):
+    for after in (place.tier.erase(Erasure()), place.tier.erase(Erasure.of(run.keys))):
         assert after.done() and not after.result()

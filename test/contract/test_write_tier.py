@@ -15,6 +15,7 @@ from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import drained
 from sglang_tiered.storage.base import (
+    Erasure,
     Health,
     Job,
     JobKind,
@@ -213,7 +214,7 @@ def test_clear_forgets_everything_and_works_on(
 ) -> None:
     run = make_run(12, [4096] * 4)
     store(engine, run)
-    is_true(engine.begin_purge(None), TIMEOUT_S)
+    is_true(engine.erase(Erasure()), TIMEOUT_S)
     stats = engine.stats()
     assert (stats.num_pages, stats.stored_bytes, stats.physical_bytes) == (0, 0, 0)
     assert load(engine, blank(run)) == [Reason.MISS] * 4
@@ -230,7 +231,7 @@ def test_closed_engine_answers_and_never_raises(
     assert engine.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert store(engine, run) == [Reason.CANCELLED] * 2
     assert load(engine, blank(run)) == [Reason.CANCELLED] * 2
-    is_true(engine.begin_purge(None), TIMEOUT_S)
+    is_true(engine.erase(Erasure()), TIMEOUT_S)
     assert drained(engine, 0.0)
     assert engine.stats().health is Health.FAILED
 

@@ -13,6 +13,7 @@ from kit.faulty import FaultyEngine
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import (
     NO_TENANT,
+    Erasure,
     Health,
     LookupResult,
     Reason,
@@ -150,7 +151,7 @@ def test_purge_forgets_one_tenant_and_nothing_else(
     )
     for run in (mine, other, untenanted):
         finished(engine.submit_store(run))
-    assert is_true(engine.begin_purge(A), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert engine.lookup(mine.keys) == LookupResult(0, Stop.MISS)
     assert finished(engine.submit_load(blank(mine))) == [Reason.MISS] * 4
     for run in (other, untenanted):
@@ -167,7 +168,7 @@ def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeR
     mine, untenanted = of(A, make_run(1, PAGES)), make_run(2, PAGES)
     for run in (mine, untenanted):
         finished(engine.submit_store(run))
-    assert is_true(engine.begin_purge(NO_TENANT), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=NO_TENANT)), TIMEOUT_S)
     assert (hits(engine, mine), hits(engine, untenanted)) == (4, 0)
 
 
@@ -180,14 +181,14 @@ def test_a_purged_tenant_may_store_again(
         target = blank(run)
         assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
         assert hits(engine, run) == 0
 
 
 def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_run: MakeRun) -> None:
     run = of(A, make_run(1, PAGES))
     finished(engine.submit_store(run))
-    assert is_true(engine.begin_purge(B), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=B)), TIMEOUT_S)
     assert hits(engine, run) == 4
     assert engine.stats().num_pages_purged == 0
 
@@ -196,7 +197,7 @@ def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
     for run in runs:
         finished(engine.submit_store(run))
-    assert is_true(engine.begin_purge(None), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure()), TIMEOUT_S)
     assert [hits(engine, run) for run in runs] == [0, 0, 0]
     assert engine.tenants(9) == []
     assert engine.stats().num_tenants == 0
@@ -205,8 +206,8 @@ def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None
 
 def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:
     engine.close()
-    assert not is_true(engine.begin_purge(A), TIMEOUT_S)
-    assert not is_true(engine.begin_purge(None), TIMEOUT_S)
+    assert not is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert not is_true(engine.erase(Erasure()), TIMEOUT_S)
 
 
 def test_no_earlier_store_lands_behind_a_purge(engine: WriteTier, make_run: MakeRun) -> None:
@@ -227,7 +228,7 @@ def test_no_earlier_store_lands_behind_a_purge(engine: WriteTier, make_run: Make
         for turn in range(15):
             runs = [of(A, make_run(100 * turn + i, PAGES)) for i in range(4)]
             jobs = [engine.submit_store(run) for run in runs]
-            assert is_true(engine.begin_purge(A), TIMEOUT_S)
+            assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
             assert [hits(engine, run) for run in runs] == [0] * 4
             assert {reason for job in jobs for reason in finished(job)} <= {
                 Reason.OK,

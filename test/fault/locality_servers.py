@@ -16,12 +16,16 @@ from kit.waiting import eventually
 from sglang_tiered.sharing.locality.index import LocalityIndex
 from sglang_tiered.sharing.locality.redis_keys import RedisKeys
 from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
+    from concurrent.futures import Future
     from types import TracebackType
 
     import numpy.typing as npt
+
+    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["EXPIRY_S", "NAMESPACE", "NAMES", "Server", "Servers", "key"]
 
@@ -67,8 +71,7 @@ class Server:
             self.settings,
             namespace=namespace,
             held=self._held,
-            purge_wanted=self._purge,
-            forget_wanted=self._forget,
+            erase_wanted=self._erase,
             notes=notes,
         )
         if announced:
@@ -84,15 +87,14 @@ class Server:
         with self._lock:
             return None if version == self._version else (self._version, self._pages)
 
-    def _purge(self, tenant: bytes | None) -> None:
+    def _erase(self, what: Erasure) -> Future[bool]:
         if self.refuses_purges:
             raise OSError("the store refuses")
-        self.purged.append(tenant)
-
-    def _forget(self, keys: Sequence[bytes]) -> None:
-        if self.refuses_purges:
-            raise OSError("the store refuses")
-        self.forgotten += keys
+        if what.keys is None:
+            self.purged.append(what.tenant)
+        else:
+            self.forgotten += what.keys
+        return ended(True)
 
     def finds(self, *pages: int) -> list[bool]:
         return [peer is not None for peer in self.index.find([key(page) for page in pages])]

@@ -17,12 +17,12 @@ from page_peers import DEADLINE_S, NAMESPACE, FrozenProcess, make_pages
 from kit.waiting import eventually
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.sharing.settings import PeerSettings
-from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
 MiB = 1 << 20
 
@@ -62,13 +62,13 @@ class Sharer:
             settings(url, keys, **changes),
             namespace=namespace,
             region=self.region,
-            purge=self._purge,
-            forget=lambda _: None,
+            erase=self._erase,
         )
 
-    def _purge(self, tenant: bytes | None) -> None:
-        self.purged.append(tenant)
-        is_true(self.region.begin_purge(tenant), DEADLINE_S)
+    def _erase(self, what: Erasure) -> Future[bool]:
+        if what.keys is None:
+            self.purged.append(what.tenant)
+        return self.region.erase(what)
 
     def store(self, run: Run) -> None:
         job = self.region.submit_store(run)

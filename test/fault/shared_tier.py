@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import EngineStats, Tombstone
+    from sglang_tiered.storage.base import EngineStats, Erasure
 
 
 class SharedTier(MemoryEngine, BucketTier):
@@ -58,13 +58,6 @@ class SharedTier(MemoryEngine, BucketTier):
         found = super().lookup(keys)
         hidden = next((i for i, key in enumerate(keys) if key in self.hidden), len(keys))
         return found if hidden >= found.num_hits else LookupResult(hidden, Stop.MISS)
-
-    def hide(self, tenant: bytes | None) -> None:
-        if self.tier is Tier.PEER:
-            return  # told by whoever purged it
-        with self._lock:
-            pages = self._pages.items()
-            self.hidden |= {key for key, page in pages if tenant in (None, page.tenant)}
 
     def submit_store(self, run: Run) -> Job:
         return self._submit(self._open(JobKind.STORE, run), None)
@@ -119,17 +112,16 @@ class SharedTier(MemoryEngine, BucketTier):
         stats = super().stats()
         return dataclasses.replace(stats, health=Health.MISS_ONLY) if self.sick else stats
 
-    def begin_purge(
-        self, tenant: bytes | None, *, local: Future[bool] | None = None
-    ) -> Future[bool]:
-        return super().begin_purge(tenant)
-
-    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        return super().forget(keys)
-
-    def hide_pages(self, keys: Iterable[bytes]) -> None:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
+        if what.spread:
+            return super().erase(what)
         with self._lock:
-            self.hidden |= self._pages.keys() & set(keys)
+            if what.keys is not None:
+                self.hidden |= self._pages.keys() & set(what.keys)
+            elif self.tier is not Tier.PEER:  # which is told by whoever erased it
+                pages = self._pages.items()
+                self.hidden |= {key for key, page in pages if what.tenant in (None, page.tenant)}
+        return ended(True)
 
     def pin(
         self,
@@ -163,7 +155,7 @@ class SharedTier(MemoryEngine, BucketTier):
     def pin_bound_bytes(self) -> int:
         return 1 << 30
 
-    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
+    def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
         self.told = told
 
     def object_stats(self) -> None:

@@ -12,6 +12,7 @@ from locality_servers import NAMES, key
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.locality.connection import IndexFailure
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from locality_servers import Servers
@@ -118,7 +119,7 @@ def test_a_server_that_leaves_takes_its_keys_along(
 
 def test_no_key_is_without_expiry(servers: Servers, redis_server: RedisServer) -> None:
     one, two = servers.open(range(1, 200_000)), servers.open([5])
-    one.index.begin_purge(b"t" * 16)
+    one.index.erase(Erasure(tenant=b"t" * 16))
     servers.know_each_other()
     one.hold(range(1, 250_000))
     servers.know_each_other()
@@ -208,7 +209,7 @@ def test_a_fork_harms_neither_process(servers: Servers) -> None:
     if child == 0:
         failed = 1
         try:
-            two.index.begin_purge(b"t" * 16)
+            two.index.erase(Erasure(tenant=b"t" * 16))
             with pytest.raises(IndexFailure):
                 two.index._connections[0].exchange(("FLUSHALL",))
             two.index.close()

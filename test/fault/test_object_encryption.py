@@ -10,7 +10,7 @@ import pytest
 from object_engines import TIMEOUT_S, load, opened, run_of, store
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.collector import Collector
 from sglang_tiered.storage.object.removals import CollectorSettings
@@ -64,7 +64,7 @@ def test_everything_that_is_written_asks_for_it(
     with opened(s3_url, **patient) as engine:
         assert store(engine, large, run_of(2, tenant=TENANT)) == {Reason.OK}
         assert load(engine, large) == {Reason.OK}
-        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     client = open_client(ObjectSettings(url=s3_url))
     Collector(client, NAMESPACE, CollectorSettings(capacity_bytes=1)).run_once()
     asking = [request for request in seen if request.kind in ("put", "begin multipart")]

@@ -13,7 +13,7 @@ from object_proxy import hang, status
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.object import old_tombstones
 from sglang_tiered.storage.object.collection import store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings
@@ -48,7 +48,7 @@ def test_a_forget_reaches_running_and_starting_servers(url: str) -> None:
     with opened(url) as first, opened(url) as second:
         assert store(first, run) == OK
         assert second.refresh(TIMEOUT_S)
-        assert is_true(first.forget(run.keys[2:]), TIMEOUT_S)
+        assert is_true(first.erase(Erasure.of(run.keys[2:])), TIMEOUT_S)
         assert second.refresh(TIMEOUT_S)
         with opened(url) as third:
             for engine in (first, second, third):
@@ -65,10 +65,10 @@ def test_a_forget_without_the_bucket_is_not_durable(s3_url: str, proxy: FaultPro
     with opened(s3_url) as first, opened(s3_url) as second:
         assert store(first, run) == OK
         proxy.add("put", "/purges/", status(503))
-        assert not is_true(first.forget(run.keys), TIMEOUT_S)
+        assert not is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
         assert not any(first.contains(run.keys))
         proxy.clear()
-        assert is_true(first.forget(run.keys), TIMEOUT_S)
+        assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
         assert second.refresh(TIMEOUT_S)
         assert not any(second.contains(run.keys))
 
@@ -82,7 +82,7 @@ def test_a_killed_writer_leaves_nothing_forgotten(tmp_path: Path) -> None:
         for _ in range(8):
             child.go_on()
         eventually(lambda: engine.refresh(TIMEOUT_S) and all(engine.contains(keys)))
-        assert is_true(engine.forget(keys), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure.of(keys)), TIMEOUT_S)
         for _ in range(8):
             child.go_on()
         late = child_run(8).keys
@@ -146,7 +146,7 @@ def test_a_collector_beside_engines_hides_nothing_else(url: str) -> None:
     run, other = run_of(1), run_of(2)
     with opened(url) as first, opened(url) as second:
         assert store(first, run, other) == OK
-        assert is_true(first.forget(run.keys[:1]), TIMEOUT_S)
+        assert is_true(first.erase(Erasure.of(run.keys[:1])), TIMEOUT_S)
         collector = Collector(second._client, second.namespace, SETTINGS)
         report = collector.run_once()
         assert report.num_removed == 0, "a tombstone of pages is no purge of everyone"
@@ -160,7 +160,7 @@ def test_a_hanging_bucket_does_not_hold_up_hiding(s3_url: str, proxy: FaultProxy
     with opened(s3_url, request_timeout_s=0.5) as engine:
         assert store(engine, run) == OK
         proxy.add("put", "/purges/", hang())
-        begun = engine.forget(run.keys)
+        begun = engine.erase(Erasure.of(run.keys))
         assert not any(engine.contains(run.keys))
         proxy.clear()
         eventually(begun.done, "the forget never ended")

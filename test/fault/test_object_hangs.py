@@ -12,7 +12,7 @@ from object_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of
 from object_proxy import delay, hang
 
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ def test_closing_is_bounded_and_ends_every_job(
         jobs = [start_load(engine, run_of(1))[0], engine.submit_store(run_of(3))]
         waiting = [
             threading.Thread(target=engine.refresh, args=(TIMEOUT_S,)),
-            threading.Thread(target=lambda: is_true(engine.begin_purge(TENANT), TIMEOUT_S)),
+            threading.Thread(
+                target=lambda: is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+            ),
             threading.Thread(target=engine.flush, args=(TIMEOUT_S,)),
         ]
         for thread in waiting:

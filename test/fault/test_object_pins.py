@@ -12,7 +12,7 @@ from object_engines import TIMEOUT_S, load, opened, run_of, store
 from object_proxy import status
 
 from kit.waiting import eventually
-from sglang_tiered.storage.base import PinRefusal, Reason, Run
+from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
 from sglang_tiered.storage.object.collection import Collection, store_clock
 from sglang_tiered.storage.object.collector import Collector, CollectorReport, CollectorSettings
 from sglang_tiered.storage.promises import is_true
@@ -200,7 +200,7 @@ def test_forgetting_a_page_leaves_the_rest_pinned(tmp_path: Path) -> None:
         pinned(first, "b", other)
         before = paths(first, "pins")
         assert names(fresh(second)) == {"a", "b"}
-        assert is_true(second.forget([*run.keys[:1], *other.keys]), TIMEOUT_S)
+        assert is_true(second.erase(Erasure.of([*run.keys[:1], *other.keys])), TIMEOUT_S)
         assert paths(first, "pins") == before
         with opened(url) as third:
             for engine in (first, second, third):
@@ -221,7 +221,7 @@ def test_a_collector_remembers_no_unpinned_page(tmp_path: Path) -> None:
         assert store(engine, run) == OK
         pinned(engine, "a", run)
         others = [number.to_bytes(32, "big") for number in range(50)]
-        assert is_true(engine.forget([*run.keys[:1], *others]), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure.of([*run.keys[:1], *others])), TIMEOUT_S)
         collection = Collection(
             engine._client, engine.namespace, SETTINGS, budget=100, delete=False, now=time.time
         )
@@ -235,7 +235,7 @@ def test_what_is_pinned_again_after_a_forget_stays(tmp_path: Path) -> None:
     run = run_of(1)
     with opened(url) as first, opened(url) as second:
         assert store(first, run) == OK
-        assert is_true(first.forget(run.keys), TIMEOUT_S)
+        assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
         assert store(fresh(second), run) == OK
         pinned(second, "a", run)
         assert names(fresh(first)) == {"a"}
@@ -252,7 +252,7 @@ def test_a_purge_ends_a_tenants_pins(tmp_path: Path) -> None:
         pinned(first, "mine", run)
         pinned(first, "theirs", theirs, tenant=TENANT)
         assert names(fresh(second)) == {"mine", "theirs"}
-        assert is_true(second.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(second.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
         for engine in (second, first):
             assert names(fresh(engine)) == {"mine"}
         assert len(paths(first, "pins")) == 1

@@ -14,7 +14,7 @@ from object_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of
 from object_proxy import HOST, expire, hang, hide, replay
 
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_a_purge_reaches_running_and_starting_servers(url: str) -> None:
         assert store(first, mine, theirs) == OK
         assert second.refresh(TIMEOUT_S)
         assert load(second, mine) == OK
-        assert is_true(first.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
         assert not is_held(first, mine)
         assert second.refresh(TIMEOUT_S)
         for engine in (first, second):
@@ -181,7 +181,7 @@ def test_a_purge_hides_while_the_bucket_is_away(s3_url: str, proxy: FaultProxy) 
     with opened(s3_url) as engine:
         assert store(engine, mine) == OK
         rule = proxy.add("put", "/purges/", hang(), count=1)
-        assert not is_true(engine.begin_purge(TENANT), 0.2), "it cannot be durable"
+        assert not is_true(engine.erase(Erasure(tenant=TENANT)), 0.2), "it cannot be durable"
         assert not is_held(engine, mine)
         assert rule.hit.wait(TIMEOUT_S)
         proxy.clear()
@@ -194,7 +194,7 @@ def test_a_purge_hides_while_the_bucket_is_away(s3_url: str, proxy: FaultProxy) 
             ),
             "it is tried again",
         )
-        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     with opened(s3_url) as fresh:
         assert not is_held(fresh, mine)
 
@@ -208,7 +208,7 @@ def test_a_tombstone_read_late_spares_newer_pages(url: str) -> None:
     with opened(url, **clocks) as first, opened(url, linger_s=3600.0, **clocks) as second:
         assert store(first, before, theirs) == OK
         assert second.refresh(TIMEOUT_S)
-        assert is_true(first.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
         now[0] += 1.0
         assert store(second, since) == OK
         job = second.submit_store(unsent)
@@ -231,7 +231,7 @@ def test_a_store_in_flight_never_lands_behind_purge(s3_url: str, proxy: FaultPro
             job = engine.submit_store(mine)
             threading.Thread(target=engine.flush, args=(0.0,)).start()
             assert rule.hit.wait(TIMEOUT_S)
-            forgetting = engine.begin_purge(TENANT)
+            forgetting = engine.erase(Erasure(tenant=TENANT))
             released.set()
             assert is_true(forgetting, TIMEOUT_S)
             assert job.wait(TIMEOUT_S)
@@ -246,7 +246,7 @@ def test_a_damaged_tombstone_hides_older_pages_only(
 ) -> None:
     with opened(s3_url) as writer:
         assert store(writer, run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)) == OK
-        assert is_true(writer.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(writer.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     bucket = s3_url.split("/")[2]
     (tombstone,) = objects_of(object_server, s3_url, "purges")
     object_server.client.put_object(Bucket=bucket, Key=tombstone, Body=b"nonsense")

@@ -17,13 +17,14 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     TENANT_BYTES,
+    Erasure,
     Health,
     LookupResult,
     Reason,
     Run,
     Stop,
 )
-from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.promises import ended, is_true
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def test_a_second_holder_serves_what_the_first_lost(
         # Whichever is asked has just lost its pages, and has not told yet.
         (asked,) = {peer.address for peer in own.tier._index.find(run.keys) if peer is not None}
         loser = first if first.tier.address == asked else second
-        is_true(loser.region.begin_purge(None), 20.0)
+        is_true(loser.region.erase(Erasure()), 20.0)
         assert own.load(target) == [Reason.OK] * COUNT
         assert is_right(target)
         stats = own.tier.stats()
@@ -192,7 +193,7 @@ def test_a_purge_reaches_every_server_and_stays(
         kept = stored_run(5, SIZE, 3)
         other.store(kept)
         own.finds(run.keys)
-        purge = own.tier.begin_purge(tenant)
+        purge = own.tier.erase(Erasure(tenant=tenant))
         assert own.tier.contains(run.keys) == [False] * COUNT, "from the start"
         assert is_true(purge, 20.0)
         eventually(lambda: other.purged == [tenant])
@@ -283,8 +284,7 @@ def test_impossible_settings_are_refused_and_leave_nothing(
             settings(redis.url, **changes),
             namespace=NAMESPACE,
             region=own.region,
-            purge=lambda _: None,
-            forget=lambda _: None,
+            erase=lambda _: ended(True),
         )
 
 

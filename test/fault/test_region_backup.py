@@ -11,7 +11,7 @@ from simulation.engine import running as running_on
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -74,9 +74,9 @@ def test_restored_copy_must_be_purged_again(tmp_path: Path) -> None:
         store(engine, BEFORE)
         assert engine.flush(TIMEOUT_S)
         shutil.copytree(tmp_path / "store", tmp_path / "copy")
-        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     with running(tmp_path / "copy") as engine:
         assert held(engine, BEFORE) == len(BEFORE)
-        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     with running(tmp_path / "copy") as engine:
         assert held(engine, BEFORE) == 0

@@ -23,7 +23,7 @@ from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
 from kit.waiting import drained
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -51,7 +51,7 @@ def first_life(engine: RegionEngine, ledger: Ledger) -> None:
 def second_life(engine: RegionEngine, ledger: Ledger) -> None:
     ledger.load(engine, keys(range(21)))
     ledger.store(engine, keys(range(21, 25)))
-    is_true(engine.begin_purge(None), TIMEOUT_S)
+    is_true(engine.erase(Erasure()), TIMEOUT_S)
     ledger.store(engine, keys(range(25, 31)))
     ledger.sync(engine)
     ledger.load(engine, keys(range(21, 31)))
@@ -96,7 +96,7 @@ def expect_barrier(engine: RegionEngine, ledger: Ledger) -> None:
     """One attempt may hit the fault. No barrier vouches again for pages that a sync failed on, as
     nobody knows whether they are on the disk; without those it works."""
     if not any(ledger.sync(engine) for _ in range(NUM_TRIES)):
-        is_true(engine.begin_purge(None), TIMEOUT_S)
+        is_true(engine.erase(Erasure()), TIMEOUT_S)
         assert set(ledger.store(engine, keys(FRESH))) == {Reason.OK}
         assert ledger.sync(engine), "no barrier completes any more"
 

@@ -15,7 +15,7 @@ from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -293,13 +293,11 @@ def test_purging_a_hanging_disk_keeps_its_timeout(tmp_path: Path, make_run: Make
     stuck = engine.submit_store(run)
     assert entered.wait(TIMEOUT_S)
     engine.set_namespace(b"\x22" * 32)
-    assert not is_true(engine.begin_purge(None), 0.01)
-    assert not is_true(engine.begin_purge(b"t" * 16), 0.01)
-    assert not stuck.done
+    assert not is_true(engine.erase(Erasure()), 0.01)
+    assert not is_true(engine.erase(Erasure(tenant=b"t" * 16)), 0.01)
+    assert finished(stuck) == [Reason.CANCELLED], "it had no place yet"
     release.set()
-    assert finished(stuck) == [Reason.OK]
-    assert engine.lookup(run.keys).num_hits == 0, "it landed behind all that was forgotten"
-    assert is_true(engine.begin_purge(None), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure()), TIMEOUT_S)
     engine.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, keys
 
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import LOCK_NAME, PURGES_NAME
 from sglang_tiered.storage.region.format import region_name
@@ -30,9 +30,9 @@ def test_a_moved_store_meets_no_other(tmp_path: Path) -> None:
         here.rename(there)
         with running(here, None, capacity_bytes=CAPACITY) as other:
             Ledger().store(other, FIRST + SECOND)
-            assert is_true(other.forget(SECOND), TIMEOUT_S)
+            assert is_true(other.erase(Erasure.of(SECOND)), TIMEOUT_S)
             said = (here / PURGES_NAME).read_bytes()
-            assert is_true(moved.begin_purge(None), TIMEOUT_S)
+            assert is_true(moved.erase(Erasure()), TIMEOUT_S)
             for start in range(1000, 1120, 3):
                 Ledger().store(moved, keys(range(start, start + 3)))
             assert moved.health is Health.RUNNING
@@ -58,13 +58,13 @@ def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
             (home / LOCK_NAME).unlink()
         with running(home, None, capacity_bytes=CAPACITY) as other:
             Ledger().store(other, SECOND)
-            assert is_true(other.forget(FIRST), TIMEOUT_S)
+            assert is_true(other.erase(Erasure.of(FIRST)), TIMEOUT_S)
             said = (home / PURGES_NAME).read_bytes()
             assert Reason.OK not in Ledger().load(engine, FIRST)
             assert engine.health is Health.MISS_ONLY
             assert "was removed" in engine.stats().health_reason
             assert set(Ledger().store(engine, keys([7]))) == {Reason.REJECTED}
-            assert not is_true(engine.begin_purge(None), TIMEOUT_S)
+            assert not is_true(engine.erase(Erasure()), TIMEOUT_S)
             pinned = engine.pin("p", FIRST)
             assert not is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
             assert (home / PURGES_NAME).read_bytes() == said
@@ -78,7 +78,7 @@ def test_a_purge_alone_notices_a_lost_lock(tmp_path: Path) -> None:
     with running(tmp_path, None, capacity_bytes=CAPACITY) as engine:
         Ledger().store(engine, FIRST)
         (tmp_path / LOCK_NAME).unlink()
-        assert not is_true(engine.forget(FIRST), TIMEOUT_S)
+        assert not is_true(engine.erase(Erasure.of(FIRST)), TIMEOUT_S)
         assert not (tmp_path / PURGES_NAME).exists()
 
 

@@ -19,7 +19,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 from simulation.lives import check_after, live_below_capacity, live_full, owed_after, run
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def test_a_failed_sync_stays_failed(tmp_path: Path, num_lost: int) -> None:
             ledger.sync(engine)
         check_after(tmp_path / "crashed", device.crash("drop"), ledger, ledger.durable)
         check_after(tmp_path / "killed", device.crash("kill"), ledger, ledger.acknowledged)
-        is_true(engine.begin_purge(None), TIMEOUT_S)
+        is_true(engine.erase(Erasure()), TIMEOUT_S)
         after = keys(range(100, 104))
         ledger.store(engine, after)
         assert ledger.sync(engine), "no barrier completes any more"

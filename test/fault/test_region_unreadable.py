@@ -13,7 +13,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, keys
 
 from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         pinned = engine.pin("kept", PINNED)
         assert not isinstance(pinned, PinRefusal)
         assert is_true(pinned, TIMEOUT_S)
-        assert is_true(engine.forget(gone), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure.of(gone)), TIMEOUT_S)
         for start in range(0, len(STORED), 3):
             Ledger().store(engine, STORED[start : start + 3])
         assert engine.flush(TIMEOUT_S)
@@ -158,7 +158,7 @@ def test_an_unreadable_pin_is_left(
         assert f"{pin} cannot be read" in caplog.text
         assert engine.pins() == []
         # Nobody knows whose it is, and what it notes would be back.
-        assert not is_true(engine.begin_purge(b"t" * 16), TIMEOUT_S)
+        assert not is_true(engine.erase(Erasure(tenant=b"t" * 16)), TIMEOUT_S)
     assert device.crash("kill")[pin] == files[pin]
     assert any(map(is_pin_name, device.list_names()))
     expect_all(tmp_path, SimulatedDevice(device.crash("kill")), "the disk is well again")

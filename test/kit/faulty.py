@@ -19,10 +19,10 @@ from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import EngineStats, LookupResult, Run, TenantUsage
+    from sglang_tiered.storage.base import EngineStats, Erasure, LookupResult, Run, TenantUsage
 
 __all__ = ["Fault", "FaultyDevice", "FaultyEngine"]
 
@@ -272,22 +272,17 @@ class FaultyEngine(WriteTier):
     def tenants(self, limit: int) -> list[TenantUsage]:
         return self.inner.tenants(limit)
 
-    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
-        """What is held counts as queued: the tenant's jobs are dropped."""
-        with self._lock:
-            for job in self._held:
-                if job.kind is JobKind.STORE and tenant in (None, job.run.tenant):
-                    job.cancel()
-        return self.inner.begin_purge(tenant)
-
-    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
+    def erase(self, what: Erasure) -> Future[bool]:
         """What is held counts as queued: a store of any of the pages is dropped whole."""
-        gone = set(keys)
         with self._lock:
             for job in self._held:
-                if job.kind is JobKind.STORE and not gone.isdisjoint(job.run.keys):
+                if what.keys is None:
+                    is_meant = what.tenant in (None, job.run.tenant)
+                else:
+                    is_meant = not set(what.keys).isdisjoint(job.run.keys)
+                if is_meant and job.kind is JobKind.STORE:
                     job.cancel()
-        return self.inner.forget(gone)
+        return self.inner.erase(what)
 
     def set_namespace(self, namespace: bytes) -> None:
         self.inner.set_namespace(namespace)

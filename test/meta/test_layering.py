@@ -273,7 +273,6 @@ SMALL = {
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.number_format": "what a CPU computes in; the hooks only say where",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
-    "integration.storage.late_purges": "waits for the weights' name; its caller waits for nothing",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
     "sharing.own_address": "what a name means on this network, without a tier",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import NO_TENANT, Health, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason, Run
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.object.format import unpack_manifest
 from sglang_tiered.storage.object.names import Layout
@@ -146,7 +146,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines, tenant=tenants)
     def purge(self, number: int, tenant: bytes) -> None:
-        assert is_true(self.engines[number].begin_purge(tenant), TIMEOUT_S)
+        assert is_true(self.engines[number].erase(Erasure(tenant=tenant)), TIMEOUT_S)
         mine = {key for key in KEYS if tenant_of(key) == tenant}
         for namespace in NAMESPACES:
             self.present[namespace] -= mine
@@ -159,7 +159,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines, chosen=chains)
     def forget(self, number: int, chosen: list[bytes]) -> None:
-        assert is_true(self.engines[number].forget(chosen), TIMEOUT_S)
+        assert is_true(self.engines[number].erase(Erasure.of(chosen)), TIMEOUT_S)
         gone = set(chosen)
         for namespace in NAMESPACES:
             self.present[namespace] -= gone
@@ -173,7 +173,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     @rule(number=engines)
     def clear(self, number: int) -> None:
-        assert is_true(self.engines[number].begin_purge(None), TIMEOUT_S)
+        assert is_true(self.engines[number].erase(Erasure()), TIMEOUT_S)
         namespace = self.namespaces[number]
         self.present[namespace].clear()
         self.damaged[namespace].clear()

@@ -27,7 +27,7 @@ from simulation.ledger import key
 
 from kit.faulty import Fault, FaultyDevice
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
@@ -231,7 +231,7 @@ class RegionMachine(RuleBasedStateMachine):
             parts = by_tenant(stored)
             self.may_be_found(*parts)
             jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
-            assert is_true(self.engine.begin_purge(tenant), TIMEOUT_S), (
+            assert is_true(self.engine.erase(Erasure(tenant=tenant)), TIMEOUT_S), (
                 "a purge fails on a working device"
             )
             self.purged[tenant] = {}
@@ -250,7 +250,7 @@ class RegionMachine(RuleBasedStateMachine):
             parts = by_tenant(stored)
             self.may_be_found(*parts)
             jobs = [self.engine.submit_store(self.run(part, blank=False)) for part in parts]
-            assert is_true(self.engine.forget(chosen), TIMEOUT_S), (
+            assert is_true(self.engine.erase(Erasure.of(chosen)), TIMEOUT_S), (
                 "forgetting fails on a working device"
             )
             for part, job in zip(parts, jobs, strict=True):
@@ -305,7 +305,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert is_true(self.engine.begin_purge(None), TIMEOUT_S), (
+        assert is_true(self.engine.erase(Erasure()), TIMEOUT_S), (
             "a purge of everything fails on a working device"
         )
         self.forget_certainty()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared_tier import SharedTier
 
 from kit.waiting import drained
-from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
@@ -82,25 +82,27 @@ class World:
             assert reason is not Reason.OK or source == buffer, "other bytes were served"
 
     def purge(self, number: int) -> None:
-        assert is_true(self.engine.begin_purge(TENANTS[number % 2]), TIMEOUT_S)
+        assert is_true(self.engine.erase(Erasure(tenant=TENANTS[number % 2])), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def told(self, number: int) -> None:
         """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
-        self.peers.begin_purge(TENANTS[number % 2])
-        assert is_true(self.engine.begin_purge(TENANTS[number % 2], is_remote=True), TIMEOUT_S)
+        self.peers.erase(Erasure(tenant=TENANTS[number % 2]))
+        assert is_true(
+            self.engine.erase(Erasure(tenant=TENANTS[number % 2], spread=False)), TIMEOUT_S
+        )
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def forget(self, number: int) -> None:
-        assert is_true(self.engine.forget(RUNS[number].keys), TIMEOUT_S)
+        assert is_true(self.engine.erase(Erasure.of(RUNS[number].keys)), TIMEOUT_S)
         self.stored.discard(number)
 
     def hear(self, number: int) -> None:
         """Another server forgot pages, in the index and the bucket too, and this one is told."""
         keys = RUNS[number].keys
-        self.peers.forget(keys)
-        self.bucket.forget(keys)
-        assert is_true(self.engine.forget(keys, is_remote=True), TIMEOUT_S)
+        self.peers.erase(Erasure.of(keys))
+        self.bucket.erase(Erasure.of(keys))
+        assert is_true(self.engine.erase(Erasure.of(keys, spread=False)), TIMEOUT_S)
         self.stored.discard(number)
 
     def lose(self, _: int) -> None:

@@ -26,7 +26,7 @@ from simulation.lives import live_below_capacity, live_full
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -118,7 +118,7 @@ class Worker(threading.Thread):
         elif kind < 0.95:
             self._engine.flush(TIMEOUT_S)
         elif kind < 0.951:
-            is_true(self._engine.begin_purge(None), TIMEOUT_S)
+            is_true(self._engine.erase(Erasure()), TIMEOUT_S)
         else:
             self._engine.stats()
 
@@ -173,7 +173,7 @@ def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> N
         threading.Event().wait(0.05)
     assert ledger.load(engine, fresh) == [Reason.OK] * len(fresh)
     if not ledger.sync(engine):  # pages are held that a sync failed on
-        is_true(engine.begin_purge(None), TIMEOUT_S)
+        is_true(engine.erase(Erasure()), TIMEOUT_S)
         assert ledger.sync(engine)
 
 

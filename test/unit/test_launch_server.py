@@ -26,7 +26,7 @@ from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format
 from sglang_tiered.storage.region.directory import DirectoryLock
@@ -421,7 +421,7 @@ def test_a_gone_replica_brings_no_purged_pages_back(
             store(engine, run_of(number, 16))
         on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("region-*"))
         assert on_disk <= capacity
-        assert is_true(engine.begin_purge(tenant), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     with serving(2) as engines:
         for engine in engines:
             assert [engine.lookup(run.keys).num_hits for run in runs] == [0, 0]

@@ -32,18 +32,17 @@ from sglang_tiered.storage.base import (
     Stop,
     Tier,
     TierStats,
-    unique_keys,
 )
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import EraseWanted
     from sglang_tiered.sharing.settings import PeerSettings
-    from sglang_tiered.storage.base import Job, Run
+    from sglang_tiered.storage.base import Erasure, Job, Run
     from sglang_tiered.storage.region.engine import RegionEngine
 
 __all__ = ["PeerStats", "PeerTier"]
@@ -84,10 +83,8 @@ class PeerStats(TierStats):
 
 
 class PeerTier(RemoteTier):
-    """``purge`` purges this server's own pages of a tenant (None: of all) on behalf of another
-    server, ``forget`` single ones of any tenant; they are called on a thread of the index, and may
-    block. The tier reads from ``region``,
-    which its owner closes after the tier.
+    """``erase`` erases on this server what another one told; it is called on a thread of the index,
+    and may block. The tier reads from ``region``, which its owner closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
     A Redis that cannot be reached is not an error.
@@ -101,8 +98,7 @@ class PeerTier(RemoteTier):
         *,
         namespace: bytes,
         region: RegionEngine,
-        purge: PurgeWanted,
-        forget: ForgetWanted,
+        erase: EraseWanted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         keys = None
@@ -137,8 +133,7 @@ class PeerTier(RemoteTier):
                 settings,
                 namespace=namespace,
                 held=region.view.fingerprints,
-                purge_wanted=purge,
-                forget_wanted=forget,
+                erase_wanted=erase,
                 notes=region.notes,
                 clock=clock,
             )
@@ -229,26 +224,12 @@ class PeerTier(RemoteTier):
             num_purges_applied=index.num_purges_applied,
         )
 
-    def begin_purge(
-        self, tenant: bytes | None, *, local: Future[bool] | None = None
-    ) -> Future[bool]:
-        """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
-        true once this server's purge is durable. Memory only; from now on no page is found at a
-        server that has not purged it. True once Redis has the purge."""
-        return self._index.begin_purge(tenant, local)
-
-    def hide(self, tenant: bytes | None) -> None:
-        """Does nothing: the server that purged the tenant asked every other one."""
-
-    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        """Ask every server to forget these pages, as this one has; ``local`` is true once that is
-        durable here. Memory only. True once every server that lives says that it has done so."""
-        unique = unique_keys(keys)
-        self._index.hide_pages(unique)
-        return self._index.begin_forget(unique, local)
-
-    def hide_pages(self, keys: Iterable[bytes]) -> None:
-        self._index.hide_pages(unique_keys(keys))
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
+        """Ask every server to erase, as this one has begun to; ``local`` is true once that is
+        durable here. Memory only; from now on no page is found at a server that has not done so.
+        True once Redis has it; of single pages, once every server that lives has done so. Without
+        ``spread`` the server that told it has asked every other one."""
+        return self._index.erase(what, local)
 
     def set_namespace(self, namespace: bytes) -> None:
         """As the contract says; pages of the old namespace are no longer served either."""

@@ -19,9 +19,9 @@ node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them 
 7. Nothing blocks except ``flush``, ``refresh``, ``close``, ``Job.wait`` and ``Future.result``; none
    of those may be called on the scheduler thread while requests are running.
 8. Every page belongs to the tenant its run names, if any. Keys of different tenants never
-   coincide: that is the caller's promise. A tenant that was purged has no hit from the moment
-   ``begin_purge`` returns, and no store of it submitted before lands behind it. One over its
-   share never costs others theirs. ``forget`` does for single pages what a purge does for a tenant.
+   coincide: that is the caller's promise. A tenant over its share never costs others theirs.
+   What is erased has no hit from the moment ``erase`` returns, and no store of it submitted before
+   lands behind that. An erasure waits for no store or load but those under way.
 9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
    thread that ends it, perhaps under a lock of the tier: they must only note.
 """
@@ -29,6 +29,7 @@ node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them 
 from __future__ import annotations
 
 import enum
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ __all__ = [
     "TENANT_BYTES",
     "BucketTier",
     "EngineStats",
+    "Erasure",
     "Health",
     "Job",
     "JobKind",
@@ -63,7 +65,6 @@ __all__ = [
     "TenantUsage",
     "Tier",
     "TierStats",
-    "Tombstone",
     "WriteTier",
     "unique_keys",
 ]
@@ -258,6 +259,34 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Erasure:
+    """What to erase: the pages of these ``keys`` (of none, if there are none), or all of a
+    ``tenant``, or with neither all there is. Other servers come to know it by its ``id``, and apply
+    it once: 16 random bytes, or the name of its tombstone in a bucket.
+
+    ``spread``: tell the servers that share a remote tier. False for what one of them told.
+    """
+
+    keys: tuple[bytes, ...] | None = None
+    tenant: bytes | None = None
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(16), compare=False)
+    spread: bool = True
+
+    @classmethod
+    def of(cls, keys: Iterable[bytes], *, spread: bool = True) -> Erasure:
+        """Erase pages, each key once. Raises ``ValueError`` for a key of another length."""
+        return cls(unique_keys(keys), spread=spread)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.keys == ()
+
+    @property
+    def is_everything(self) -> bool:
+        return self.keys is None and self.tenant is None
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Counters since the tier was opened, and gauges of now. Reading them takes no I/O."""
 
@@ -284,7 +313,7 @@ class EngineStats(TierStats):
     num_inflight_jobs: int
     queued_store_bytes: int  # payload bytes of stores submitted and not done
     num_tenants: int  # that hold pages, no tenant included
-    num_pages_purged: int  # forgotten by ``begin_purge``
+    num_pages_purged: int  # hidden by ``erase``
     num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
     num_pages_copied: int = 0  # read for the bucket or other servers, and not loaded
@@ -323,15 +352,6 @@ class PinRefusal(NamedTuple):
     why: str  # one sentence
 
 
-class Tombstone(NamedTuple):
-    """What a bucket says of pages that were forgotten. ``keys`` is empty where this server did it:
-    then all its tiers have."""
-
-    name: str  # different from that of any other
-    bound_ms: int  # since 1970; pages that were stored until then are meant
-    keys: tuple[bytes, ...]
-
-
 class ReadTier(ABC):
     """A tier that pages can be loaded from. Thread-safe: every method may be called from any
     thread."""
@@ -366,21 +386,14 @@ class ReadTier(ABC):
         """
 
     @abstractmethod
-    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
-        """Forget every page of one tenant, or of all for None: hidden on return, and what is queued
-        of it is dropped. Memory only.
+    def erase(self, what: Erasure) -> Future[bool]:
+        """Erase pages: hidden on return, no pin keeps them any more, and what is on its way of them
+        does not become visible. Memory only. Pages stored again after the call are found again.
 
-        True once its pages do not come back after a crash or loss of power either, and no job
-        that concerns them is under way. False when that is not known, because the storage refused
-        or the tier is closed: ask again.
+        True once they do not come back after a crash or loss of power either, and no job that
+        concerns them is under way. False when that is not known, because the storage refused or
+        the tier is closed: ask again. It is not true before all that was asked before is.
         """
-
-    @abstractmethod
-    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
-        """Forget single pages: hidden on return, and what is on its way of them does not become
-        visible. Memory only. Pages stored again after the call are found again; no pin keeps them
-        any more. True and false as for ``begin_purge``. Raises ``ValueError`` for a key of another
-        length."""
 
     @abstractmethod
     def set_namespace(self, namespace: bytes) -> None:
@@ -434,26 +447,10 @@ class RemoteTier(ReadTier):
     tier: Tier
 
     @abstractmethod
-    def begin_purge(
-        self, tenant: bytes | None, *, local: Future[bool] | None = None
-    ) -> Future[bool]:
-        """Forget pages as every tier does, for every server that shares the tier; ``local`` is the
-        purge of this server's own tier."""
-
-    @abstractmethod
-    def hide(self, tenant: bytes | None) -> None:
-        """Forget pages as ``begin_purge`` does, for this server alone: the server that purged them
-        makes it durable."""
-
-    @abstractmethod
-    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        """Forget pages as every tier does, for every server that shares the tier; ``local`` is
-        what this server's own tier answered."""
-
-    @abstractmethod
-    def hide_pages(self, keys: Iterable[bytes]) -> None:
-        """Forget pages as ``forget`` does, for this server alone: the server that was asked to
-        forget them makes it durable."""
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
+        """Erase pages as every tier does, for every server that shares the tier, or without
+        ``spread`` for this one alone: the server that told it makes it durable. ``local`` is what
+        this server's own tier answered."""
 
     @abstractmethod
     def refresh(self, timeout_s: float) -> bool:
@@ -506,11 +503,11 @@ class BucketTier(RemoteTier, WriteTier):
         """Return what all pins may keep together."""
 
     @abstractmethod
-    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
-        """Have ``told`` called, on a thread of the tier, with the tombstones in the bucket that
-        were not there yet; after a start with all that are there, some at a time. It may block for
-        seconds. No page of them is stored until it returns, so that nothing read before comes
-        after."""
+    def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
+        """Have ``told`` called, on a thread of the tier, with the erasures in the bucket that were
+        not there yet; after a start with all that are there, some at a time. One of this server
+        names no pages: all its tiers have erased them. It may block for seconds. No page that they
+        name is stored until it returns, so that nothing read before comes after."""
 
     @abstractmethod
     def object_stats(self) -> Any:

@@ -15,6 +15,7 @@ import xxhash
 from sglang_tiered.storage.base import (
     NO_TENANT,
     EngineStats,
+    Erasure,
     Health,
     JobKind,
     LookupResult,
@@ -22,13 +23,12 @@ from sglang_tiered.storage.base import (
     Stop,
     TenantUsage,
     WriteTier,
-    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Job, Page, Run
@@ -108,7 +108,7 @@ class MemoryEngine(WriteTier):
         if not self._fits_share(tenant, len(data)):
             return Reason.OVER_SHARE
         while self._stored_bytes + len(data) > self._capacity_bytes:
-            self._forget(next(iter(self._pages)))
+            self._drop(next(iter(self._pages)))
             self._num_evicted += 1
         self._pages[key] = _Stored(data, xxhash.xxh3_64_intdigest(key + data), tenant)
         self._stored_bytes += len(data)
@@ -126,11 +126,11 @@ class MemoryEngine(WriteTier):
             return False
         own = (key for key, stored in list(self._pages.items()) if stored.tenant == tenant)
         while self._tenant_bytes[tenant] + nbytes > limit:
-            self._forget(next(own))
+            self._drop(next(own))
             self._num_evicted += 1
         return True
 
-    def _forget(self, key: bytes) -> None:
+    def _drop(self, key: bytes) -> None:
         stored = self._pages.pop(key)
         self._stored_bytes -= len(stored.data)
         self._tenant_pages[stored.tenant] -= 1
@@ -143,7 +143,7 @@ class MemoryEngine(WriteTier):
         if stored is None or len(stored.data) != sum(segment.nbytes for segment in page):
             return Reason.MISS
         if xxhash.xxh3_64_intdigest(key + stored.data) != stored.checksum:
-            self._forget(key)
+            self._drop(key)
             return Reason.CORRUPT
         self._pages.move_to_end(key)
         position = 0
@@ -184,36 +184,32 @@ class MemoryEngine(WriteTier):
             largest = self._tenant_bytes.most_common(limit)
             return [TenantUsage(t, self._tenant_pages[t], size, size) for t, size in largest]
 
-    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
+    def erase(self, what: Erasure) -> Future[bool]:
         with self._lock:
-            self._num_purged += self._forget_all(tenant)
+            if what.keys is None:
+                pages = self._pages.items()
+                gone = [key for key, each in pages if what.tenant in (None, each.tenant)]
+            else:
+                gone = [key for key in what.keys if key in self._pages]
+            for key in gone:
+                self._drop(key)
+            self._num_purged += len(gone)
             return ended(not self._closed)
 
-    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
-        with self._lock:
-            held = [key for key in unique_keys(keys) if key in self._pages]
-            for key in held:
-                self._forget(key)
-            self._num_purged += len(held)
-            return ended(not self._closed)
-
-    def _forget_all(self, tenant: bytes | None) -> int:
-        pages = self._pages.items()
-        keys = [key for key, stored in pages if tenant in (None, stored.tenant)]
-        for key in keys:
-            self._forget(key)
-        return len(keys)
+    def _clear(self) -> None:
+        for key in list(self._pages):
+            self._drop(key)
 
     def set_namespace(self, namespace: bytes) -> None:
         with self._lock:
-            self._forget_all(None)
+            self._clear()
 
     def flush(self, timeout_s: float) -> bool:
         return not self._closed
 
     def close(self) -> None:
         with self._lock:
-            self._forget_all(None)
+            self._clear()
             self._closed = True
 
     def check_integrity(self) -> None:

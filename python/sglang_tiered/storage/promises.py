@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Job
 
-__all__ = ["Promises", "all_true", "ended", "is_true", "keep", "promise"]
+__all__ = ["Promises", "all_true", "ended", "is_true", "keep", "keep_as", "promise"]
 
 
 def promise() -> Future[bool]:
@@ -26,6 +26,11 @@ def keep(future: Future[bool], outcome: bool) -> None:
     """End a future, unless it has ended."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(outcome)
+
+
+def keep_as(future: Future[bool], other: Future[bool]) -> None:
+    """End a future as another one has ended."""
+    keep(future, other.result())
 
 
 def ended(outcome: bool) -> Future[bool]:

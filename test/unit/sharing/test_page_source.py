@@ -10,7 +10,7 @@ import pytest
 from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.sharing.page_source import PageSource, _Memory
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
@@ -127,7 +127,7 @@ def test_page_damaged_on_disk_is_not_served(
 def test_purged_or_closed_store_serves_nothing(region: RegionEngine, make_run: MakeRun) -> None:
     run = stored(region, make_run(4, [4096, 4096]))
     source = PageSource(region, max_free_bytes=1 << 20)
-    is_true(region.begin_purge(None), 20.0)
+    is_true(region.erase(Erasure()), 20.0)
     assert read(source, run.keys, [4096, 4096]) == [None, None]
     stored(region, run)
     region.close()
@@ -142,7 +142,7 @@ def test_page_evicted_before_the_read_is_not_served(
     load = region.submit_load
 
     def purge_first(wanted: Run, **how: Any) -> Any:
-        is_true(region.begin_purge(None), 20.0)
+        is_true(region.erase(Erasure()), 20.0)
         return load(wanted, **how)
 
     monkeypatch.setattr(region, "submit_load", purge_first)

@@ -102,12 +102,8 @@ def test_a_setting_that_cannot_work_is_refused(values: dict[str, object]) -> Non
 def test_malformed_namespace_or_address_raises_value_error() -> None:
     settings = PeerSettings(index_url="redis://127.0.0.1:1")
     with pytest.raises(ValueError, match="namespace"):
-        LocalityIndex(
-            settings, namespace=b"", held=lambda _: None, purge_wanted=print, forget_wanted=print
-        )
-    index = LocalityIndex(
-        settings, namespace=bytes(32), held=lambda _: None, purge_wanted=print, forget_wanted=print
-    )
+        LocalityIndex(settings, namespace=b"", held=lambda _: None, erase_wanted=print)
+    index = LocalityIndex(settings, namespace=bytes(32), held=lambda _: None, erase_wanted=print)
     try:
         with pytest.raises(ValueError, match="address"):
             index.announce("ipc:///tmp/x")

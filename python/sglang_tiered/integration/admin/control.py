@@ -26,9 +26,10 @@ from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import key_of_request, short_key
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, key_of_request, short_key
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
-from sglang_tiered.integration.storage.remote_purges import MEMORY, with_unknown
+from sglang_tiered.integration.storage.remote_erasures import MEMORY
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +199,7 @@ class Control:
     ) -> None:
         """Put out of reach what another server purged, or all that memory holds (``MEMORY``)."""
         if tenant != MEMORY:
-            self._purge(scheduler, cache, tenant, is_remote=True)
+            self._purge(scheduler, cache, tenant, spread=False)
             return
         hide_memory(scheduler)
         cache.forgotten.clear()
@@ -210,10 +211,10 @@ class Control:
         cache: TieredRadixCache,
         tenant: bytes | None,
         *,
-        is_remote: bool = False,
+        spread: bool = True,
     ) -> list[Future[bool]]:
-        """Hide the pages of a tenant, or all, in every tier, and propagate the purge to other
-        servers unless it came from one of them."""
+        """Erase the pages of a tenant, or all, in memory and every tier, and on other servers
+        unless one of them told it."""
         # Before the tree is reset, or it would be asked to store what is purged.
         cache.purged_tenants.quarantine(tenant)
         cache.recent_requests.drop_tenant(tenant)
@@ -221,14 +222,13 @@ class Control:
             cache.tiering.hints.end_all(PURGED, tenant)
         purges = _purge_warm_list(cache, tenant)
         if cache.storage is not None:
-            purges += [
-                # A server that hears of the one tenant purges the unknown one too.
-                cache.storage.begin_purge(each, is_remote=is_remote, propagate=each == tenant)
-                for each in with_unknown(tenant)
-            ]
+            tenants = [tenant]
+            if spread and tenant is not None:  # pages of unknown tenants may belong to it
+                tenants.append(UNKNOWN_TENANT)
+            purges += [cache.storage.erase(Erasure(None, each, spread=spread)) for each in tenants]
         _use_new_keys(scheduler, cache)
         what = "everything" if tenant is None else f"tenant {tenant.hex()}"
-        logger.info("purged %s%s", what, " (requested by another server)" if is_remote else "")
+        logger.info("purged %s%s", what, "" if spread else " (requested by another server)")
         return purges
 
     def _report(

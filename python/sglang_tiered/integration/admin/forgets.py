@@ -20,6 +20,7 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,5 +165,5 @@ def _forget_pages(cache: TieredRadixCache, hashes: list[str]) -> _Forget:
     if ahead is not None:
         under_way.append(ahead)
     if cache.storage is not None:
-        under_way.append(cache.storage.begin_forget(hashes))
+        under_way.append(cache.storage.erase(Erasure.of(cache.storage.keys_of(hashes))))
     return _Forget(hashes, len(hashes), under_way)

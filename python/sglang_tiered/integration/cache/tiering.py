@@ -31,7 +31,7 @@ from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
 from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
-from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.integration.storage.remote_erasures import MEMORY
 from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.prefill_work import PrefillWork
 
@@ -382,7 +382,7 @@ class Tiering:
 
     def _apply_remote_purges(self, storage: TieredStorage) -> None:
         """Put out of reach what other servers purged; all ranks do so in the same step."""
-        purges, apply = storage.remote_purges, self._cache.apply_remote_purge
+        purges, apply = storage.remote_erasures, self._cache.apply_remote_purge
         if purges is None or apply is None:
             return
         if self._purges is None or self._purges.purges is not purges:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.ranks.rank_consensus import Rule
-from sglang_tiered.integration.storage.remote_purges import MEMORY
+from sglang_tiered.integration.storage.remote_erasures import MEMORY
 from sglang_tiered.storage.base import TENANT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
-    from sglang_tiered.integration.storage.remote_purges import RemotePurges
+    from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 
 __all__ = ["INITIAL", "RULES", "PurgeExchange"]
 
@@ -34,7 +34,7 @@ _TENANT, _EVERYTHING, _MEMORY = 0.0, 1.0, 2.0
 class PurgeExchange:
     """Carries the remote purges of one storage to all ranks. Scheduler thread."""
 
-    def __init__(self, purges: RemotePurges, agreement: RankAgreement) -> None:
+    def __init__(self, purges: RemoteErasures, agreement: RankAgreement) -> None:
         self.purges = purges
         self._agreement = agreement
         # The number goes on from that of a storage before this one.
@@ -58,7 +58,7 @@ class PurgeExchange:
         return [_from_floats(parts)]
 
     def applied(self, tenant: bytes | None) -> None:
-        """See ``RemotePurges.applied``."""
+        """See ``RemoteErasures.applied``."""
         self._is_shared = False
         self.purges.applied(tenant)
 

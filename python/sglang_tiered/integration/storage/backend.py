@@ -34,10 +34,9 @@ from sglang_tiered.integration.identity.namespace_search import NamespaceSearch,
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.storage.late_purges import LatePurges
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.queries import TierQueries
-from sglang_tiered.integration.storage.remote_purges import RemotePurges
+from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 from sglang_tiered.integration.storage.store_ahead import BegunStore, StoreAhead
 from sglang_tiered.integration.storage.tiers import (
     OpenTiers,
@@ -47,9 +46,9 @@ from sglang_tiered.integration.storage.tiers import (
 )
 from sglang_tiered.integration.storage.transfers import ReadAhead, ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
-from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.promises import all_true
+from sglang_tiered.storage.promises import all_true, keep, keep_as, promise
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
@@ -94,12 +93,12 @@ class TieredStorage(TierQueries):
         self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
         self._tiers: OpenTiers | None = None
-        self.remote_purges: RemotePurges | None = None  # made only with an index or a bucket
+        self.remote_erasures: RemoteErasures | None = None  # made only with an index or a bucket
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
         self._noting: threading.Thread | None = None
-        self._late_purges = LatePurges()  # to begin when it is
+        self._late: list[tuple[Erasure, Future[bool]]] = []  # to erase when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._dropping_stores = False  # memory is about to be emptied
         self._first_store = 0  # of SGLang's operations, that may be stored
@@ -176,7 +175,7 @@ class TieredStorage(TierQueries):
             page_bytes=max_page_bytes,
             may_promote=lambda: gate.takes_everything,
             order=lambda: REMOTE_TIERS if self._planner is None else self._planner.far_order(),
-            purge=self.remote_purges,
+            on_told=self.remote_erasures,
         )
         if self.knows_namespace:
             if search.is_nameless:
@@ -239,9 +238,9 @@ class TieredStorage(TierQueries):
             writes_per_day=writes_per_day,
         )
         if self._config.index is not None or self.has_object_tier:
-            self.remote_purges = RemotePurges(self._gate, self.begin_purge, self.forget_keys)
+            self.remote_erasures = RemoteErasures(self._gate, self.erase)
             if self._storage_config.pp_size > 1:
-                self.remote_purges.clear_tiers_only()
+                self.remote_erasures.clear_tiers_only()
 
     def _set_claim(self, *, changing: bool = False) -> None:
         """State what the pages are of. ``changing``: it is about to change, so state nothing."""
@@ -302,7 +301,7 @@ class TieredStorage(TierQueries):
             self._search = None  # from now on pages are found
             self._is_nameless = search.is_nameless
             self._set_claim()
-            self._late_purges.begin(self.stack)
+            self._erase_late()
         if self._tiers is not None:
             self._tiers.collect()
         if not search.is_nameless and not self.borrows:
@@ -327,7 +326,8 @@ class TieredStorage(TierQueries):
             self._lender.close()
         if self._tiers is not None:
             self._tiers.close()
-        self._late_purges.close()
+        for _, is_durable in self._late:
+            keep(is_durable, False)
 
     def clear(self) -> None:
         """Do nothing: SGLang calls this for a change of role and to empty its caches, which concern
@@ -352,7 +352,7 @@ class TieredStorage(TierQueries):
             self._search = None
             self._num_updates += 1
             self._set_claim()
-            self._late_purges.begin(self.stack)
+            self._erase_late()
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
             "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
@@ -368,42 +368,34 @@ class TieredStorage(TierQueries):
     def has_object_tier(self) -> bool:
         return self._config.object is not None
 
-    def begin_purge(
-        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
-    ) -> Future[bool]:
-        """Hide the pages of a tenant, or all, and drop those on their way; ``is_remote``: another
-        server did so first. Memory only, any thread."""
+    def erase(self, what: Erasure) -> Future[bool]:
+        """Erase in every tier, and drop what is on its way. Memory only, any thread. Single pages
+        are hidden in memory before (``use_forgotten``), or the backup thread would store them."""
         with self.gate.lock:
-            self.gate.purge_tenant(tenant)
+            if what.keys is None:
+                self.gate.purge_tenant(what.tenant)
             if self._search is None or not self.stack.remote:
-                return self.stack.begin_purge(tenant, is_remote=is_remote, propagate=propagate)
-            # In the bucket and the index a purge is of a namespace.
-            late = self._late_purges.add(tenant, is_remote=is_remote, propagate=propagate)
-            return all_true([self.region_engine.begin_purge(tenant), late])
+                return self.stack.erase(what)
+            # In the bucket and the index an erasure is of a namespace.
+            self._late.append((what, late := promise()))
+            return all_true([self.region_engine.erase(what), late])
 
-    def begin_forget(self, hashes: Sequence[str]) -> Future[bool]:
-        """Hide pages, of every pool and on every server, and drop those on their way. Memory only,
-        any thread. What the backup thread is handed later is stored unless the pages are hidden in
-        memory too (``use_forgotten``), so that comes first."""
-        keys = [key for pool in self._pool_names() for key in engine_keys(pool, hashes)]
-        return self.forget_keys(keys, is_remote=False)
+    def _erase_late(self) -> None:
+        for what, late in self._late:
+            self.stack.erase(what).add_done_callback(partial(keep_as, late))
+        self._late.clear()
 
-    def forget_keys(self, keys: list[bytes], *, is_remote: bool) -> Future[bool]:
-        """As ``begin_forget``, by the keys of all pools; ``is_remote``: another server forgot them,
-        and told the others."""
-        with self.gate.lock:
-            if self._search is None or not self.stack.remote:
-                return self.stack.forget(keys, is_remote=is_remote)
-            late = self._late_purges.add_forget(keys, is_remote=is_remote)
-            return all_true([self.region_engine.forget(keys), late])
+    def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
+        """Return the keys of pages in every pool."""
+        return [key for pool in self._pool_names() for key in engine_keys(pool, hashes)]
 
     def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
         """Store none of the pages that are hidden in memory, and hide there what other servers
         forget. ``is_alone``: no other rank must hide the same in the same step."""
         if self._gate is not None:
             self._gate.forgotten = forgotten
-        if self.remote_purges is not None:
-            self.remote_purges.use_forgotten(forgotten, is_alone=is_alone)
+        if self.remote_erasures is not None:
+            self.remote_erasures.use_forgotten(forgotten, is_alone=is_alone)
 
     def refuse_queued_stores(self) -> None:
         """Store nothing more of what SGLang has queued up to now: what it holds was hidden. By the

@@ -31,16 +31,16 @@ from sglang_tiered.storage.stack.tiers import StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from typing import Any
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.storage.bucket_collector import BucketCollector
-    from sglang_tiered.integration.storage.remote_purges import RemotePurges
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
-    from sglang_tiered.storage.base import RemoteTier, Tier
+    from sglang_tiered.storage.base import Erasure, RemoteTier, Tier
     from sglang_tiered.storage.object import ObjectEngine
 
 __all__ = [
@@ -180,23 +180,23 @@ def open_remote_tiers(
     page_bytes: int,
     may_promote: Callable[[], bool],
     order: Callable[[], Sequence[Tier]],
-    purge: RemotePurges | None,
+    on_told: Callable[[Erasure], Future[bool]] | None,
 ) -> OpenTiers:
     """Open the tiers beyond the shard. Returns at once: they are contacted in the background, and
     miss until they answer. ``rank`` is this process's among those of the server,
-    ``page_bytes`` the largest page of any pool."""
+    ``page_bytes`` the largest page of any pool. ``on_told`` erases what another server did."""
     bucket = _open_object_tier(config, namespace, host_pool)
     remote: list[RemoteTier] = []
     if config.index is not None:
-        assert purge is not None
-        remote.append(_open_peers(config, rank, shard, namespace, purge))
+        assert on_told is not None
+        remote.append(_open_peers(config, rank, shard, namespace, on_told))
     if bucket is not None:
         remote.append(bucket)
     bounds = StackSettings()
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
     stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote)
-    stack.on_forgotten = None if purge is None else purge.forget
+    stack.on_told = on_told
     return OpenTiers(stack, bucket, object_settings(config))
 
 
@@ -222,7 +222,11 @@ def _open_object_tier(
 
 
 def _open_peers(
-    config: TieredConfig, rank: int, shard: RegionEngine, namespace: bytes, purge: RemotePurges
+    config: TieredConfig,
+    rank: int,
+    shard: RegionEngine,
+    namespace: bytes,
+    on_told: Callable[[Erasure], Future[bool]],
 ) -> PeerTier:
     # Imported late: without an index the Redis client is not needed.
     from sglang_tiered.sharing.peer_tier import PeerTier
@@ -232,8 +236,7 @@ def _open_peers(
         peer_settings(config.index, rank),
         namespace=namespace,
         region=shard,
-        purge=purge,
-        forget=purge.forget,
+        erase=on_told,
     )
 
 

@@ -20,7 +20,7 @@ from sglang_tiered.sharing.locality.publisher import Publisher
 from sglang_tiered.sharing.locality.reader import Reader
 from sglang_tiered.sharing.locality.state import IndexState
 from sglang_tiered.sharing.locality.url import parse_index_url
-from sglang_tiered.storage.promises import is_true, keep
+from sglang_tiered.storage.promises import ended, is_true, keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.applied_purges import NoteStore
     from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import EraseWanted
     from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.storage.base import Erasure
 
     Held = Callable[[int], tuple[int, npt.NDArray[np.uint64]] | None]
 
@@ -74,12 +75,10 @@ class LocalityIndex:
 
     ``held(version)`` returns the pages that this server can serve now as (a version above 0,
     fingerprints in any order), or None if nothing changed since ``version``; ``RegionView`` has it.
-    ``purge_wanted(tenant)`` must hide this server's own pages of a tenant (None: of all) before it
-    returns, and returns a purge that is done when it is durable (None: it is); it must not begin a
-    purge here, nor in a store that servers share. ``forget_wanted(keys)`` does the same of single
-    pages. All are called on threads of the index and may block. ``notes`` keep the durable purges
-    over a restart; without them both are called again for what was purged and forgotten in the last
-    days.
+    ``erase_wanted(what)`` must hide this server's own pages before it returns, and returns whether
+    that is durable; it must spread nothing. Both are called on threads of the index and may block.
+    ``notes`` keep what was erased over a restart; without them it is called again for what was
+    erased in the last days.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class LocalityIndex:
         *,
         namespace: bytes,
         held: Held,
-        purge_wanted: PurgeWanted,
-        forget_wanted: ForgetWanted,
+        erase_wanted: EraseWanted,
         notes: NoteStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,7 +99,7 @@ class LocalityIndex:
         if memory is not None:
             memory.recall()
         self._connections = [IndexConnection(url, settings.index_timeout_s) for _ in range(2)]
-        reader = Reader(state, self._connections[1], purge_wanted, forget_wanted)
+        reader = Reader(state, self._connections[1], erase_wanted)
         bodies = (
             ("locality-publisher", Publisher(state, self._connections[0], held, memory).run),
             ("locality-reader", reader.run),
@@ -156,40 +154,27 @@ class LocalityIndex:
         again."""
         self._state.mirror.lacks(peer.server, keys)
 
-    def hide_pages(self, keys: Sequence[bytes]) -> None:
-        """Note that no server holds pages, until one publishes them again."""
-        self._state.mirror.hide_pages(keys)
-
     def avoid(self, peer: Peer, seconds: float) -> None:
         """Find nothing at a server for a while, since it does not answer."""
         self._state.mirror.avoid(peer.server, seconds)
 
-    def begin_purge(self, tenant: bytes | None, local: Future[bool] | None = None) -> Future[bool]:
-        """Ask every server to purge a tenant (None: all), as this one has begun to; ``local`` is
-        true once this server's purge is durable. Memory only. No page is found at another server
-        until it says that it has done so. True once Redis has the purge."""
+    def erase(self, what: Erasure, local: Future[bool] | None = None) -> Future[bool]:
+        """Ask every server to erase, unless one of them told it, as this one has begun to; what is
+        ``local`` is true once that is durable here. Memory only. No page is found at another server
+        until it says that it has done so, and single pages only once it publishes them again. True
+        once Redis has it; of single pages, once every server that lives says that it has done so:
+        the others do it when they are back."""
         state = self._state
-        purge = state.book.begin(tenant, local)
-        state.mirror.choose()
-        with state.lock:
-            if state.closed:
-                keep(purge, False)
-            state.publisher_wakes.notify_all()
-        return purge
-
-    def begin_forget(
-        self, keys: Sequence[bytes], local: Future[bool] | None = None
-    ) -> Future[bool]:
-        """Ask every server to forget pages, as this one has; ``local`` as for ``begin_purge``.
-        Memory only. True once every server that lives says that it has done so: the others do it
-        when they are back."""
-        state = self._state
-        is_done = state.book.begin_forget(keys, local)
+        if what.keys:
+            state.mirror.hide_pages(what.keys)
+        if what.is_empty or not what.spread:
+            return ended(True)
+        is_done = state.book.begin(what, local)
         state.mirror.choose()
         with state.lock:
             if state.closed:
                 keep(is_done, False)
-            state.look_now = True
+            state.look_now = state.look_now or what.keys is not None
             state.publisher_wakes.notify_all()
             state.reader_wakes.notify_all()
         return is_done

@@ -13,9 +13,10 @@ from sglang_tiered.sharing.locality.formats import (
 )
 from sglang_tiered.sharing.locality.purges import MAX_PURGES
 from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.storage.base import Erasure, unique_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.locality.redis_keys import RedisKeys
     from sglang_tiered.sharing.locality.state import IndexState
 
-    PurgeWanted = Callable[[bytes | None], Future[bool] | None]
-    ForgetWanted = Callable[[Sequence[bytes]], Future[bool] | None]
+    EraseWanted = Callable[[Erasure], Future[bool]]
 
 __all__ = ["PurgeReader"]
 
@@ -40,13 +40,11 @@ class PurgeReader:
         self,
         state: IndexState,
         connection: IndexConnection,
-        purge_wanted: PurgeWanted,
-        forget_wanted: ForgetWanted,
+        erase_wanted: EraseWanted,
     ) -> None:
         self._state = state
         self._connection = connection
-        self._purge_wanted = purge_wanted
-        self._forget_wanted = forget_wanted
+        self._erase_wanted = erase_wanted
         self._log = OnceLog(logger)
         self.is_done = False  # of this namespace
 
@@ -63,7 +61,7 @@ class PurgeReader:
             for member, score in zip(found[::2], found[1::2], strict=True)
         }
         # One purge of a tenant is enough for all that were published before now.
-        applied: dict[bytes | None, Future[bool] | None] = {}
+        applied: dict[bytes | None, Future[bool]] = {}
         forgets: dict[bytes, Forget] = {}
         for member in book.unknown(ages):
             purge = unpack_purge(member)
@@ -74,7 +72,8 @@ class PurgeReader:
                 continue
             if purge.tenant not in applied:
                 try:
-                    applied[purge.tenant] = self._purge_wanted(purge.tenant)
+                    what = Erasure(None, purge.tenant, purge.number, spread=False)
+                    applied[purge.tenant] = self._erase_wanted(what)
                 except Exception:
                     why = "a purge that another server told could not be applied"
                     self._log.fault(member.hex(), why)
@@ -119,7 +118,8 @@ class PurgeReader:
                 )
                 continue
             try:
-                applied = self._forget_wanted(keys)
+                what = Erasure(unique_keys(keys), None, forget.number, spread=False)
+                applied = self._erase_wanted(what)
             except Exception:
                 self._log.fault(
                     member.hex(), "pages that another server forgot could not be forgotten here"

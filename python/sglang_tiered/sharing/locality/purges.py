@@ -9,7 +9,6 @@ that know a lost purge add it again.
 
 from __future__ import annotations
 
-import secrets
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,8 +25,10 @@ from sglang_tiered.sharing.locality.formats import (
 from sglang_tiered.storage.promises import keep, promise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from concurrent.futures import Future
+
+    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["MAX_PURGES", "DuePurge", "PurgeBook"]
 
@@ -92,24 +93,20 @@ class PurgeBook:
     def num_due(self) -> int:
         return len(self._due)
 
-    def begin(self, tenant: bytes | None, local: Future[bool] | None = None) -> Future[bool]:
-        """Begin a purge that this server has applied itself; ``local`` is true once it is durable.
-        The result is true once the purge is in Redis, and false if the book was closed before."""
-        told = promise()
-        with self._lock:
-            self._begin(pack_purge(Purge(secrets.token_bytes(16), tenant)), told, local)
-        return told
-
-    def begin_forget(
-        self, keys: Sequence[bytes], local: Future[bool] | None = None
-    ) -> Future[bool]:
-        """Begin to forget pages that this server has forgotten itself; ``local`` as above. The
-        result is true once every server that lives has followed (``agreed``), and false if the book
-        was closed or the namespace changed before."""
+    def begin(self, what: Erasure, local: Future[bool] | None = None) -> Future[bool]:
+        """Begin an erasure that this server has applied itself; ``local`` is true once it is
+        durable. The result is true once it is in Redis, and of single pages once every server that
+        lives has followed (``agreed``); false if the book was closed or, of single pages, the
+        namespace changed before."""
         is_done = promise()
+        if what.keys is None:
+            with self._lock:
+                self._begin(pack_purge(Purge(what.id, what.tenant)), is_done, local)
+            return is_done
         packed = {}
-        for at in range(0, len(keys), FORGET_KEYS):
-            number, part = secrets.token_bytes(16), keys[at : at + FORGET_KEYS]
+        for at in range(0, len(what.keys), FORGET_KEYS):
+            number = xxhash.xxh3_128_digest(what.id, seed=at) if at else what.id
+            part = what.keys[at : at + FORGET_KEYS]
             packed[pack_forget(number, part)] = pack_keys(number, part)
         with self._lock:
             self._spreading.append(_Spreading(frozenset(packed), is_done))

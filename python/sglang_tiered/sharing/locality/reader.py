@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.locality.connection import IndexConnection
     from sglang_tiered.sharing.locality.mirror import MirroredPeer
-    from sglang_tiered.sharing.locality.purge_reader import ForgetWanted, PurgeWanted
+    from sglang_tiered.sharing.locality.purge_reader import EraseWanted
     from sglang_tiered.sharing.locality.state import IndexState
 
 __all__ = ["Reader"]
@@ -56,8 +56,7 @@ class Reader:
         self,
         state: IndexState,
         connection: IndexConnection,
-        purge_wanted: PurgeWanted,
-        forget_wanted: ForgetWanted,
+        erase_wanted: EraseWanted,
     ) -> None:
         self._state = state
         self._connection = connection
@@ -68,7 +67,7 @@ class Reader:
         self._look_at = state.clock()
         self._looked = float("-inf")
         self._news = ""  # id of the last news seen
-        self._purges = PurgeReader(state, connection, purge_wanted, forget_wanted)
+        self._purges = PurgeReader(state, connection, erase_wanted)
         self._is_poisoned = False  # some stream cannot be read together with others
 
     def run(self) -> None:

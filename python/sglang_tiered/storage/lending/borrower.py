@@ -21,7 +21,6 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     WriteTier,
-    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.lending.wire import (
@@ -35,11 +34,11 @@ from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.storage.base import TenantUsage
+    from sglang_tiered.storage.base import Erasure, TenantUsage
 
 __all__ = ["BorrowedEngine"]
 
@@ -65,7 +64,7 @@ class BorrowedEngine(WriteTier):
         self._clock = clock
         self._lock = threading.Lock()  # of all below
         self._closed = False
-        self._generation = 0  # of purges
+        self._generation = 0  # of erasures
         self._failed_at: float | None = None
         self._idle: list[socket.socket] = []
         self._connections: set[socket.socket] = set()
@@ -127,7 +126,7 @@ class BorrowedEngine(WriteTier):
             self._failed_at = self._clock()
         finally:
             with self._lock:
-                if generation != self._generation:  # some of it may be purged
+                if generation != self._generation:  # some of it may be erased
                     reasons = [Reason.CANCELLED] * job.run.num_pages
                 job.reasons = reasons
                 self._jobs.finish(job)
@@ -184,16 +183,11 @@ class BorrowedEngine(WriteTier):
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """Do nothing: ``claim`` says what pages are taken to be."""
 
-    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
+    def erase(self, what: Erasure) -> Future[bool]:
         """Fail what is on its way. The borrower keeps nothing that could come back."""
         with self._lock:
             self._generation += 1
         return ended(not self._closed)
-
-    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
-        """Fail what is on its way, as a purge does; the lender forgets the pages."""
-        unique_keys(keys)
-        return self.begin_purge(None)
 
     def flush(self, timeout_s: float) -> bool:
         return not self._closed

@@ -17,9 +17,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import Tombstone
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.object.failures import Failure, RequestError
-from sglang_tiered.storage.object.forgetting import apply_forget, note_tombstone, tell
+from sglang_tiered.storage.object.forgetting import apply_forget, note, tell
 from sglang_tiered.storage.object.format import (
     MAX_MANIFEST_BYTES,
     MAX_PURGE_BYTES,
@@ -116,7 +116,7 @@ class Discovery:
                     orders = state.refresh_orders
                     state.refresh_orders = []
                     return orders
-                is_told = not state.untold or state.on_forgotten is None
+                is_told = not state.untold or state.on_erased is None
                 if is_told and not state.purge_orders and not state.pins.orders:
                     state.discovery_ready.wait(wait_s)
                     continue
@@ -182,18 +182,19 @@ class Discovery:
                         continue
                     raise
                 purge = unpack_purge(data)
-                if purge is None or purge.namespace != layout.namespace:
+                is_damaged = purge is None or purge.namespace != layout.namespace
+                if purge is None or is_damaged:
                     # Its name still says when: rather forget too much than serve what was purged.
                     purge = Purge(layout.namespace, None, named.unix_ms)
                 with self._state.lock:
                     self._check(epoch)
                     if purge.keys:
                         apply_forget(self._state, purge.keys, purge.bound_ms)
-                        if named.writer != self._state.writer:
-                            tombstone = Tombstone(str(named), purge.bound_ms, purge.keys)
-                            note_tombstone(self._state, tombstone)
                     else:
                         apply_remote_purge(self._state, purge)
+                    if named.writer != self._state.writer and not is_damaged and purge.keys:
+                        keys, name = purge.keys or None, str(named).encode()
+                        note(self._state, Erasure(keys, purge.tenant, name, spread=False))
                 tell(self._state, only_many=True)
                 self._purges_seen[listed.path] = None
                 if len(self._purges_seen) > _MAX_PURGES_SEEN:

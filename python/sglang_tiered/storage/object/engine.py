@@ -24,20 +24,19 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    unique_keys,
 )
 from sglang_tiered.storage.object.breaker import Breaker
 from sglang_tiered.storage.object.client import open_client
 from sglang_tiered.storage.object.discovery import Discovery
 from sglang_tiered.storage.object.dropping import drop_stores
-from sglang_tiered.storage.object.forgetting import begin_forget, hide_pages, set_owner
+from sglang_tiered.storage.object.forgetting import set_owner
 from sglang_tiered.storage.object.format import NAMESPACE_BYTES, NO_CODEC
 from sglang_tiered.storage.object.index import ObjectIndex
 from sglang_tiered.storage.object.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.object.packing import Packer, submit_store
 from sglang_tiered.storage.object.pending import RefreshOrder
 from sglang_tiered.storage.object.pinning.keeper import pin, unpin
-from sglang_tiered.storage.object.purging import Purger, begin_purge, hide
+from sglang_tiered.storage.object.purging import Purger, erase
 from sglang_tiered.storage.object.state import ObjectState
 from sglang_tiered.storage.object.stats import ObjectStats, engine_stats, object_stats
 from sglang_tiered.storage.object.uploading import Uploader
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.codecs.base import PageCodec
-    from sglang_tiered.storage.base import EngineStats, TenantUsage, Tombstone
+    from sglang_tiered.storage.base import EngineStats, Erasure, TenantUsage
     from sglang_tiered.storage.object.failures import RequestError
     from sglang_tiered.storage.object.settings import ObjectSettings
     from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
@@ -244,23 +243,11 @@ class ObjectEngine(BucketTier):
             self._close_fillings()
             state.discovery_ready.notify_all()
 
-    def begin_purge(
-        self, tenant: bytes | None, *, local: Future[bool] | None = None
-    ) -> Future[bool]:
-        """Purge as the contract says, for every server: None empties the namespace."""
-        return begin_purge(self._state, tenant)
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
+        """Erase as the contract says: everything is what this namespace has."""
+        return erase(self._state, what, local)
 
-    def hide(self, tenant: bytes | None) -> None:
-        hide(self._state, tenant)
-
-    def forget(self, keys: Iterable[bytes], *, local: Future[bool] | None = None) -> Future[bool]:
-        """Forget pages as the contract says, for every server."""
-        return begin_forget(self._state, unique_keys(keys), local)
-
-    def hide_pages(self, keys: Iterable[bytes]) -> None:
-        hide_pages(self._state, unique_keys(keys))
-
-    def report_forgotten(self, told: Callable[[Sequence[Tombstone]], None]) -> None:
+    def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
         set_owner(self._state, told)
 
     # ---- Pins ----

@@ -1,4 +1,4 @@
-"""How single pages are forgotten: hidden in memory at once, and kept out by their tombstone.
+"""How single pages are hidden in memory, and who is told of tombstones.
 
 The bound of a tombstone lies a minute ahead of this clock, as other servers may go on storing a
 page until they have read it, by clocks that are ahead. A page that is stored again by one that
@@ -9,76 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT, JobKind
 from sglang_tiered.storage.object.dropping import drop_stores, drop_stores_of_pages
 from sglang_tiered.storage.object.format import MAX_FORGOTTEN_PAGES
-from sglang_tiered.storage.object.pending import PurgeOrder
-from sglang_tiered.storage.promises import all_true, ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Tombstone
-    from sglang_tiered.storage.object.state import ObjectState, OnForgotten
+    from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.object.state import ObjectState, OnErased
 
-__all__ = [
-    "apply_forget",
-    "begin_forget",
-    "hide_pages",
-    "note_tombstone",
-    "set_owner",
-    "tell",
-]
+__all__ = ["apply_forget", "bound_of_pages", "note", "set_owner", "tell"]
 
 _MAX_SKEW_MS = 60_000
 _TOLD_AT_ONCE = 64
 
 
-def begin_forget(
-    state: ObjectState, keys: Sequence[bytes], local: Future[bool] | None
-) -> Future[bool]:
-    """Forget pages, each key once. Memory only."""
-    if not keys:
-        return ended(True)
-    gone = set(keys)
-    with state.lock:
-        if state.closed:
-            return ended(False)
-        names = state.index.names_of(keys)
-        uploading = [o for o in state.uploading if any(row[0] in gone for row in o.rows)]
-        bound = _bound(state, keys)
-        apply_forget(state, keys, bound)
-        orders = []
-        for start in range(0, len(keys), MAX_FORGOTTEN_PAGES):
-            order = PurgeOrder(
-                None,
-                state.next_id(NO_TENANT)._replace(unix_ms=bound, tenant_tag=0),
-                state.namespace,
-                state.promises.make(),
-                tuple(keys[start : start + MAX_FORGOTTEN_PAGES]),
-                local=local,
-            )
-            orders.append(order)
-        orders[-1].names, orders[-1].uploading = names, uploading
-        state.purge_orders.extend(orders)
-        state.discovery_ready.notify_all()
-        # A store may go on for its other pages, of which an object waits to be full.
-        loads = [job for job in state.jobs.inflight if job.kind is JobKind.LOAD]
-        jobs = [job for job in loads if not gone.isdisjoint(job.run.keys)]
-    return state.promises.watch(all_true([order.durable for order in orders], jobs))
-
-
-def hide_pages(state: ObjectState, keys: Sequence[bytes]) -> None:
-    """Forget pages, each key once, for this engine alone: another server makes it durable."""
-    with state.lock:
-        # What its owner is told of is hidden already, no further than its tombstone says.
-        keys = [key for key in keys if key not in state.barred]
-        if keys and not state.closed:
-            apply_forget(state, keys, _bound(state, keys))
-
-
-def _bound(state: ObjectState, keys: Sequence[bytes]) -> int:
+def bound_of_pages(state: ObjectState, keys: Sequence[bytes]) -> int:
+    """Return up to when objects do not count for pages that are erased now."""
     newest = max((name[:12] for name in state.index.names_of(keys)), default="0")
     return max(state.now_ms() + _MAX_SKEW_MS, int(newest, 16), state.forgotten.latest(keys) + 1)
 
@@ -99,41 +46,45 @@ def apply_forget(state: ObjectState, keys: Iterable[bytes], bound_ms: int) -> No
         state.num_pages_purged += state.index.drop_before(None, folded)
 
 
-def note_tombstone(state: ObjectState, tombstone: Tombstone) -> None:
+def note(state: ObjectState, what: Erasure) -> None:
     """Have the owner of the engine told of a tombstone. The caller holds the state's lock."""
-    state.untold.append(tombstone)
-    if state.on_forgotten is not None:
-        state.barred.update(tombstone.keys)
+    state.untold.append(what)
+    if state.on_erased is not None:
+        _bar(state, what)
 
 
-def set_owner(state: ObjectState, told: OnForgotten) -> None:
+def _bar(state: ObjectState, what: Erasure) -> None:
+    state.barred.update((what.tenant,) if what.keys is None else what.keys)
+
+
+def set_owner(state: ObjectState, told: OnErased) -> None:
     """Have ``told`` called with every tombstone, those that were read before too."""
     with state.lock:
-        state.on_forgotten = told
-        for tombstone in state.untold:
-            state.barred.update(tombstone.keys)
+        state.on_erased = told
+        for what in state.untold:
+            _bar(state, what)
         state.discovery_ready.notify_all()
 
 
 def tell(state: ObjectState, *, only_many: bool = False) -> None:
     """Tell the owner, on the discovery thread, what it was not told of, many tombstones at once:
-    it writes to its disk. Until it has forgotten a page in its other tiers none is stored here: it
+    it writes to its disk. Until it has erased a page in its other tiers none is stored here: it
     may have been read from there before. ``only_many``: there is more to come."""
     while True:
         with state.lock:
-            told = state.on_forgotten
+            told = state.on_erased
             if told is None:
                 return
             if not state.untold:
                 state.barred.clear()
                 return
-            batch: list[Tombstone] = []
+            batch: list[Erasure] = []
             num_keys = 0
-            for tombstone in state.untold:
+            for what in state.untold:
                 if _is_many(len(batch), num_keys):
                     break
-                batch.append(tombstone)
-                num_keys += len(tombstone.keys)
+                batch.append(what)
+                num_keys += len(what.keys or ())
             if only_many and not _is_many(len(batch), num_keys):
                 return
             for _ in batch:

@@ -202,7 +202,7 @@ def _storable(state: ObjectState, job: Job) -> tuple[list[int], int]:
         length = sum(segment.nbytes for segment in page)
         if held[position] or key in state.pending:
             job.reasons[position] = Reason.DUPLICATE
-        elif key in state.barred:
+        elif not state.barred.isdisjoint((key, run.tenant, None)):
             job.reasons[position] = Reason.CANCELLED
         elif length > settings.max_page_bytes:
             job.reasons[position] = Reason.NO_SPACE

@@ -11,11 +11,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT, JobKind, Tombstone
+from sglang_tiered.storage.base import NO_TENANT, Erasure, JobKind
 from sglang_tiered.storage.object.dropping import drop_stores
 from sglang_tiered.storage.object.failures import Failure, RequestError
-from sglang_tiered.storage.object.forgetting import apply_forget, note_tombstone
-from sglang_tiered.storage.object.format import Purge, pack_purge, unpack_manifest
+from sglang_tiered.storage.object.forgetting import apply_forget, bound_of_pages, note
+from sglang_tiered.storage.object.format import (
+    MAX_FORGOTTEN_PAGES,
+    Purge,
+    pack_purge,
+    unpack_manifest,
+)
 from sglang_tiered.storage.object.names import (
     ROOT,
     Layout,
@@ -31,10 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
+    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.object.client import ObjectClient
     from sglang_tiered.storage.object.state import ObjectState
 
-__all__ = ["Purger", "apply_remote_purge", "begin_purge", "hide"]
+__all__ = ["Purger", "apply_remote_purge", "erase"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +52,69 @@ _MAX_READ = 256  # objects that a forget looks into; the collector finds the res
 _LOCAL_S = 10.0
 
 
-def begin_purge(state: ObjectState, tenant: bytes | None) -> Future[bool]:
-    """Forget a tenant, or everything. Memory only."""
-    durable = state.promises.make()
+def erase(state: ObjectState, what: Erasure, local: Future[bool] | None) -> Future[bool]:
+    """Hide pages; with ``spread`` the discovery thread makes it durable, for every server, by
+    orders ahead of its reads. Memory only."""
     with state.lock:
         if state.closed:
-            return ended(False)
-        bound = _hide(state, tenant)
-        purge_id = state.next_id(NO_TENANT)._replace(
-            unix_ms=bound, tenant_tag=0 if tenant is None else tenant_tag(tenant)
-        )
-        state.purge_orders.append(PurgeOrder(tenant, purge_id, state.namespace, durable))
+            return ended(what.is_empty)
+        if not what.spread:
+            _hide_here(state, what)
+            return ended(True)
+        orders = _erase_pages(state, what.keys) if what.keys is not None else [_purge(state, what)]
+        for order in orders:
+            order.local = local
+        state.purge_orders.extend(orders)
         state.discovery_ready.notify_all()
-        jobs = [
-            job
-            for job in state.jobs.inflight
-            if job.kind is JobKind.LOAD or tenant is None or job.run.tenant == tenant
-        ]
-    return state.promises.watch(all_true([durable], jobs))
+        gone = frozenset(what.keys or ())
+        jobs = [job for job in state.jobs.inflight if _concerns(job, what, gone)]
+    return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
 
-def hide(state: ObjectState, tenant: bytes | None) -> None:
-    """Forget a tenant, or everything, for this engine alone: another server makes it durable."""
-    with state.lock:
-        if not state.closed:
-            _hide(state, tenant)
+def _concerns(job: Job, what: Erasure, gone: frozenset[bytes]) -> bool:
+    """Return whether what is erased must wait for a job. A store may go on for its other pages, of
+    which an object waits to be full."""
+    if what.keys is not None:
+        return job.kind is JobKind.LOAD and not gone.isdisjoint(job.run.keys)
+    return job.kind is JobKind.LOAD or what.tenant in (None, job.run.tenant)
+
+
+def _hide_here(state: ObjectState, what: Erasure) -> None:
+    """Hide what another server makes durable; but what the owner is told of is hidden already, no
+    further than its tombstone says."""
+    if what.keys is None:
+        if what.tenant not in state.barred:
+            _hide(state, what.tenant)
+    elif keys := [key for key in what.keys if key not in state.barred]:
+        apply_forget(state, keys, bound_of_pages(state, keys))
+
+
+def _purge(state: ObjectState, what: Erasure) -> PurgeOrder:
+    tag = 0 if what.tenant is None else tenant_tag(what.tenant)
+    bound = _hide(state, what.tenant)
+    purge_id = state.next_id(NO_TENANT)._replace(unix_ms=bound, tenant_tag=tag)
+    return PurgeOrder(what.tenant, purge_id, state.namespace, state.promises.make())
+
+
+def _erase_pages(state: ObjectState, keys: Sequence[bytes]) -> list[PurgeOrder]:
+    gone = set(keys)
+    names = state.index.names_of(keys)
+    uploading = [o for o in state.uploading if any(row[0] in gone for row in o.rows)]
+    bound = bound_of_pages(state, keys)
+    apply_forget(state, keys, bound)
+    orders = [
+        PurgeOrder(
+            None,
+            state.next_id(NO_TENANT)._replace(unix_ms=bound, tenant_tag=0),
+            state.namespace,
+            state.promises.make(),
+            tuple(keys[start : start + MAX_FORGOTTEN_PAGES]),
+        )
+        for start in range(0, len(keys), MAX_FORGOTTEN_PAGES)
+    ]
+    for order in orders[-1:]:
+        order.names, order.uploading = names, uploading
+    return orders
 
 
 def _hide(state: ObjectState, tenant: bytes | None) -> int:
@@ -153,10 +197,7 @@ class Purger:
         if order.keys:
             self._write_tombstones(order, [n for n in namespaces if n not in order.written])
             self._delete_dead(order)
-            if order.local is not None and is_true(order.local, _LOCAL_S):
-                with self._state.lock:
-                    own = order.written[order.namespace]
-                    note_tombstone(self._state, Tombstone(str(own), own.unix_ms, ()))
+            self._note_own(order, order.written[order.namespace])
             return
         self._cover_later_names(order, namespaces)
         for namespace in namespaces:
@@ -166,6 +207,13 @@ class Purger:
             layout = Layout(namespace)
             for folder in (layout.manifests, layout.objects, layout.pins):
                 self._delete(folder, order)
+
+    def _note_own(self, order: PurgeOrder, name: ObjectId) -> None:
+        """Have the owner know its own tombstone when it starts again, where its tiers have erased
+        what that says."""
+        if order.local is not None and is_true(order.local, _LOCAL_S):
+            with self._state.lock:
+                note(self._state, Erasure((), None, str(name).encode(), spread=False))
 
     def _write_tombstones(self, order: PurgeOrder, namespaces: Sequence[bytes]) -> None:
         """Write the tombstone of single pages, once into each namespace: what a later one says
@@ -232,16 +280,16 @@ class Purger:
                     gone.append(name)
                     if state.namespace == order.namespace:
                         state.index.drop_objects([name])
-        self._erase([layout.manifest(name) for name in gone])
-        self._erase([layout.object(name) for name in gone])
+        self._remove([layout.manifest(name) for name in gone])
+        self._remove([layout.object(name) for name in gone])
 
     def _delete(self, folder: str, order: PurgeOrder) -> None:
         gone: list[str] = []
         for chunk in self._client.listing(folder):
             gone += [listed.path for listed in chunk if self._is_dead(listed.path, order)]
-        self._erase(gone)
+        self._remove(gone)
 
-    def _erase(self, gone: list[str]) -> None:
+    def _remove(self, gone: list[str]) -> None:
         for start in range(0, len(gone), _DELETED_AT_ONCE):
             try:
                 self._client.delete(gone[start : start + _DELETED_AT_ONCE])

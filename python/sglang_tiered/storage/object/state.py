@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT, Reason, Tombstone
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.object.budgets import DailyBudget
 from sglang_tiered.storage.object.forgotten import Forgotten
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from sglang_tiered.storage.object.settings import ObjectSettings
 
-__all__ = ["Bounds", "ObjectState", "OnFault", "OnForgotten"]
+__all__ = ["Bounds", "ObjectState", "OnErased", "OnFault"]
 
 _MAX_PURGES = 16_384
 _MAX_SKIPPED = 8192
@@ -39,7 +39,7 @@ _MAX_SEQUENCE = 1 << 24
 _MAX_SKEW_MS = 60_000
 
 
-OnForgotten = Callable[[Sequence[Tombstone]], None]
+OnErased = Callable[[Sequence[Erasure]], None]
 """What the owner of an engine wants to be told of."""
 
 OnFault = Callable[[str], None]
@@ -135,9 +135,10 @@ class ObjectState:
         self.forgotten = Forgotten()
         self.pins = ObjectPins(settings.capacity_bytes, index, wall_clock)
         self.purge_orders: deque[PurgeOrder] = deque()
-        self.on_forgotten: OnForgotten | None = None
-        self.untold: deque[Tombstone] = deque()
-        self.barred: set[bytes] = set()  # pages of those: not stored until the owner knows
+        self.on_erased: OnErased | None = None
+        self.untold: deque[Erasure] = deque()
+        # Keys and tenants of those (None: everyone's), not stored until the owner knows.
+        self.barred: set[bytes | None] = set()
         self.refresh_orders: list[RefreshOrder] = []
         self.skipped: OrderedDict[str, None] = OrderedDict()  # names not to read again
         self.suspects: OrderedDict[str, None] = OrderedDict()  # whose manifests did not verify once

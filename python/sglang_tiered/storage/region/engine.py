@@ -20,6 +20,7 @@ from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
     NO_TENANT,
     EngineStats,
+    Erasure,
     Health,
     Job,
     JobKind,
@@ -29,7 +30,6 @@ from sglang_tiered.storage.base import (
     Stop,
     TenantUsage,
     WriteTier,
-    unique_keys,
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.barrier import Barrier
@@ -47,7 +47,7 @@ from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pending import PinOrder, PurgeOrder
+from sglang_tiered.storage.region.pending import PinOrder
 from sglang_tiered.storage.region.pinning.pin_files import PinFiles
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.pinning.rescue import Rescuer
@@ -152,7 +152,7 @@ class RegionEngine(WriteTier):
         for pin in report.pins:
             state.adopt(pin)
         self._first_sequence = report.next_sequence
-        self._has_unread_pins = bool(report.unread_pins)  # which may name what is purged
+        self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
         device = self._device
         self.notes = Notes(device)
         self._reader = reader = RegionReader(device, health)
@@ -170,8 +170,8 @@ class RegionEngine(WriteTier):
             report.next_sequence,
             max_tenant_bytes,
         )
-        purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
         pin_files = PinFiles(directory, state, health, log, device, reclaimer)
+        purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
         check_lock = partial(health.check_lock, self._directory_lock.is_held)
         store_worker = StoreWorker(
             directory, state, health, log, writer, reclaimer, purger, pin_files, check_lock
@@ -392,43 +392,18 @@ class RegionEngine(WriteTier):
             state.forget_all(keep=keep)
             state.namespace = namespace
 
-    def begin_purge(self, tenant: bytes | None) -> Future[bool]:
-        state = self._state
-        order = PurgeOrder(tenant, self._promises.make())
-        with state.lock:
-            if state.closed:
-                return ended(False)
-            pins = self._drop_pins(state.pins.of_tenant(tenant))
-            if tenant is None:
-                state.num_pages_purged += len(state.index)
-                state.forget_all(keep=False)
-                state.stores.append(order)
-            else:
-                state.forget_tenant(tenant)
-                state.stores.appendleft(order)
-            state.store_ready.notify()
-            jobs = state.jobs.inflight
-        unread = [ended(False)] if self._has_unread_pins else []
-        return self._promises.watch(all_true([order.durable, *pins, *unread], jobs))
-
-    def forget(self, keys: Iterable[bytes]) -> Future[bool]:
-        """Forget single pages as ``begin_purge`` does those of a tenant, under every namespace;
-        pages stored again after the call are found. No pin keeps them any more. True as there."""
-        unique = unique_keys(keys)
-        if not unique:
+    def erase(self, what: Erasure) -> Future[bool]:
+        """Erase as the contract says, under every namespace."""
+        if what.is_empty:
             return ended(True)
-        state = self._state
-        order = PurgeOrder(None, self._promises.make(), unique)
+        state, durable = self._state, self._promises.make()
         with state.lock:
             if state.closed:
                 return ended(False)
-            pins = self._order_pins(state.unpin_pages(unique))
-            state.forget_pages(unique)
-            state.stores.appendleft(order)
-            state.store_ready.notify()
+            state.erase(what, durable)
             jobs = state.jobs.inflight
         unread = [ended(False)] if self._has_unread_pins else []
-        return self._promises.watch(all_true([order.durable, *pins, *unread], jobs))
+        return self._promises.watch(all_true([durable, *unread], jobs))
 
     def pin(
         self,
@@ -509,10 +484,6 @@ class RegionEngine(WriteTier):
         expired = self._state.pins.expired()
         self._state.unpin(expired)
         return expired
-
-    def _drop_pins(self, names: list[str]) -> list[Future[bool]]:
-        self._state.unpin(names)
-        return self._order_pins(names)
 
     def _order_pins(self, names: list[str]) -> list[Future[bool]]:
         """Have the files of these pins settled; the caller holds the lock."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Job, Page
+    from sglang_tiered.storage.base import Erasure, Job, Page
     from sglang_tiered.storage.region.format import Extent
     from sglang_tiered.storage.region.reader import Wanted
     from sglang_tiered.storage.region.regions import Region
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Chunk",
+    "EraseOrder",
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
     "Part",
     "PinOrder",
-    "PurgeOrder",
     "StoreTicket",
 ]
 
@@ -116,15 +116,12 @@ class LoadSpan:
     wanted: list[Wanted]
 
 
-class PurgeOrder(NamedTuple):
-    """Make the purge of a tenant, or of all for None, durable and give back what it frees. That of
-    a tenant is queued ahead of everything, as the queue holds no page of it then; that of all
-    behind the stores it must not let survive. With ``keys`` it is the pages of these that are
-    forgotten, queued as for a tenant."""
+class EraseOrder(NamedTuple):
+    """Make an erasure durable, that it took from pins too, and give back what it frees."""
 
-    tenant: bytes | None
+    what: Erasure
+    pins: tuple[str, ...]
     durable: Future[bool]
-    keys: tuple[bytes, ...] = ()
 
 
 class PinOrder(NamedTuple):

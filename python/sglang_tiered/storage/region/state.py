@@ -21,11 +21,11 @@ from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
     Batch,
     Chunk,
+    EraseOrder,
     ExtentWrite,
     LoadSpan,
     LoadTicket,
     PinOrder,
-    PurgeOrder,
     StoreTicket,
 )
 from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_NOTES_BYTES, MAX_PINS, PinBook
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.base import Job, Run
+    from sglang_tiered.storage.base import Erasure, Job, Run
     from sglang_tiered.storage.region.pending import Part
     from sglang_tiered.storage.region.pinning.pins import Pin
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]
 
-_PURGED = -1  # the generation of stores whose tenant was purged meanwhile
+_ERASED = -1  # the generation of stores whose tenant was erased meanwhile
 
 
 class StoreState:
@@ -73,7 +73,7 @@ class StoreState:
         self.regions = RegionTable()
         self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
-        self.stores: deque[StoreTicket | PurgeOrder] = deque()
+        self.stores: deque[StoreTicket | EraseOrder] = deque()
         self.pin_orders: deque[PinOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
@@ -110,23 +110,39 @@ class StoreState:
         self.index.clear()
         self.pending.clear()
 
-    def forget_tenant(self, tenant: bytes) -> None:
-        """Hide the pages of a tenant, and keep those under way from becoming visible."""
-        self.num_pages_purged += self.index.purge(tenant)
-        queued = [o for o in self.stores if isinstance(o, StoreTicket) and o.tenant == tenant]
+    def erase(self, what: Erasure, durable: Future[bool]) -> None:
+        """Hide pages, keep those under way from becoming visible, and have the writer make that
+        durable, ahead of all stores: none of what is meant waits among them any more."""
+        if what.keys is not None:
+            pins = self.unpin_pages(what.keys)
+            self._erase_pages(what.keys)
+        else:
+            pins = self.pins.of_tenant(what.tenant)
+            self.unpin(pins)
+            self._erase_tenant(what.tenant)
+        self.stores.appendleft(EraseOrder(what, tuple(pins), durable))
+        self.store_ready.notify()
+
+    def _erase_tenant(self, tenant: bytes | None) -> None:
+        if tenant is None:
+            self.num_pages_purged += len(self.index)
+            self.forget_all(keep=False)
+        else:
+            self.num_pages_purged += self.index.purge(tenant)
+        queued = [o for o in self.stores if isinstance(o, StoreTicket)]
         placed = [part.ticket for write in self.writes for part in write.parts]
         placed += [part.ticket for part in self.placing]
-        for ticket in {*queued, *(ticket for ticket in placed if ticket.tenant == tenant)}:
+        gone = {ticket for ticket in (*queued, *placed) if tenant in (None, ticket.tenant)}
+        for ticket in gone:
             for index in range(len(ticket.positions)):
                 self._forget_pending(ticket, index)
-            ticket.generation = _PURGED
-        gone = set(queued)
+            ticket.generation = _ERASED
         self.stores = deque(order for order in self.stores if order not in gone)
         for ticket in queued:
-            self.drop_rest(ticket, Reason.CANCELLED)
+            if ticket in gone:
+                self.drop_rest(ticket, Reason.CANCELLED)
 
-    def forget_pages(self, keys: Sequence[bytes]) -> None:
-        """Hide single pages, each key once, and keep those under way from becoming visible."""
+    def _erase_pages(self, keys: Sequence[bytes]) -> None:
         self.num_pages_purged += self.index.discard(key_words(keys))
         gone = {key for key in keys if key in self.pending}
         for ticket in {self.pending[key] for key in gone}:
@@ -311,7 +327,7 @@ class StoreState:
                 for key in keys:
                     del self.pending[key]
                 self.put_pages(keys, region, places, entries, ticket.tenant)
-            elif ticket.generation != _PURGED:
+            elif ticket.generation != _ERASED:
                 region.num_foreign += part.num_pages  # perhaps: of the namespace before
             if ticket.reinserted:
                 self.num_pages_reinserted += part.num_pages
@@ -444,7 +460,7 @@ class StoreState:
         """Empty both queues. Queued stores are settled as far as they have no place yet. The caller
         may be the scheduler, so the readers unpin the regions of the loads: that may close a file,
         for which a disk that hangs takes its time too."""
-        kept: deque[StoreTicket | PurgeOrder] = deque()
+        kept: deque[StoreTicket | EraseOrder] = deque()
         for order in self.stores:
             if isinstance(order, StoreTicket):
                 self.drop_rest(order, store_reason)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.pending import PurgeOrder, StoreTicket
+from sglang_tiered.storage.region.pending import EraseOrder, StoreTicket
 from sglang_tiered.storage.region.writer import (
     NO_SPACE_ERRNOS,
     cut_chunks,
@@ -101,8 +101,8 @@ class StoreWorker:
         try:
             if written:
                 self._settle(state.writes[0])
-            elif isinstance(order, PurgeOrder):
-                self._forget(order)
+            elif isinstance(order, EraseOrder):
+                self._erase()
             else:
                 self._place()
         except OSError as error:
@@ -140,7 +140,7 @@ class StoreWorker:
         state = self._state
         if not state.stores:
             return False
-        if isinstance(state.stores[0], PurgeOrder) or self._out_of_space:
+        if isinstance(state.stores[0], EraseOrder) or self._out_of_space:
             return not state.writes
         return sum(write.extent.payload_bytes for write in state.writes) < _MAX_WRITING_BYTES
 
@@ -307,31 +307,28 @@ class StoreWorker:
                 state.stores.popleft()
                 state.drop_rest(head, reason)
 
-    def _forget(self, order: PurgeOrder) -> None:
-        """Serve a purge, with nothing under way: the log's end is where what is meant ends. Pages
-        that several calls forget go together."""
-        stores = self._state.stores
-        orders = [order]
-        with self._state.lock:
-            stores.remove(order)
-            while order.keys and stores and isinstance(stores[0], PurgeOrder) and stores[0].keys:
-                orders.append(stores[0])
-                stores.popleft()
-        bound = self._writer.log_end()
+    def _erase(self) -> None:
+        """Serve the erasures at the head of the queue together, with nothing under way: the log's
+        end is where what is meant ends."""
+        state = self._state
+        orders: list[EraseOrder] = []
+        with state.lock:
+            while state.stores and isinstance(state.stores[0], EraseOrder):
+                orders.append(state.stores[0])
+                state.stores.popleft()
         durable = False
         try:
-            if not self._check_lock():
-                return
-            if order.keys:
-                keys = list(dict.fromkeys(key for each in orders for key in each.keys))
-                durable = self._purger.forget(keys, bound)
-            else:
-                if order.tenant is None:
+            if self._check_lock():
+                whats = [order.what for order in orders]
+                bound = self._writer.log_end()
+                if any(what.is_everything for what in whats):
                     self._writer.abandon()
-                durable = self._purger.purge(order.tenant, bound)
+                names = tuple(name for order in orders for name in order.pins)
+                has_settled = self._pin_files.settle(names)
+                durable = self._purger.erase(whats, bound) and has_settled
         finally:
-            for each in orders:
-                keep(each.durable, durable)
+            for order in orders:
+                keep(order.durable, durable)
 
 
 class HashWorker:

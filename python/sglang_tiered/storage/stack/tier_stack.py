@@ -5,8 +5,8 @@ and pages found in a remote tier come up when a load wants them (``loading``, ``
 that fails leaves the others serving. Without remote tiers everything is NVMe's own answer, and
 nothing runs here.
 
-Locks: ``_gate`` is held while the stack submits something of its own to a tier, and while a purge
-begins in all, so that nothing read before a purge is stored behind it. ``_lock`` guards the stack's
+Locks: ``_gate`` is held while the stack submits something of its own to a tier, and while it erases
+in all, so that nothing read before is stored behind that. ``_lock`` guards the stack's
 books, is a leaf, and may be taken under an engine's own lock.
 """
 
@@ -25,6 +25,7 @@ from sglang_tiered.storage.base import (
     NO_TENANT,
     BucketTier,
     EngineStats,
+    Erasure,
     Health,
     Job,
     JobKind,
@@ -33,12 +34,11 @@ from sglang_tiered.storage.base import (
     Stop,
     Tier,
     WriteTier,
-    unique_keys,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true, ended
 from sglang_tiered.storage.region.engine import RegionEngine
-from sglang_tiered.storage.stack.applied_forgets import AppliedForgets
+from sglang_tiered.storage.stack.applied_erasures import AppliedErasures
 from sglang_tiered.storage.stack.demotion import Demoter
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
@@ -50,7 +50,7 @@ from sglang_tiered.storage.stack.tiers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import ReadTier, RemoteTier, Run, TenantUsage
@@ -103,14 +103,13 @@ class TierStack(WriteTier):
             generation=lambda: self._generation,
             clock=clock,
         )
-        self.on_forgotten: Callable[[Sequence[bytes]], Future[bool]] | None = None
-        """Called on a thread of the bucket with pages that another server was asked to forget; the
-        owner that sets it forgets them in memory too, and calls ``forget`` as ``is_remote``."""
+        self.on_told: Callable[[Erasure], Future[bool]] | None = None
+        """Called on a thread of the bucket with what another server erased; the owner that sets it
+        erases that in memory too, and calls ``erase``."""
         self._demoter: Demoter | None = None  # without a bucket nothing goes down
         if self.bucket is not None:
             assert isinstance(nvme, RegionEngine), "what is borrowed is its owner's to copy"
-            applied = AppliedForgets(nvme, self._forget_elsewhere)
-            self.bucket.report_forgotten(applied.told)
+            self.bucket.report_erased(AppliedErasures(nvme.notes, self._erase_told).told)
             self._demoter = Demoter(
                 nvme,
                 self.bucket,
@@ -288,43 +287,20 @@ class TierStack(WriteTier):
                 time.sleep(min(pause_s, max(0.0, deadline - self._clock())))
                 pause_s = min(2 * pause_s, _FLUSH_STEP_S)
 
-    # ---- Forgetting ----
+    # ---- Erasing ----
 
-    def begin_purge(
-        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
-    ) -> Future[bool]:
-        """Purge as the contract says. A purge that a peer requested (``is_remote``) is not
-        propagated, and only hidden in the bucket, which both servers share: it may be long ago,
-        with much stored there since."""
+    def erase(self, what: Erasure) -> Future[bool]:
+        """Erase in every tier as the contract says."""
         with self._gate:
-            begun = [_begun(lambda: self.nvme.begin_purge(tenant))]
+            begun = [_begun(partial(self.nvme.erase, what))]
             for remote in self.remote.values():
-                if is_remote:
-                    begun.append(_begun(partial(remote.hide, tenant)))
-                elif propagate or remote.tier is not Tier.PEER:
-                    begun.append(_begun(partial(remote.begin_purge, tenant, local=begun[0])))
-            # Last: a reader under the new generation must find no purged page.
+                begun.append(_begun(partial(remote.erase, what, local=begun[0])))
+            # Last: a reader under the new generation must find no erased page.
             self._generation += 1
         return all_true(begun)
 
-    def forget(self, keys: Iterable[bytes], *, is_remote: bool = False) -> Future[bool]:
-        """Forget pages as the contract says. What another server was asked to forget
-        (``is_remote``) is only hidden in the tiers that both share."""
-        unique = unique_keys(keys)
-        with self._gate:
-            begun = [_begun(lambda: self.nvme.forget(unique))]
-            for remote in self.remote.values():
-                if is_remote:
-                    begun.append(_begun(partial(remote.hide_pages, unique)))
-                else:
-                    begun.append(_begun(partial(remote.forget, unique, local=begun[0])))
-            self._generation += 1  # last, as for a purge
-        return all_true(begun)
-
-    def _forget_elsewhere(self, keys: Sequence[bytes]) -> Future[bool]:
-        if self.on_forgotten is not None:
-            return self.on_forgotten(keys)
-        return self.forget(keys, is_remote=True)
+    def _erase_told(self, what: Erasure) -> Future[bool]:
+        return (self.on_told or self.erase)(what)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
@@ -414,10 +390,10 @@ class TierStack(WriteTier):
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
 
 
-def _begun(erase: Callable[[], Future[bool] | None]) -> Future[bool]:
+def _begun(erase: Callable[[], Future[bool]]) -> Future[bool]:
     """Erase in one tier. One that raises has not done it, and must not keep the others from it."""
     try:
-        return erase() or ended(True)
+        return erase()
     except Exception:
         logger.exception("internal error while a tier was told to erase pages; ask again")
         return ended(False)

@@ -27,6 +27,8 @@ from sglang_tiered.storage.promises import keep, promise
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from sglang_tiered.storage.base import Erasure
+
 A = tenant_digest("a", None)
 
 
@@ -45,16 +47,15 @@ class Scheduler:
         self.tree_cache.attn_cp_group = self.tree_cache.attn_tp_group = None
         self.tree_cache.tp_world_size = 1
         self.tree_cache.recent_requests = RecentRequests()
-        storage = SimpleNamespace(begin_purge=self.begin_purge)
+        storage = SimpleNamespace(erase=self.erase)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
         self.control.after_scheduler(None, self)
 
-    def begin_purge(
-        self, tenant: bytes | None, *, is_remote: bool = False, propagate: bool = True
-    ) -> Future[bool]:
-        if propagate and not is_remote:
-            self.told.append(tenant)
-        return self.purges.setdefault(tenant, promise())
+    def erase(self, what: Erasure) -> Future[bool]:
+        assert what.keys is None
+        if what.spread:
+            self.told.append(what.tenant)
+        return self.purges.setdefault(what.tenant, promise())
 
     def is_fully_idle(self) -> bool:
         return self.idle
@@ -103,7 +104,7 @@ def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> Non
     assert scheduler.num_flushes == 1
     assert not purged
     assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
-    assert scheduler.told == [A]
+    assert scheduler.told == [A, UNKNOWN_TENANT]
 
 
 def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> None:
@@ -326,7 +327,7 @@ def test_remote_purge_hides_pages_and_does_not_propagate(
     scheduler.control.after_scheduler(None, scheduler)
     assert scheduler.tree_cache.apply_remote_purge is not None
     scheduler.tree_cache.apply_remote_purge(A)
-    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert set(scheduler.purges) == {A}
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
     assert purged.is_hidden("a", None)

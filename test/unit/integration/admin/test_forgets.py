@@ -18,6 +18,7 @@ from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,16 +151,13 @@ def test_pages_named_before_the_weights_are_known(
     told: list[Any] = []
     monkeypatch.setattr(storage, "_search", SimpleNamespace(answer=None))
     monkeypatch.setattr(storage.stack, "remote", {"bucket": None})
-    monkeypatch.setattr(
-        storage.stack, "forget", lambda keys, is_remote: told.append(keys) or promised
-    )
-    promised = storage.region_engine.forget([])
+    monkeypatch.setattr(storage.stack, "erase", lambda what: told.append(what.keys) or ended(True))
     asked = Forgets()
     got = asked.answer(world.cache, "n", {"input_ids": TOKENS.tolist(), "keep_tokens": 0})
     assert not got["done"] and not told
     hashes = world.cache.page_hashes(RadixKey(TOKENS, None))
     assert not any(storage.region_engine.contains([bytes.fromhex(each) for each in hashes]))
-    storage._late_purges.begin(storage.stack)
+    storage._erase_late()
     world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
     assert [len(keys) for keys in told] == [6]
     monkeypatch.undo()

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,7 +113,7 @@ def test_computed_again_is_found_and_stored_again(world: CacheWorld) -> None:
     hashes = hashes_of(TOKENS)
     cache = world.cache
     cache.forgotten.hide(hashes)
-    assert cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    assert cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     assert world.num_stored() == 0
     assert run(world, TOKENS[: 4 * PAGE]) == 0
     assert matched(world, TOKENS) == 4, "the rest was not computed again"
@@ -130,7 +131,7 @@ def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
     settle(world)
     hashes = hashes_of(TOKENS)
     world.cache.forgotten.hide(hashes)
-    world.cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     turn.end_chunk(7)
     turn.end()
     settle(world)
@@ -190,7 +191,7 @@ def test_offered_node_with_a_hidden_page_stays(
     (path,) = cache.tree_core.collect_path_info([match.best_match_node])
     hashes = hashes_of(TOKENS)
     cache.forgotten.hide(hashes[5:])
-    cache.storage.region_engine.forget(map(bytes.fromhex, hashes)).result(30)
+    cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     begun: list[int] = []
     monkeypatch.setattr(cache, "begin_store", begun.append)
     cache.tiering.store_soon(path)
@@ -205,7 +206,7 @@ def test_stored_end_hides_no_gap_before_it(world: CacheWorld) -> None:
     settle(world)
     middle = hashes_of(TOKENS)[2:4]
     world.cache.forgotten.hide(middle)
-    world.cache.storage.region_engine.forget(map(bytes.fromhex, middle)).result(30)
+    world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, middle))).result(30)
     assert run(world, TOKENS) == 2
     world.until(lambda: world.cache.storage.num_kept(hashes_of(TOKENS)) == 6)
 
@@ -233,7 +234,9 @@ def test_last_page_of_bigrams_is_hidden(tmp_path: Path, monkeypatch: pytest.Monk
         settle(world)
         world.cache.forgotten.hide(hashes[5:])
         assert matched(world, tokens) == 5
-        world.cache.storage.region_engine.forget(map(bytes.fromhex, hashes[5:])).result(30)
+        world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes[5:]))).result(
+            30
+        )
         assert run(world, tokens) == 5
         assert matched(world, tokens) == 6
         world.until(lambda: world.num_stored() == 6)

@@ -14,7 +14,8 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES, PurgeExchange
 from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.remote_purges import MAX_WAITING, MEMORY, RemotePurges
+from sglang_tiered.integration.storage.remote_erasures import MAX_WAITING, MEMORY, RemoteErasures
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import ended
 
@@ -31,20 +32,23 @@ class Rank:
         self.purged: list[bytes | None] = []
         self.forgotten: list[bytes] = []
         self.hidden = ForgottenPages()
-        self.told = RemotePurges(self.gate, self.begin_purge, self.forget_keys)
+        self.told = RemoteErasures(self.gate, self.erase)
         self.exchange: PurgeExchange | None = None
         self.agreement = RankAgreement(INITIAL, RULES, is_first=is_first, is_alone=is_alone)
         self.acted: list[bytes | None] = []
 
-    def begin_purge(self, tenant: bytes | None, *, is_remote: bool) -> Future[bool]:
-        assert is_remote
-        self.purged.append(tenant)
+    def erase(self, what: Erasure) -> Future[bool]:
+        if what.keys is None:
+            self.purged.append(what.tenant)
+        else:
+            self.forgotten += what.keys
         return ended(True)
 
-    def forget_keys(self, keys: list[bytes], *, is_remote: bool) -> Future[bool]:
-        assert is_remote
-        self.forgotten += keys
-        return ended(True)
+    def hear(self, tenant: bytes | None) -> None:
+        self.told(Erasure(None, tenant, spread=False))
+
+    def hear_pages(self, *keys: bytes) -> None:
+        self.told(Erasure.of(keys, spread=False))
 
     def act(self) -> None:
         if self.exchange is None or self.exchange.purges is not self.told:
@@ -78,8 +82,8 @@ def step(ranks: list[Rank]) -> None:
 def test_a_lone_scheduler_acts_in_its_next_step() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
-    rank.told(A)
-    assert rank.purged == [A, UNKNOWN_TENANT]
+    rank.hear(A)
+    assert rank.purged == [A]
     step(ranks)
     step(ranks)
     assert rank.acted == [A]
@@ -91,13 +95,13 @@ def test_purged_memory_is_not_stored_until_unreachable() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     assert rank.stores(A)
-    rank.told(A)
+    rank.hear(A)
     assert not rank.stores(A)
     assert not rank.stores(UNKNOWN_TENANT), "it may be anybody's"
     assert rank.stores(B)
     step(ranks)
     assert rank.stores(A)
-    rank.told(None)
+    rank.hear(None)
     assert not rank.stores(B)
     step(ranks)
     assert rank.stores(B)
@@ -110,7 +114,7 @@ def test_a_purge_stops_an_admitted_operation() -> None:
     pages = [f"{number:064x}" for number in range(4)]
     rank.gate.announce_store(pages, num_tokens=256, prefix_tokens=256, tenant=A)
     assert rank.gate.num_admitted(pages[:2], is_kv=True) == 2
-    rank.told(A)
+    rank.hear(A)
     assert rank.gate.num_admitted(pages[2:], is_kv=True) == 0
 
 
@@ -118,13 +122,13 @@ def test_all_ranks_apply_the_first_ranks_purge_together() -> None:
     """Requests go by other keys from then on: a rank that did so alone would match other nodes."""
     ranks = make_ranks(3)
     step(ranks)
-    ranks[1].told(A)
+    ranks[1].hear(A)
     step(ranks)
     assert [rank.acted for rank in ranks] == [[], [], []]
-    assert ranks[1].purged == [A, UNKNOWN_TENANT], "its tiers need not wait"
+    assert ranks[1].purged == [A], "its tiers need not wait"
     assert ranks[1].stores(A), "or it would for ever, should the first never hear of it"
-    ranks[0].told(A)
-    ranks[0].told(B)
+    ranks[0].hear(A)
+    ranks[0].hear(B)
     for _ in range(8):
         step(ranks)
         assert ranks[0].acted == ranks[1].acted == ranks[2].acted
@@ -134,19 +138,19 @@ def test_all_ranks_apply_the_first_ranks_purge_together() -> None:
 
 def test_purges_other_ranks_heard_first_block_nothing() -> None:
     ranks = make_ranks(2)
-    ranks[1].told(A)
+    ranks[1].hear(A)
     step(ranks)
     assert ranks[1].stores(A)
 
 
 def test_reattached_storage_does_not_repeat_purges() -> None:
     (rank,) = ranks = make_ranks(1)
-    rank.told(A)
+    rank.hear(A)
     step(ranks)
-    rank.told = RemotePurges(rank.gate, rank.begin_purge, rank.forget_keys)
+    rank.told = RemoteErasures(rank.gate, rank.erase)
     step(ranks)
     assert rank.acted == [A]
-    rank.told(B)
+    rank.hear(B)
     step(ranks)
     assert rank.acted == [A, B]
 
@@ -156,7 +160,7 @@ def test_more_than_can_wait_becomes_everything(number: int) -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     for index in range(number):
-        rank.told(index.to_bytes(16, "big"))
+        rank.hear(index.to_bytes(16, "big"))
     expected = number if number <= MAX_WAITING else 1
     for _ in range(expected + 2):
         step(ranks)
@@ -168,10 +172,10 @@ def test_more_than_can_wait_becomes_everything(number: int) -> None:
 def test_lone_scheduler_hides_forgotten_pages_at_once() -> None:
     (rank,) = ranks = make_ranks(1)
     key = bytes.fromhex(PAGE)
-    rank.told.forget([key])  # the tiers are open, and memory is not asked yet
+    rank.hear_pages(key)  # the tiers are open, and memory is not asked yet
     rank.told.use_forgotten(rank.hidden, is_alone=True)
     assert PAGE in rank.hidden
-    rank.told.forget([bytes(32)])
+    rank.hear_pages(bytes(32))
     assert bytes(32).hex() in rank.hidden and rank.forgotten == [key, bytes(32)]
     step(ranks)
     assert rank.acted == []
@@ -183,9 +187,9 @@ def test_ranks_hide_memory_together_for_forgotten_pages() -> None:
     for rank in ranks:
         rank.told.use_forgotten(rank.hidden, is_alone=False)
     step(ranks)
-    ranks[0].told.forget([bytes(32)])
-    ranks[0].told.forget([bytes(32)])
-    ranks[1].told.forget([bytes(32)])
+    ranks[0].hear_pages(bytes(32))
+    ranks[0].hear_pages(bytes(32))
+    ranks[1].hear_pages(bytes(32))
     assert not ranks[0].stores(A), "memory may hold the page still"
     for _ in range(4):
         step(ranks)
@@ -196,10 +200,10 @@ def test_ranks_hide_memory_together_for_forgotten_pages() -> None:
 def test_pipeline_stage_leaves_memory_alone() -> None:
     """Its stages would hide at different times, and what waits for a scheduler blocks stores."""
     (rank,) = make_ranks(1)
-    rank.told.forget([bytes.fromhex(PAGE)])
+    rank.hear_pages(bytes.fromhex(PAGE))
     rank.told.clear_tiers_only()
     rank.told.use_forgotten(rank.hidden, is_alone=False)
-    rank.told.forget([bytes(32)])
-    rank.told(A)
+    rank.hear_pages(bytes(32))
+    rank.hear(A)
     assert rank.forgotten == [bytes.fromhex(PAGE), bytes(32)] and rank.purged
     assert not rank.hidden and not rank.told.waiting() and rank.stores(A)

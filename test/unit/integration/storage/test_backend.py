@@ -29,7 +29,7 @@ from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.admission import Outcome
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
@@ -198,7 +198,7 @@ def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
         tenant = purged.tenant_of(key, "salt")
         storage.gate.announce_store(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
-    assert is_true(storage.begin_purge(tenant_digest("acme", "salt")), 20.0)
+    assert is_true(storage.erase(Erasure(tenant=tenant_digest("acme", "salt"))), 20.0)
     assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
 
 

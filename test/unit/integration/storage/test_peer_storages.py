@@ -24,7 +24,7 @@ from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack.tiers import Span
 
@@ -151,7 +151,7 @@ def test_a_purge_reaches_peers_and_blocks_their_stores(
     store(b, keys, slots(0, 1))
     store(b, other, slots(2), tenant=b"b" * 16)
     until(lambda: a.storage.lookup_leading(keys) == 2, "not found")
-    purge = a.storage.begin_purge(TENANT)
+    purge = a.storage.erase(Erasure(tenant=TENANT))
     assert is_true(purge, TIMEOUT_S)
     until(lambda: b.storage.num_kept(keys) == 0, "still there")
     until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
@@ -194,7 +194,7 @@ def test_purge_before_weights_are_read_reaches_peers_later(
     monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
     b = open_side("b", None)
     assert not b.storage.knows_namespace
-    purge = b.storage.begin_purge(TENANT)
+    purge = b.storage.erase(Erasure(tenant=TENANT))
     assert not purge.done()
     assert a.storage.num_kept(keys) == 1
     os.close(held)

@@ -24,7 +24,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
@@ -247,7 +247,7 @@ def test_weights_changed_rank_by_rank_mix_nothing(ranks: Ranks) -> None:
 def test_purged_pages_are_gone_for_every_rank(ranks: Ranks) -> None:
     storages = ranks.open(latent_pool(1), latent_pool(1))
     store(storages)
-    purges = [storage.begin_purge(None) for storage in reversed(storages)]
+    purges = [storage.erase(Erasure()) for storage in reversed(storages)]
     assert all(is_true(purge, TIMEOUT_S) for purge in purges)
     assert [load(storage) for storage in storages] == [[False] * 3] * 2
 
@@ -308,7 +308,7 @@ def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks, tmp_path: Path) -> Non
         assert load(second) == [True] * 3
         assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
         assert process_stats(other).peer.tier.num_peers == 1
-        assert second.remote_purges is not None, "the first rank's news reach it"
+        assert second.remote_erasures is not None, "the first rank's news reach it"
         ranks.close()
 
 

@@ -23,7 +23,7 @@ from sglang_tiered.integration.storage.store_ahead import (
     BegunStore,
     StoreAhead,
 )
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run
+from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
@@ -562,7 +562,7 @@ def test_reset_waits_for_stores_of_its_thread(cache: Any, disk: HeldDisk) -> Non
 
 def test_purge_finds_every_store_under_way(cache: Any, disk: HeldDisk) -> None:
     begin_stores(cache, 2)
-    purged = cache.storage.begin_purge(None)
+    purged = cache.storage.erase(Erasure())
     disk.goes_on.set()
     step(cache, purged.done)
     assert purged.result()

@@ -6,6 +6,7 @@ import pytest
 
 from sglang_tiered.sharing.locality.applied_purges import AppliedPurges
 from sglang_tiered.sharing.locality.purges import PurgeBook
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, keep, promise
 from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
 
@@ -74,8 +75,8 @@ def members_of(server: Server) -> list[bytes]:
 def test_durable_purge_is_not_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     for _ in range(3):
-        first.book.begin(TENANT, ended(True))
-    first.book.begin(None)
+        first.book.begin(Erasure(tenant=TENANT), ended(True))
+    first.book.begin(Erasure())
     first.memory.remember()
     first.memory.remember()
     assert notes.num_writes == 1
@@ -91,8 +92,8 @@ def test_durable_purge_is_not_applied_again(notes: Notes, clock: Clock) -> None:
 def test_undurable_purge_is_applied_again(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
     under_way, refused = promise(), ended(False)
-    first.book.begin(TENANT, under_way)
-    first.book.begin(TENANT, refused)
+    first.book.begin(Erasure(tenant=TENANT), under_way)
+    first.book.begin(Erasure(tenant=TENANT), refused)
     first.memory.remember()
     assert not Server(notes, clock).book
     keep(under_way, True)
@@ -102,7 +103,7 @@ def test_undurable_purge_is_applied_again(notes: Notes, clock: Clock) -> None:
 
 def test_expired_or_future_purges_are_not_recalled(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
-    first.book.begin(TENANT)
+    first.book.begin(Erasure(tenant=TENANT))
     first.memory.remember()
     clock.wall_s += WEEK_S - 1.0
     assert len(Server(notes, clock).book) == 1
@@ -114,10 +115,10 @@ def test_expired_or_future_purges_are_not_recalled(notes: Notes, clock: Clock) -
 
 def test_every_namespace_has_its_own(notes: Notes, clock: Clock) -> None:
     first = Server(notes, clock)
-    first.book.begin(TENANT)
+    first.book.begin(Erasure(tenant=TENANT))
     first.memory.remember()
     first.book.change_namespace(THERE)
-    first.book.begin(TENANT)
+    first.book.begin(Erasure(tenant=TENANT))
     first.memory.remember()
     there = members_of(first)
     second = Server(notes, clock)
@@ -133,7 +134,7 @@ def test_every_namespace_has_its_own(notes: Notes, clock: Clock) -> None:
 @pytest.mark.parametrize("damage", range(3))
 def test_a_damaged_note_is_none(notes: Notes, clock: Clock, damage: int) -> None:
     first = Server(notes, clock)
-    first.book.begin(TENANT)
+    first.book.begin(Erasure(tenant=TENANT))
     first.memory.remember()
     data = notes.files[APPLIED_PURGES_NAME]
     notes.files[APPLIED_PURGES_NAME] = [data[:-1], data[:20] + b"\xff" + data[21:], b""][damage]
@@ -144,7 +145,7 @@ def test_full_disk_is_logged_once_and_retried(
     notes: Notes, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(notes, clock)
-    server.book.begin(TENANT)
+    server.book.begin(Erasure(tenant=TENANT))
     notes.is_full = True
     server.memory.remember()
     server.memory.remember()

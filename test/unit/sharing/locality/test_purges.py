@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.sharing.locality import purges
 from sglang_tiered.sharing.locality.formats import Purge, pack_purge
 from sglang_tiered.sharing.locality.purges import PurgeBook
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def member(number: int) -> bytes:
 def test_purge_is_due_until_published() -> None:
     world = World()
     book = world.book()
-    purge = book.begin(TENANT)
+    purge = book.begin(Erasure(tenant=TENANT))
     world.now += 3.0
     (due,) = book.due(10)
     assert (due.namespace, due.age_s) == (NAMESPACE, 3.0)
@@ -93,7 +94,7 @@ def test_only_old_purges_lost_by_redis_are_forgotten() -> None:
 def test_purge_of_the_old_namespace_is_still_published() -> None:
     world = World()
     book = world.book()
-    purge = book.begin(None)
+    purge = book.begin(Erasure())
     empty = world.book().digest
     book.change_namespace(OTHER)
     assert book.digest == empty
@@ -112,7 +113,7 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     for _ in range(12):
         world.now += 1.0
-        told.append(book.begin(TENANT))
+        told.append(book.begin(Erasure(tenant=TENANT)))
         book.check_integrity()
     assert len(book) == book.num_due == 5
     assert [purge.done() for purge in told] == [True] * 7 + [False] * 5
@@ -122,7 +123,7 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unpublished_forgets_keep_their_keys() -> None:
     world = World()
     book = world.book()
-    forgets = [book.begin_forget([number.to_bytes(32, "big")]) for number in range(600)]
+    forgets = [book.begin(Erasure((number.to_bytes(32, "big"),))) for number in range(600)]
     due = book.due(1000)
     assert len(due) == 600
     assert all(each.keys for each in due)
@@ -139,15 +140,15 @@ def test_forgets_beyond_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purges, "MAX_KEPT", 2)
     world = World()
     book = world.book()
-    forgets = [book.begin_forget([number.to_bytes(32, "big")]) for number in range(8)]
+    forgets = [book.begin(Erasure((number.to_bytes(32, "big"),))) for number in range(8)]
     book.change_namespace(OTHER)
-    book.begin_forget([bytes(32)])
+    book.begin(Erasure((bytes(32),)))
     assert [forget.done() for forget in forgets[:3]] == [True] * 3
     assert not is_true(forgets[0], 0.0)
     assert len(book.due(20)) == 5
     book.check_integrity()
     # One forget may be more than the bound by itself.
-    too_long = book.begin_forget([number.to_bytes(32, "big") for number in range(6 * 1024)])
+    too_long = book.begin(Erasure.of(number.to_bytes(32, "big") for number in range(6 * 1024)))
     assert too_long.done()
     assert not is_true(too_long, 0.0)
     book.check_integrity()
@@ -156,7 +157,7 @@ def test_forgets_beyond_the_bound_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lost_forget_without_keys_is_never_due() -> None:
     world = World()
     told, empty = world.book(), world.book().digest
-    told.begin_forget([b"k" * 32])
+    told.begin(Erasure((b"k" * 32,)))
     (forget,) = told.due(10)
     told.told([forget])
     restarted = world.book()
@@ -176,7 +177,7 @@ def test_lost_forget_has_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purges, "MAX_KEPT", 0)
     world = World()
     book = world.book()
-    forget = book.begin_forget([b"k" * 32])
+    forget = book.begin(Erasure((b"k" * 32,)))
     book.told(book.due(10))
     book.compare(set())
     book.agreed(book.digest)
@@ -188,7 +189,7 @@ def test_lost_forget_has_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_close_ends_unpublished_purges() -> None:
     world = World()
     book = world.book()
-    purge = book.begin(TENANT)
+    purge = book.begin(Erasure(tenant=TENANT))
     book.close()
     assert purge.done()
     assert not is_true(purge, 20.0)

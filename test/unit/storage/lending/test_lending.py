@@ -10,7 +10,7 @@ import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
@@ -103,7 +103,7 @@ def test_a_page_the_lender_lost_is_a_miss(
 ) -> None:
     run = make_run(1, [100])
     store(owner, run)
-    assert is_true(owner.begin_purge(None), TIMEOUT_S)
+    assert is_true(owner.erase(Erasure()), TIMEOUT_S)
     assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
 
 
@@ -185,7 +185,7 @@ def test_a_page_purged_on_its_way_is_cancelled(
     store(owner, run)
     job = borrower.submit_load(blank(run))
     assert engine.begun.wait(TIMEOUT_S)
-    purge = borrower.begin_purge(None)
+    purge = borrower.erase(Erasure())
     assert purge.done() and purge.result()
     engine.let_go.set()
     assert finished(job) == [Reason.CANCELLED]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Reason, Run, Tombstone
-from sglang_tiered.storage.object import forgetting, forgotten, purging
+from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.object import forgotten, purging
 from sglang_tiered.storage.object import format as fmt
 from sglang_tiered.storage.object.names import Layout, parse_path
 from sglang_tiered.storage.promises import is_true
@@ -53,7 +53,7 @@ def test_a_forgotten_page_is_gone_for_everybody(
     store(a, run)
     if knows:
         assert b.refresh(TIMEOUT_S)
-    assert is_true(a.forget(run.keys[1:2]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     late = make_engine()
     assert late.refresh(TIMEOUT_S)
@@ -71,7 +71,7 @@ def test_what_is_stored_again_is_found_by_all(make_engine: MakeEngine, make_run:
         store(writer, run)
         assert c.refresh(TIMEOUT_S)
         assert held(c, run) == [True] * 3
-        assert is_true(a.forget(run.keys), TIMEOUT_S)
+        assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
         assert held(a, run) == [False] * 3
         for engine in (b, c):
             assert engine.refresh(TIMEOUT_S)
@@ -85,7 +85,7 @@ def test_an_object_whose_pages_are_all_dead_goes(
     gone, mixed = make_run(1, PAGES), make_run(2, PAGES)
     store(a, gone)
     store(a, mixed)
-    assert is_true(a.forget([*gone.keys, mixed.keys[0]]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of([*gone.keys, mixed.keys[0]])), TIMEOUT_S)
     assert len(paths(a, "objects")) == len(paths(a, "manifests")) == 1
     (path,) = paths(a, "purges")
     purge = fmt.unpack_purge(a._client.get(path, fmt.MAX_PURGE_BYTES))
@@ -101,7 +101,7 @@ def test_a_page_still_staged_never_becomes_visible(
     run = make_run(1, PAGES)
     job = a.submit_store(run)
     eventually(lambda: a._state.packing is None and not a._state.stores)
-    forgotten_now = a.forget(run.keys[1:2])
+    forgotten_now = a.erase(Erasure.of(run.keys[1:2]))
     assert a.flush(TIMEOUT_S)
     assert finished(job) == [Reason.OK, Reason.CANCELLED, Reason.OK]
     assert is_true(forgotten_now, TIMEOUT_S)
@@ -130,7 +130,7 @@ def test_a_page_still_queued_never_becomes_visible(
     packer._pack_page = slow
     first, job = b.submit_store(before), b.submit_store(run)
     assert packing.wait(TIMEOUT_S)
-    assert is_true(a.forget(run.keys[:2]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     goes_on.set()
     assert finished(first) == [Reason.OK]
@@ -158,7 +158,7 @@ def test_a_forget_waits_for_an_upload_under_way(
     monkeypatch.setattr(a._client, "put", slow)
     job = a.submit_store(run)
     assert putting.wait(TIMEOUT_S)
-    begun = a.forget(run.keys)
+    begun = a.erase(Erasure.of(run.keys))
     again = a.submit_store(one(run, 0))
     assert again.reasons != [Reason.DUPLICATE], "the old copy is dead"
     goes_on.set()
@@ -178,7 +178,7 @@ def test_a_forget_does_not_await_lingering_neighbours(
     a = make_engine(linger_s=3600.0)
     run = make_run(1, PAGES)
     job = a.submit_store(run)
-    assert is_true(a.forget(run.keys[:1]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[:1])), TIMEOUT_S)
     assert not job.done
     assert a.flush(TIMEOUT_S)
     assert finished(job) == [Reason.CANCELLED, Reason.OK, Reason.OK]
@@ -196,7 +196,7 @@ def test_a_forget_by_a_slow_clock_is_complete(
     if is_known:
         assert a.refresh(TIMEOUT_S)
         assert held(a, run) == [True] * 3
-    assert is_true(a.forget(run.keys), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     c = make_engine(clocks=right)
     for engine in (a, b, c):
         assert engine.refresh(TIMEOUT_S, full=True)
@@ -214,7 +214,7 @@ def test_a_copy_stored_before_it_heard_stays_hidden(
     a, b = make_engine(clocks=clocks), make_engine(clocks=clocks)
     run = make_run(1, PAGES)
     store(a, run)
-    assert is_true(a.forget(run.keys), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     now[0] += 5
     store(b, run)  # of its memory, say: it knows nothing yet
     for engine in (a, b, make_engine(clocks=clocks)):
@@ -244,13 +244,13 @@ def test_a_forget_served_late_covers_later_copies(
 
     if is_retry:
         monkeypatch.setattr(a._client, "put", late)
-        assert not is_true(a.forget(run.keys), TIMEOUT_S)
+        assert not is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
         monkeypatch.setattr(a._client, "put", put)
         now[0] += 100
         assert a.refresh(TIMEOUT_S)
     else:
         monkeypatch.setattr(a._client, "listing", listing)
-        assert is_true(a.forget(run.keys), TIMEOUT_S)
+        assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     assert len(paths(a, "purges")) == 1
     now[0] += 2
     store(b, run)  # it knows nothing yet
@@ -282,7 +282,7 @@ def test_a_tombstone_is_written_once_each(
         put(path, data)
 
     monkeypatch.setattr(a._client, "put", refuse)
-    assert not is_true(a.forget(run.keys), TIMEOUT_S)
+    assert not is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     store(a, run)
     for _ in range(2):
         now[0] += 100
@@ -304,12 +304,12 @@ def test_a_purge_reaches_what_was_stored_again(make_engine: MakeEngine, make_run
     run, other = make_run(1, PAGES), make_run(2, PAGES)
     tenant = b"t" * 16
     mine, theirs = (Run(each.keys, each.pages, tenant) for each in (run, other))
-    assert is_true(b.forget(run.keys + other.keys), TIMEOUT_S)
+    assert is_true(b.erase(Erasure.of(run.keys + other.keys)), TIMEOUT_S)
     assert a.refresh(TIMEOUT_S)
     store(a, theirs)
     job = b.submit_store(mine)
     eventually(lambda: b._state.packing is None and not b._state.stores)
-    assert is_true(a.begin_purge(tenant), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     b.flush(TIMEOUT_S)
     assert finished(job) == [Reason.CANCELLED] * 3
@@ -325,7 +325,7 @@ def test_an_old_listing_brings_nothing_back(
     a, b = make_engine(), make_engine()
     run = make_run(1, PAGES)
     store(a, run)
-    assert is_true(a.forget(run.keys[:1]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[:1])), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     listing = b._client.listing
 
@@ -347,10 +347,10 @@ def test_too_many_keys_hide_more_never_less(
     a._state.forgotten = forgotten.Forgotten(max_keys=4)
     first, last = make_run(1, PAGES), make_run(2, PAGES)
     store(a, first)
-    assert is_true(a.forget(first.keys[:2]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(first.keys[:2])), TIMEOUT_S)
     now[0] += 600
     store(a, last)
-    assert is_true(a.forget(last.keys), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(last.keys)), TIMEOUT_S)
     assert len(a._state.forgotten) <= 4
     assert held(a, first) == held(a, last) == [False] * 3
     b = make_engine(clocks={"wall_clock": lambda: now[0]})
@@ -363,11 +363,11 @@ def test_too_many_keys_hide_more_never_less(
 def test_many_pages_take_several_tombstones(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forgetting, "MAX_FORGOTTEN_PAGES", 2)
+    monkeypatch.setattr(purging, "MAX_FORGOTTEN_PAGES", 2)
     a, b = make_engine(), make_engine()
     run = make_run(1, PAGES)
     store(a, run)
-    assert is_true(a.forget(run.keys), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     assert len(paths(a, "purges")) == 2
     assert paths(a, "objects") == []
     assert b.refresh(TIMEOUT_S)
@@ -379,7 +379,7 @@ def test_an_earlier_program_hides_all_before_it(make_engine: MakeEngine, make_ru
     a = make_engine()
     run = make_run(1, PAGES)
     store(a, run)
-    assert is_true(a.forget(run.keys[:1]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[:1])), TIMEOUT_S)
     (path,) = paths(a, "purges")
     data = bytes(a._client.get(path, fmt.MAX_PURGE_BYTES))
     assert int.from_bytes(data[8:12], "little") == 2
@@ -400,7 +400,7 @@ def test_a_failed_forget_is_tried_again(
         raise purging.RequestError(purging.Failure.UNAVAILABLE, "no")
 
     monkeypatch.setattr(a._client, "put", refuse)
-    assert not is_true(a.forget(run.keys), TIMEOUT_S)
+    assert not is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     assert held(a, run) == [False] * 3
     monkeypatch.setattr(a._client, "put", put)
     assert a.refresh(TIMEOUT_S)
@@ -413,22 +413,22 @@ def test_the_owner_hears_and_stores_nothing_meanwhile(
 ) -> None:
     a, b = make_engine(), make_engine()
     run = make_run(1, PAGES)
-    told: list[Tombstone] = []
+    told: list[Erasure] = []
     during: list[list[Reason]] = []
 
-    def hear(tombstones: Sequence[Tombstone]) -> None:
-        told.extend(tombstones)
+    def hear(whats: Sequence[Erasure]) -> None:
+        told.extend(whats)
         during.append(b.submit_store(one(run, 0)).reasons)
 
-    b.report_forgotten(hear)
+    b.report_erased(hear)
     store(a, run)
-    assert is_true(a.forget(run.keys[:2]), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
-    assert [tombstone.keys for tombstone in told] == [run.keys[:2]]
+    assert [what.keys for what in told] == [run.keys[:2]]
     assert during == [[Reason.CANCELLED]], "it may be from before"
     store(b, one(run, 0))
     assert held(b, run) == [True, False, True]
-    assert is_true(b.forget(run.keys, local=b.forget([])), TIMEOUT_S)
+    assert is_true(b.erase(Erasure.of(run.keys), local=b.erase(Erasure(()))), TIMEOUT_S)
     eventually(lambda: len(told) == 2, "its own is not reported")
     assert told[1].keys == ()
 
@@ -436,9 +436,9 @@ def test_the_owner_hears_and_stores_nothing_meanwhile(
 def test_a_start_tells_many_tombstones_at_once(make_engine: MakeEngine) -> None:
     a, b = make_engine(), make_engine()
     for number in range(20):
-        assert is_true(a.forget([bytes([number]) * 32]), TIMEOUT_S)
-    told: list[Sequence[Tombstone]] = []
-    b.report_forgotten(told.append)
+        assert is_true(a.erase(Erasure.of([bytes([number]) * 32])), TIMEOUT_S)
+    told: list[Sequence[Erasure]] = []
+    b.report_erased(told.append)
     assert b.refresh(TIMEOUT_S)
     eventually(lambda: sum(map(len, told)) == 20)
     assert len(told) <= 3, "what was read before the call, and since"

@@ -9,7 +9,7 @@ import pytest
 
 from kit.clock import Clock
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.object import discovery, loading, packing, uploading
 from sglang_tiered.storage.promises import is_true
 
@@ -121,6 +121,6 @@ def test_the_next_pass_finishes_purges_after_internal_errors(
     run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
     assert finished(engine.submit_store(run)) == [Reason.OK]
     fail_once(monkeypatch, engine._client, "folders", MemoryError())
-    assert not is_true(engine.begin_purge(run.tenant), TIMEOUT_S)
+    assert not is_true(engine.erase(Erasure(tenant=run.tenant)), TIMEOUT_S)
     assert engine.refresh(TIMEOUT_S)
     assert [list(chunk) for chunk in engine._client.listing(engine._state.layout.manifests)] == []

@@ -13,7 +13,7 @@ import xxhash
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
-from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.object.format import (
     Manifest,
     Purge,
@@ -228,7 +228,7 @@ def test_a_purge_reaches_other_servers_and_open_objects(
     under_way = of(A, make_run(3, [100]))
     job = b.submit_store(under_way)
     poll_until(lambda: b._state.packing is None and not b._state.stores)
-    assert is_true(a.begin_purge(A), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert (hits(b, known), hits(b, other), hits(b, under_way)) == (0, 1, 0)
     assert b.flush(TIMEOUT_S)
@@ -256,7 +256,7 @@ def test_a_purge_by_a_slow_clock_is_complete(
     if is_known:
         assert a.refresh(TIMEOUT_S)
         assert hits(a, run) == 1
-    assert is_true(a.begin_purge(tenant), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     c = make_engine(clocks=right)
     for engine in (a, b, c):
         assert engine.refresh(TIMEOUT_S, full=True)
@@ -272,19 +272,19 @@ def test_pages_stored_right_after_a_purge_stay(make_engine: MakeEngine, make_run
     before, after = of(A, make_run(1, [100])), of(A, make_run(2, [100]))
     for _ in range(3):
         store(a, before)
-        assert is_true(a.begin_purge(A), TIMEOUT_S)
+        assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
         store(a, after)
         assert b.refresh(TIMEOUT_S)
         assert (hits(a, before), hits(b, before)) == (0, 0)
         assert (hits(a, after), hits(b, after)) == (1, 1)
-        assert is_true(a.begin_purge(A), TIMEOUT_S)
+        assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
 
 
 def test_a_purge_leaves_only_its_tombstone(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a = make_engine()
     store(a, of(A, make_run(1, [100])))
     store(a, of(B, make_run(2, [100])))
-    assert is_true(a.begin_purge(A), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert len(paths(a, "objects")) == len(paths(a, "manifests")) == 1
     (path,) = paths(a, "purges")
     purge = unpack_purge(a._client.get(path))
@@ -302,7 +302,7 @@ def test_a_manifest_older_than_its_purge_stays_hidden(
     (path,) = paths(a, "manifests")
     data = bytes(a._client.get(path))
     now[0] += 5
-    assert is_true(a.begin_purge(A), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     a._client.put(path, data)  # as by a writer that did not know yet
     b = make_engine(clocks=clocks)
     for engine in (a, b):
@@ -317,10 +317,10 @@ def test_a_purge_crosses_namespaces_and_clear_does_not(
     store(a, of(A, make_run(1, [100])))
     store(b, of(A, make_run(2, [100])))
     store(b, of(B, make_run(3, [100])))
-    assert is_true(a.begin_purge(A), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert (hits(b, make_run(2, [100])), hits(b, make_run(3, [100]))) == (0, 1)
-    assert is_true(a.begin_purge(None), TIMEOUT_S)
+    assert is_true(a.erase(Erasure()), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S, full=True)
     assert hits(b, make_run(3, [100])) == 1
 
@@ -361,7 +361,7 @@ def test_a_purge_waits_for_an_upload_under_way(make_engine: MakeEngine, make_run
     run = of(A, make_run(1, [100]))
     job = a.submit_store(run)
     assert reached.wait(TIMEOUT_S)
-    forgetting = a.begin_purge(A)
+    forgetting = a.erase(Erasure(tenant=A))
     assert finished(job) == [Reason.CANCELLED]
     assert not is_true(forgetting, 0.05)
     assert not forgetting.done()

@@ -10,7 +10,7 @@ import pytest
 
 from kit.faulty import FaultyDevice
 from kit.waiting import drained
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -221,7 +221,7 @@ def test_clear_spares_the_store_that_comes_after(
     before, after = make_run(1, [4096]), make_run(2, [4096])
     job = gated.submit_store(before)
     assert gate.entered.wait(TIMEOUT_S)
-    clearing = gated.begin_purge(None)
+    clearing = gated.erase(Erasure())
     assert not clearing.done()
     gate.opened.set()
     assert is_true(clearing, TIMEOUT_S)

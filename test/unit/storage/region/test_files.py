@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -40,7 +41,7 @@ def test_every_file_that_a_store_writes_is_listed(tmp_path: Path, make_run: Make
         tmp_path, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
     )
     assert engine.submit_store(make_run(1, [4096])).wait(10.0)
-    assert is_true(engine.begin_purge(b"t" * 16), 10.0)
+    assert is_true(engine.erase(Erasure(tenant=b"t" * 16)), 10.0)
     assert not isinstance(engine.pin("../talk", [b"k" * 32]), PinRefusal)
     for name in NOTE_NAMES:
         engine.notes.write(name, b"x")

@@ -9,7 +9,7 @@ import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained, eventually
-from sglang_tiered.storage.base import NO_TENANT, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
@@ -135,7 +135,7 @@ def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeR
     kept = make_run(1, [PAGE] * 57)
     store(engine, kept)
     pin(engine, "p", kept.keys)
-    assert is_true(engine.forget(make_run(2, [PAGE]).keys), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure.of(make_run(2, [PAGE]).keys)), TIMEOUT_S)
     held: list[str] = []
     for seed in range(100, 180):
         store(engine, make_run(seed, [PAGE] * 57))
@@ -143,7 +143,7 @@ def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeR
     assert held.count(held[0]) > 2 * CAPACITY // REGION, "it is written again in every round"
     assert held[0] != held[-1]
     assert engine.lookup(kept.keys).num_hits == 57
-    assert is_true(engine.begin_purge(A), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     data = (tmp_path / "s" / PURGES_NAME).read_bytes()
     assert not purges.unpack(data).forgotten  # type: ignore[union-attr]
     close(engine)
@@ -298,7 +298,7 @@ def test_a_purge_drops_the_tenants_pins(
     for run in (a, b):
         store(engine, run)
         pin(engine, run.tenant.hex(), run.keys, tenant=run.tenant)
-    assert is_true(engine.begin_purge(tenant), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     left = [] if tenant is None else [B]
     assert [info.tenant for info in engine.pins()] == left
     close(engine)

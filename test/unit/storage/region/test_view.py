@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, view
 
@@ -69,7 +69,7 @@ def test_what_is_gone_is_told(engine: RegionEngine, make_run: MakeRun) -> None:
     store(engine, one)
     store(engine, two)
     version, _ = engine.view.fingerprints(0) or (0, None)
-    is_true(engine.begin_purge(TENANT), 20.0)
+    is_true(engine.erase(Erasure(tenant=TENANT)), 20.0)
     told = engine.view.fingerprints(version)
     assert told is not None
     assert sorted(told[1].tolist()) == first_words(one)

@@ -10,7 +10,7 @@ import pytest
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, MakeRun
-from sglang_tiered.storage.base import NO_TENANT, Job, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Job, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -344,7 +344,7 @@ def test_a_purge_removes_regions_beside_an_irremovable_one(
     bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
     for seed in range(3):
         assert bench.store(seed, 12) == [Reason.OK] * 12
-    assert is_true(bench.engine.begin_purge(NO_TENANT), TIMEOUT_S)
+    assert is_true(bench.engine.erase(Erasure(tenant=NO_TENANT)), TIMEOUT_S)
     assert [file.name for file in bench.files()] == [region_name(0), region_name(2)], "2 is open"
     bench.engine.close()
 

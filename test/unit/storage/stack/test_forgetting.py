@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import JobKind, Reason, Run
+from sglang_tiered.storage.base import Erasure, JobKind, Reason, Run
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import pytest
 
     from kit.runs import Blank, MakeRun
@@ -31,7 +29,7 @@ def test_a_forgotten_page_leaves_both_tiers(
     run = theirs(make_run)
     finished(engine.submit_store(run))
     eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
-    assert is_true(engine.forget(run.keys[1:2]), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
     expected = [True, False, True, True]
     assert engine.contains(run.keys) == expected
     assert engine.nvme.contains(run.keys) == expected
@@ -47,7 +45,7 @@ def test_what_a_peer_forgot_is_only_hidden_below(
     run = theirs(make_run)
     finished(engine.submit_store(run))
     eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
-    assert is_true(engine.forget(run.keys[2:], is_remote=True), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure.of(run.keys[2:], spread=False)), TIMEOUT_S)
     assert engine.contains(run.keys) == [True, True, False, False]
     assert tiers.bucket.stats().num_pages == 4
 
@@ -60,7 +58,7 @@ def test_a_page_forgotten_while_loading_is_not_promoted(
     tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run), tenant=TENANT)
     tiers.bucket.holding = set()
-    forgotten = engine.forget(run.keys[:1], is_remote=True)
+    forgotten = engine.erase(Erasure.of(run.keys[:1], spread=False))
     tiers.bucket.hidden.clear()  # it was read before
     tiers.bucket.release()
     assert finished(job) == [Reason.OK] * 4
@@ -76,17 +74,17 @@ def test_a_forget_during_a_copy_costs_others_nothing(
     engine = tiers.open()
     run = theirs(make_run)
     finished(engine.submit_store(run))
-    forget = engine.nvme.forget
+    erase = engine.nvme.erase
 
-    def forget_behind_a_read(keys: Iterable[bytes]) -> object:
+    def erase_behind_a_read(what: Erasure) -> object:
         tiers.bucket.known = True
         eventually(
             lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
         )
-        return forget(keys)
+        return erase(what)
 
-    monkeypatch.setattr(engine.nvme, "forget", forget_behind_a_read)
-    assert is_true(engine.forget(run.keys[1:2]), TIMEOUT_S)
+    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
+    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
     eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
     assert tiers.bucket.contains(run.keys) == [True, False, True, True]
     assert engine.stack_stats().num_demotions_gone == 1

@@ -10,7 +10,7 @@ import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -87,7 +87,7 @@ def test_a_purge_of_both_tiers_outlives_the_server(
     finished(first.submit_store(Run(mine.keys, mine.pages, TENANT)))
     finished(first.submit_store(other))
     assert all(first.flush_to_bucket([*mine.keys, *other.keys], TIMEOUT_S))
-    assert is_true(first.begin_purge(TENANT), TIMEOUT_S)
+    assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     assert first.lookup(mine.keys).num_hits == 0
     first.close()
     second = open_engine("second")
@@ -104,7 +104,7 @@ def test_what_another_server_forgot_leaves_this_ones_disk(
     for engine in (first, second):
         finished(engine.submit_store(Run(run.keys, run.pages, TENANT)))
         assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-    assert is_true(first.forget(run.keys[1:3]), TIMEOUT_S)
+    assert is_true(first.erase(Erasure.of(run.keys[1:3])), TIMEOUT_S)
     assert second.bucket.refresh(TIMEOUT_S)
     expected = [True, False, False, True]
     for engine in (first, second):
@@ -126,8 +126,8 @@ def test_a_restart_keeps_what_was_stored_again(
     first, second = open_engine("first"), open_engine("second")
     for stored in (run, other):
         finished(first.submit_store(Run(stored.keys, stored.pages, TENANT)))
-    assert is_true(first.forget(run.keys), TIMEOUT_S)
-    assert is_true(second.forget(other.keys), TIMEOUT_S)
+    assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert is_true(second.erase(Erasure.of(other.keys)), TIMEOUT_S)
     assert first.bucket.refresh(TIMEOUT_S)
     assert not any(first.nvme.contains(run.keys + other.keys))
     for stored in (run, other):
@@ -147,7 +147,7 @@ def test_a_server_that_was_down_forgets_then(
     finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
     assert first.flush(TIMEOUT_S)
     first.close()
-    assert is_true(second.forget(run.keys[:3]), TIMEOUT_S)
+    assert is_true(second.erase(Erasure.of(run.keys[:3])), TIMEOUT_S)
     first = open_engine("first")
     assert first.bucket.refresh(TIMEOUT_S, full=True)
     assert first.contains(run.keys) == [False, False, False, True]
@@ -172,7 +172,7 @@ def test_a_copy_read_before_the_tombstone_stays_up(
     monkeypatch.setattr(demoter, "_read", slow_read)
     finished(second.submit_store(Run(run.keys, run.pages, TENANT)))
     assert read.wait(TIMEOUT_S), "nothing was copied"
-    assert is_true(first.forget(run.keys[:2]), TIMEOUT_S)
+    assert is_true(first.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
     assert second.bucket.refresh(TIMEOUT_S)
     told.set()
     assert second.flush_to_bucket(run.keys, TIMEOUT_S)[2:] == [True, True]

@@ -11,7 +11,17 @@ import pytest
 from shared_tier import SharedTier
 
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.storage.base import Health, Job, JobKind, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.base import (
+    Erasure,
+    Health,
+    Job,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    Tier,
+)
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
@@ -203,7 +213,7 @@ def test_pages_from_peers_are_kept_until_a_purge(
     assert page_data(again) == page_data(run)
     world.peers.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(other), tenant=TENANT)
-    engine.begin_purge(TENANT, is_remote=True)
+    engine.erase(Erasure(tenant=TENANT, spread=False))
     world.peers.release()
     assert finished(job) == [Reason.OK] * 4
     assert drained(engine, TIMEOUT_S)
@@ -225,7 +235,7 @@ def test_without_a_bucket_only_demotion_is_missing(
     assert engine.some_keys(9)
     engine.set_namespace(b"\x22" * 32)
     assert engine.lookup(run.keys).num_hits == 0
-    assert is_true(engine.begin_purge(None), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure()), TIMEOUT_S)
 
 
 def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Blank) -> None:
@@ -234,7 +244,7 @@ def test_nvme_alone_is_an_engine_too(world: World, make_run: MakeRun, blank: Bla
     finished(engine.submit_store(part(run, 0, 1)))
     assert engine.lookup(run.keys) == LookupResult(2, Stop.MISS)
     assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2 + [Reason.MISS] * 2
-    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
 
 
 def test_a_purge_is_propagated_unless_it_is_remote(world: World, make_run: MakeRun) -> None:
@@ -244,15 +254,12 @@ def test_a_purge_is_propagated_unless_it_is_remote(world: World, make_run: MakeR
     run = make_run(1, PAGES)
     for tier in (world.peers, world.bucket):
         finished(tier.submit_store(part(run, 0, 1, 2, 3)))
-    assert is_true(engine.begin_purge(TENANT, is_remote=True), TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(tenant=TENANT, spread=False)), TIMEOUT_S)
     assert world.peers.contains(run.keys) == [True] * 4, "it told the others again"
     assert world.bucket.hidden == set(run.keys)
     assert world.bucket.stats().num_pages == 4, "it purged the bucket again"
-    assert is_true(engine.begin_purge(TENANT, propagate=False), TIMEOUT_S)
-    assert world.peers.contains(run.keys) == [True] * 4
-    assert world.bucket.stats().num_pages == 0
-    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
-    assert world.peers.stats().num_pages == 0
+    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    assert world.peers.stats().num_pages == world.bucket.stats().num_pages == 0
 
 
 def test_sick_peers_and_bucket_leave_each_other_serving(
@@ -299,12 +306,10 @@ class Raising(Forgetful):
             raise RuntimeError("a bug")
         return super().submit_load(run, deadline_s=deadline_s)
 
-    def begin_purge(
-        self, tenant: bytes | None, *, local: Future[bool] | None = None
-    ) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         if self.is_raising:
             raise RuntimeError("a bug")
-        return super().begin_purge(tenant, local=local)
+        return super().erase(what, local=local)
 
 
 def test_raising_tier_leaves_no_read_unowned(
@@ -377,7 +382,7 @@ def test_raising_tier_stops_no_purge_of_others(
     finished(world.bucket.submit_store(run))
     generation = engine._generation
     peers.is_raising = True
-    assert is_true(engine.begin_purge(None), TIMEOUT_S) is False
+    assert is_true(engine.erase(Erasure()), TIMEOUT_S) is False
     assert engine._generation == generation + 1
     assert not any(world.bucket.contains(run.keys)), "the bucket was told"
     assert finished(engine.submit_load(blank(run))) == [Reason.MISS] * 4

@@ -10,7 +10,16 @@ import pytest
 from shared_tier import SharedTier
 
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.storage.base import Health, JobKind, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.base import (
+    Erasure,
+    Health,
+    JobKind,
+    LookupResult,
+    Reason,
+    Run,
+    Stop,
+    Tier,
+)
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack.tiers import Span, StackSettings
@@ -187,7 +196,9 @@ def test_a_purge_between_load_and_promotion_wins(
     finished(tiers.bucket.submit_store(of(TENANT, run)))
     tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run), tenant=TENANT)
-    purge = engine.begin_purge(b"b" * 16)  # of anybody: what was read before is not trusted
+    purge = engine.erase(
+        Erasure(tenant=b"b" * 16)
+    )  # of anybody: what was read before is not trusted
     tiers.bucket.release()
     assert finished(job) == [Reason.OK] * 4
     assert is_true(purge, TIMEOUT_S)
@@ -205,14 +216,14 @@ def test_pages_read_while_a_purge_begins_stay_down(
 ) -> None:
     run = make_run(1, PAGES)
     finished(tiers.bucket.submit_store(of(TENANT, run)))
-    begin, jobs = engine.nvme.begin_purge, []
+    erase, jobs = engine.nvme.erase, []
 
-    def begin_behind_a_read(tenant: bytes | None) -> object:
+    def erase_behind_a_read(what: Erasure) -> object:
         jobs.append(engine.submit_load(blank(run), tenant=TENANT))
-        return begin(tenant)
+        return erase(what)
 
-    monkeypatch.setattr(engine.nvme, "begin_purge", begin_behind_a_read)
-    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
+    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     assert finished(jobs[0]) == [Reason.OK] * 4
     assert drained(engine.nvme, TIMEOUT_S)
     assert engine.lookup(run.keys).num_hits == 0
@@ -353,7 +364,7 @@ def test_a_purge_during_a_copy_leaves_no_pages(
         jobs = [engine.submit_store(run) for run in runs]
         for job in jobs[:2]:
             finished(job)
-        assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
         for job in jobs:
             finished(job)
         assert [engine.lookup(run.keys).num_hits for run in runs] == [0] * 4
@@ -368,15 +379,15 @@ def test_no_copy_of_pages_read_before_a_purge(
     engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(run))
-    begin = engine.nvme.begin_purge
+    erase = engine.nvme.erase
 
-    def begin_behind_a_read(tenant: bytes | None) -> object:
+    def erase_behind_a_read(what: Erasure) -> object:
         tiers.bucket.known = True
         until(lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied")
-        return begin(tenant)
+        return erase(what)
 
-    monkeypatch.setattr(engine.nvme, "begin_purge", begin_behind_a_read)
-    assert is_true(engine.begin_purge(TENANT), TIMEOUT_S)
+    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
+    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     until(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
     assert engine.lookup(run.keys).num_hits == 0
     assert engine.stack_stats().num_demotions_gone == 4

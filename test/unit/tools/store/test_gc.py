@@ -14,7 +14,7 @@ import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.integration.storage.shards import shard_name
-from sglang_tiered.storage.base import NO_TENANT, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -373,7 +373,7 @@ def test_forgotten_pages_and_pins_are_known(
     store(engine, gone)
     store(engine, kept)
     before = json.loads(cli("stat", tier, "--json").out)["shards"][0]["purged_pages"]
-    assert is_true(engine.forget(gone.keys[:2]), 20.0)
+    assert is_true(engine.erase(Erasure.of(gone.keys[:2])), 20.0)
     for name in ("a", "b"):
         made = engine.pin(name, kept.keys)
         assert not isinstance(made, PinRefusal)
@@ -407,7 +407,7 @@ def test_unreadable_purges_plan_no_removal(
     """A disk that fails must not look like a purge of everything."""
     engine = open_engine(shard)
     store(engine, make_run(50, SIZES))
-    assert is_true(engine.begin_purge(b"t" * 16), 20.0)
+    assert is_true(engine.erase(Erasure(tenant=b"t" * 16)), 20.0)
     engine.close()
     before = sorted(shard.iterdir())
     real = ReadOnlyDevice.read_file

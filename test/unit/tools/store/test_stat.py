@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
-from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
@@ -130,7 +130,7 @@ def test_only_tokens_that_can_be_hit_count(
     engine.set_namespace(OTHER_NAMESPACE)
     engine.set_namespace(NAMESPACE)
     store(engine, make_run(0, [12_288, 12_000, 9_000]))
-    assert engine.forget(make_run(1, [12_288]).keys).result(20.0)
+    assert engine.erase(Erasure.of(make_run(1, [12_288]).keys)).result(20.0)
     engine.close()
     assert stat(cli, tier)[1]["total"]["tokens"] == 2 * 64
 

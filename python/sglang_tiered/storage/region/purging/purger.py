@@ -1,8 +1,8 @@
-"""Makes purges, and pages that are forgotten, durable and gives back what they free. Used on the
-writer thread, without the lock.
+"""Makes erasures durable and gives back what they free. Used on the writer thread, without the
+lock.
 
 The order of its steps is what makes it safe to lose power at any of them: first the file PURGES
-says what is dead, then files go. What they held is hidden from lookups since the purge was asked.
+says what is dead, then files go. What they held is hidden from lookups since ``erase`` was called.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
+    from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.purging.purges import Bound, Purges
@@ -53,30 +54,28 @@ class Purger:
         self._reclaimer = reclaimer
         self._purges = purges
 
-    def purge(self, tenant: bytes | None, bound: Bound) -> bool:
-        """Purge one tenant (None: all), up to the present end of the log, with nothing under way
-        before it. True when it is durable."""
-        self._purges.add(tenant, bound)
+    def erase(self, whats: Sequence[Erasure], bound: Bound) -> bool:
+        """Erase up to the present end of the log, with nothing under way before it. True when that
+        is durable, and all that was asked before."""
+        keys = [key for what in whats for key in what.keys or ()]
+        if keys:
+            self._purges.forget(keys, bound)
+        tenants = [what.tenant for what in whats if what.keys is None]
+        for tenant in tenants:
+            self._purges.add(tenant, bound)
         durable = self._record()
-        if tenant is not None:
+        if None in tenants:
+            with self._state.lock:
+                regions = list(self._state.regions)
+            for region in regions:
+                self._reclaimer.remove(region)
+        elif tenants:
             self._sweep()
-            self._reclaimer.remove_useless()
-            return durable
-        with self._state.lock:
-            regions = list(self._state.regions)
-        for region in regions:
-            self._reclaimer.remove(region)
-        return durable
-
-    def forget(self, keys: Sequence[bytes], bound: Bound) -> bool:
-        """Forget single pages as ``purge`` does those of a tenant."""
-        self._purges.forget(keys, bound)
-        durable = self._record()
         self._reclaimer.remove_useless()
         return durable
 
     def _record(self) -> bool:
-        """Write the purges; one that cannot be written is written with the next."""
+        """Write what was erased; what cannot be written is written with the next."""
         try:
             self._write()
         except OSError as error:

@@ -1,4 +1,5 @@
-"""A purge, while the power goes, the process dies, the disk refuses, or reclaim is at work."""
+"""Erasing on NVMe, beside what ``test/contract/test_erase.py`` asks of every tier: damage, formats,
+bounds, and reclaim at work."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.purging import purges
-from sglang_tiered.storage.region.purging.purges import Bound, Purges
+from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.purging import forgotten, purges
+from sglang_tiered.storage.region.purging.forgotten import Forgotten
+from sglang_tiered.storage.region.purging.purges import VERSION_WITH_KEYS, Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,21 +34,15 @@ if TYPE_CHECKING:
 
 A, B = b"a" * 16, b"b" * 16
 OF_A, OF_B, LATER = keys(range(12)), keys(range(100, 112)), keys(range(200, 206))
-CRASHES: tuple[tuple[CrashMode, int], ...] = (
-    ("kill", 0),
-    ("drop", 0),
-    ("torn", 0),
-    ("reorder", 0),
-    ("reorder", 1),
-)
+GONE, STAYS = OF_A[::3], [each for number, each in enumerate(OF_A) if number % 3]
 
 
-def submit(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes) -> Job:
+def submit(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> Job:
     pages = tuple((memoryview(content(NAMESPACE, each)),) for each in wanted)
     return engine.submit_store(Run(tuple(wanted), pages, tenant))
 
 
-def store(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes) -> list[Reason]:
+def store(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> list[Reason]:
     job = submit(engine, wanted, tenant)
     assert job.wait(TIMEOUT_S), "a store did not finish"
     return job.reasons
@@ -71,55 +69,6 @@ def fill(engine: RegionEngine) -> None:
     assert engine.flush(TIMEOUT_S)
 
 
-def purge_amid_stores(engine: RegionEngine, told: list[str]) -> None:
-    """``told`` is what the caller knows: that the purge began, and that it is durable."""
-    fill(engine)
-    jobs = [submit(engine, LATER[:3], A), submit(engine, keys(range(300, 303)), B)]
-    told.append("begun")
-    if is_true(engine.begin_purge(A), TIMEOUT_S):
-        told.append("durable")
-    for job in jobs:
-        assert job.wait(TIMEOUT_S)
-    if "durable" in told and store(engine, LATER[3:], A) == [Reason.OK] * 3:
-        told.append("again")
-        if engine.flush(TIMEOUT_S):
-            told.append("synced")
-
-
-def test_power_may_fail_anywhere_in_a_purge(tmp_path: Path) -> None:
-    at = num_begun = num_durable = 0
-    while True:
-        device, told = SimulatedDevice(power_off_at=at), list[str]()
-        with running(tmp_path, device) as engine:
-            if device.powered:
-                try:
-                    purge_amid_stores(engine, told)
-                except AssertionError:
-                    assert not device.powered, "a purge fails on a disk that works"
-        assert not device.misuse, device.misuse
-        num_begun += "begun" in told and not device.powered
-        num_durable += "durable" in told and not device.powered
-        for mode, seed in CRASHES if told else ():
-            with running(tmp_path, SimulatedDevice(device.crash(mode, seed))) as engine:
-                where = f"change {at}, {mode}, seed {seed}, {told}"
-                assert held(engine, OF_B) == 12, where
-                found = held(engine, OF_A), held(engine, LATER[:3])
-                if "durable" in told:
-                    assert found == (0, 0), where
-                    since = held(engine, LATER[3:])
-                    owed = "synced" in told or ("again" in told and mode == "kill")
-                    assert since == 3 if owed else since <= 3, where
-                # And what a recovery makes of it stays so.
-                assert store(engine, keys(range(400, 403)), A) == [Reason.OK] * 3
-                assert engine.flush(TIMEOUT_S)
-            # The next process of the same disk.
-        if device.powered:
-            break
-        at += 1
-    assert num_begun > 3, "the power never went while a purge was under way"
-    assert num_durable > 3, "the power never went behind a purge"
-
-
 @pytest.mark.parametrize("mode", ["kill", "drop", "reorder"])
 def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: CrashMode) -> None:
     """The open region, and its number, may be lost with the first: the next must not reuse it, or
@@ -127,7 +76,7 @@ def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: Cras
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12  # not synced
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
         device.powered = False
     device = SimulatedDevice(device.crash(mode))
     with running(tmp_path, device) as engine:
@@ -139,54 +88,29 @@ def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: Cras
         assert held(engine, OF_A) == 12
 
 
-def test_a_purge_holds_for_other_namespaces_too(tmp_path: Path) -> None:
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-    device = device.restart()
-    with running(tmp_path, device, namespace=b"\x77" * 32) as engine:
-        assert engine.stats().num_pages == 0
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
-    with running(tmp_path, device.restart()) as engine:
-        assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
-
-
 def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
     inner = SimulatedDevice()
     device = FaultyDevice(inner)
     with running(tmp_path, device) as engine:
         fill(engine)
         device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
-        assert is_true(engine.begin_purge(None), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure()), TIMEOUT_S)
         assert held(engine, OF_A + OF_B) == 0
     with running(tmp_path, inner.restart()) as engine:
         assert held(engine, OF_A + OF_B) == 0
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
 
-def test_an_unwritten_purge_goes_with_the_next(tmp_path: Path) -> None:
-    inner = SimulatedDevice()
-    device = FaultyDevice(inner)
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        device.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
-        assert not is_true(engine.begin_purge(A), TIMEOUT_S)
-        assert held(engine, OF_A) == 0, "not durable, but hidden"
-        device.faults = []
-        assert is_true(engine.begin_purge(b"c" * 16), TIMEOUT_S)
-    with running(tmp_path, inner.restart()) as engine:
-        assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
-
-
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "older"])
-def test_damaged_purges_bring_nothing_back(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(GONE)], ids=["tenant", "pages"])
+def test_damage_brings_nothing_erased_back(tmp_path: Path, what: Erasure, harm: str) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(what), TIMEOUT_S)
     files = device.crash("kill")
     good = files[PURGES_NAME]
-    for bit in range(0, 8 * len(good), 7) if harm == "flip" else [0]:
+    for bit in range(0, 8 * len(good), 13) if harm == "flip" else [0]:
         bad = bytearray(good)
         if harm == "flip":
             bad[bit // 8] ^= 1 << bit % 8
@@ -223,10 +147,10 @@ def test_purges_go_with_the_last_older_region(tmp_path: Path) -> None:
     with running(tmp_path, device) as engine:
         fill(engine)
         for number in range(20):
-            assert is_true(engine.begin_purge(bytes([number]) * 16), TIMEOUT_S)
+            assert is_true(engine.erase(Erasure(tenant=bytes([number]) * 16)), TIMEOUT_S)
         assert len(purges.read(device).tenants) == 20
-        assert is_true(engine.begin_purge(None), TIMEOUT_S)
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure()), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert set(purges.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
@@ -237,7 +161,7 @@ def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
         for start in range(0, 60, 6):
             assert store(engine, keys(range(start, start + 6)), A) == [Reason.OK] * 6
         before = engine.stats().physical_bytes
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
         assert before > 3 * REGION
         assert engine.stats().physical_bytes <= REGION, "only the open one stays"
         assert engine.stats().num_pages_evicted == 0
@@ -267,7 +191,7 @@ def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
             if reading.is_set():
                 break
         assert reading.is_set(), "reclaim saved nothing"
-        purged = engine.begin_purge(A)
+        purged = engine.erase(Erasure(tenant=A))
         assert not engine.lookup(hot).num_hits
         armed = False
         go_on.set()
@@ -292,7 +216,7 @@ def test_tenants_survive_restart_and_reinsertion(tmp_path: Path) -> None:
         assert before[A][0] == 1
     with running(tmp_path, device.restart(), capacity_bytes=4 * REGION) as engine:
         assert {entry.tenant: entry[1:] for entry in engine.tenants(9)} == before
-        assert is_true(engine.begin_purge(A), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
         assert held(engine, hot) == 0
 
 
@@ -323,3 +247,160 @@ def test_bounds_beyond_the_most_are_folded_into_one() -> None:
     assert len(folded.tenants) == purges.MAX_TENANTS // 2 + 1
     assert folded.everyone == Bound(purges.MAX_TENANTS // 2, 4096)
     assert purges.unpack(purges.pack(folded)) == folded
+
+
+# ---- Single pages ----
+
+
+def test_what_was_under_way_never_lands(tmp_path: Path) -> None:
+    """One store is being written, two have no place yet, and one comes after the call."""
+    writing, go_on = threading.Event(), threading.Event()
+    armed = False
+
+    def before(operation: str) -> None:
+        if armed and operation == "writev":
+            writing.set()
+            assert go_on.wait(TIMEOUT_S)
+
+    inner = SimulatedDevice()
+    with running(tmp_path, FaultyDevice(inner, before=before)) as engine:
+        fill(engine)
+        armed = True
+        first = submit(engine, LATER[:2])
+        assert writing.wait(TIMEOUT_S)
+        queued = [submit(engine, LATER[2:4]), submit(engine, [LATER[4]])]
+        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4], GONE[0]]))
+        wanted = [*LATER[:5], GONE[0]]
+        assert not any(engine.contains(wanted))
+        assert engine.lookup([LATER[0]]).stop is Stop.MISS
+        again = submit(engine, [LATER[0], GONE[0]])
+        armed = False
+        go_on.set()
+        assert is_true(durable, TIMEOUT_S)
+        for job in (first, *queued, again):
+            assert job.wait(TIMEOUT_S)
+        assert again.reasons == [Reason.OK] * 2
+        expected = [True, True, False, True, False, True]
+        assert engine.contains(wanted) == expected
+        assert drained(engine, TIMEOUT_S)
+        engine.check_integrity()
+    with running(tmp_path, inner.restart()) as engine:
+        assert engine.contains(wanted) == expected
+        assert held(engine, wanted) == 4
+
+
+def test_pages_being_rescued_are_forgotten_too(tmp_path: Path) -> None:
+    """Reclaim holds pinned pages in memory, on their way to the end of the log."""
+    reading, go_on = threading.Event(), threading.Event()
+    armed = False
+
+    def before(operation: str) -> None:
+        if armed and operation == "readv" and threading.current_thread().name == "tier-writer":
+            reading.set()
+            assert go_on.wait(TIMEOUT_S)
+
+    inner = SimulatedDevice()
+    device = FaultyDevice(inner, before=before)
+    with running(tmp_path, device, capacity_bytes=5 * REGION) as engine:
+        assert store(engine, OF_A[:3]) == [Reason.OK] * 3
+        made = engine.pin("p", OF_A[:3])
+        assert not isinstance(made, PinRefusal)
+        assert is_true(made, TIMEOUT_S)
+        armed = True
+        for number in range(1000, 1100, 3):
+            job = submit(engine, keys(range(number, number + 3)))
+            while not job.wait(0.01) and not reading.is_set():
+                pass
+            if reading.is_set():
+                break
+        assert reading.is_set(), "reclaim rescued nothing"
+        durable = engine.erase(Erasure.of(OF_A[:2]))
+        assert engine.contains(OF_A[:3]) == [False, False, True]
+        armed = False
+        go_on.set()
+        assert is_true(durable, TIMEOUT_S)
+        assert drained(engine, TIMEOUT_S)
+        assert engine.contains(OF_A[:3]) == [False, False, True]
+        assert [info.num_pages for info in engine.pins()] == [1]
+        engine.check_integrity()
+    with running(tmp_path, inner.restart(), capacity_bytes=5 * REGION) as engine:
+        assert engine.contains(OF_A[:3]) == [False, False, True]
+        assert [info.num_pages for info in engine.pins()] == [1]
+
+
+def test_a_forgotten_page_leaves_its_pins(tmp_path: Path) -> None:
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        fill(engine)
+        for name, wanted in (("some", OF_A[:6]), ("all", GONE)):
+            assert not isinstance(engine.pin(name, wanted), PinRefusal)
+        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+        assert [(info.name, info.num_pages) for info in engine.pins()] == [("some", 4)]
+        assert store(engine, GONE) == [Reason.OK] * 4
+        assert [info.num_pages for info in engine.pins()] == [4], "pinned again"
+        assert file_of("all") not in device.list_names()
+    with running(tmp_path, device.restart()) as engine:
+        assert [(info.name, info.num_pages) for info in engine.pins()] == [("some", 4)]
+
+
+def test_older_programs_refuse_while_pages_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of version 3 takes none above; it opens the store again once that is safe."""
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        fill(engine)
+        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+        assert version_of(device) == VERSION_WITH_KEYS
+        data = device.read_file(PURGES_NAME)
+    monkeypatch.setattr(purges, "VERSION_WITH_KEYS", FORMAT_VERSION)
+    with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
+        purges.unpack(data)
+    monkeypatch.undo()
+    device = device.restart()
+    with running(tmp_path, device, capacity_bytes=4 * REGION) as engine:
+        for number in range(1000, 1060, 3):
+            assert store(engine, keys(range(number, number + 3))) == [Reason.OK] * 3
+        assert is_true(engine.erase(Erasure(tenant=b"t" * 16)), TIMEOUT_S)
+        assert version_of(device) == FORMAT_VERSION
+
+
+def version_of(device: SimulatedDevice) -> int:
+    return int.from_bytes(device.read_file(PURGES_NAME)[8:12], "little")
+
+
+def test_beyond_the_most_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "MAX_FORGOTTEN", 4)
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        fill(engine)
+        for each in GONE:
+            assert is_true(engine.erase(Erasure.of([each])), TIMEOUT_S)
+        assert store(engine, LATER[:3]) == [Reason.OK] * 3
+        assert is_true(engine.erase(Erasure.of([LATER[0]])), TIMEOUT_S)
+        assert len(purges.read(device).forgotten) == 3
+    with running(tmp_path, device.restart()) as engine:
+        assert held(engine, [*GONE, LATER[0]]) == 0
+        assert held(engine, LATER[1:3]) == 2
+        assert held(engine, STAYS) == 0, "as far back as the older half"
+
+
+def test_bounds_of_keys_survive_packing() -> None:
+    made = Purges()
+    made.forget([b"\0" * 32, b"a" + bytes(31), b"b" * 32], Bound(3, 8192))
+    made.forget([b"b" * 32], Bound(5, 4096))
+    made.add(b"t" * 16, Bound(4, 4096))
+    assert purges.unpack(purges.pack(made)) == made
+    assert len(made.forgotten) == 3
+    assert made.next_sequence() == 6
+    assert made.forget_before(5)
+    assert made.is_empty, "a bound at the first extent of a region says nothing of it"
+    assert purges.unpack(purges.pack(made)) == Purges(forgotten=Forgotten())
+
+
+def test_forgetting_checks_its_keys(tmp_path: Path) -> None:
+    with running(tmp_path, SimulatedDevice()) as engine:
+        with pytest.raises(ValueError, match="a key has 1 bytes, expected 32"):
+            engine.erase(Erasure.of([b"k"]))
+        assert is_true(engine.erase(Erasure.of([])), 0.0)
+    assert not is_true(engine.erase(Erasure.of(OF_A)), 0.0), "closed"

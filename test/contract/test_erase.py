@@ -1,0 +1,223 @@
+"""The erase table: what is selected x where its pages are x when the server dies. Whatever the row,
+they are hidden at once, and once the answer was true nothing brings one back."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simulation.device import CrashMode, SimulatedDevice
+from simulation.engine import running
+from simulation.ledger import TIMEOUT_S, Ledger, content, keys
+
+from kit.faulty import Fault, FaultyDevice
+from kit.runs import NAMESPACE
+from kit.waiting import drained
+from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.pinning.pins import PinRefusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+A, B = b"a" * 16, b"b" * 16
+GONE, STAYS, LATER = keys(range(8)), keys(range(100, 108)), keys(range(200, 204))
+SELECTORS = {
+    "pages": Erasure.of([*GONE, *LATER]),
+    "tenant": Erasure(tenant=A),
+    "everything": Erasure(),
+}
+CRASHES: tuple[tuple[CrashMode, int], ...] = (
+    ("kill", 0),
+    ("drop", 0),
+    ("torn", 0),
+    ("reorder", 0),
+    ("reorder", 1),
+)
+
+erases = pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
+
+
+def submit(engine: Any, wanted: Sequence[bytes], tenant: bytes) -> Job:
+    pages = tuple((memoryview(content(NAMESPACE, each)),) for each in wanted)
+    return engine.submit_store(Run(tuple(wanted), pages, tenant))
+
+
+def store(engine: Any, wanted: Sequence[bytes], tenant: bytes) -> list[Reason]:
+    job = submit(engine, wanted, tenant)
+    assert job.wait(TIMEOUT_S), "a store did not finish"
+    return job.reasons
+
+
+def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
+    """Pages that load, which are checked to be the right ones."""
+    assert engine.stats().health is Health.RUNNING, engine.stats()
+    return Ledger().load(engine, wanted).count(Reason.OK)
+
+
+def fill(engine: RegionEngine) -> None:
+    for start in range(0, 8, 4):
+        assert store(engine, GONE[start : start + 4], A) == [Reason.OK] * 4
+        assert store(engine, STAYS[start : start + 4], B) == [Reason.OK] * 4
+    assert engine.flush(TIMEOUT_S)
+
+
+# ---- NVMe ----
+
+
+class Disk(FaultyDevice):
+    """Holds writes back."""
+
+    def __init__(self, inner: SimulatedDevice) -> None:
+        super().__init__(inner, before=self._wait)
+        self.holds = False
+        self.held, self.go_on = threading.Event(), threading.Event()
+
+    def _wait(self, operation: str) -> None:
+        if self.holds and operation == "writev":
+            self.held.set()
+            assert self.go_on.wait(TIMEOUT_S)
+
+    def release(self) -> None:
+        self.holds = False
+        self.go_on.set()
+
+
+def synced(engine: RegionEngine, disk: Disk) -> None:
+    fill(engine)
+
+
+def unsynced(engine: RegionEngine, disk: Disk) -> None:
+    fill(engine)
+    assert store(engine, LATER, A) == [Reason.OK] * 4
+
+
+def on_its_way(engine: RegionEngine, disk: Disk) -> None:
+    """One store is being written, the next has no place yet."""
+    fill(engine)
+    disk.holds = True
+    submit(engine, LATER[:2], A)
+    assert disk.held.wait(TIMEOUT_S)
+    submit(engine, LATER[2:], A)
+
+
+def pinned(engine: RegionEngine, disk: Disk) -> None:
+    fill(engine)
+    made = engine.pin("p", GONE, A)
+    assert not isinstance(made, PinRefusal)
+    assert is_true(made, TIMEOUT_S)
+
+
+def in_another_namespace(engine: RegionEngine, disk: Disk) -> None:
+    fill(engine)
+    engine.set_namespace(b"\x77" * 32)
+
+
+PLACES = [synced, unsynced, on_its_way, pinned, in_another_namespace]
+
+
+@erases
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", ["close", "kill", "drop", "reorder"])
+def test_nothing_erased_comes_back(
+    tmp_path: Path, what: Erasure, place: Callable[[RegionEngine, Disk], None], mode: Any
+) -> None:
+    device = SimulatedDevice()
+    disk = Disk(device)
+    with running(tmp_path, disk) as engine:
+        place(engine, disk)
+        durable = engine.erase(what)
+        assert not any(engine.contains([*GONE, *LATER])), "hidden at once"
+        disk.release()
+        assert is_true(durable, TIMEOUT_S)
+        assert not any(engine.contains([*GONE, *LATER]))
+        assert not engine.pins()
+        assert drained(engine, TIMEOUT_S)
+        engine.check_integrity()
+        files = device.crash(mode) if mode != "close" else None
+        device.powered = device.powered and files is None
+    device = device.restart() if files is None else SimulatedDevice(files)
+    with running(tmp_path, device) as engine:
+        assert held(engine, [*GONE, *LATER]) == 0
+        assert held(engine, STAYS) == (0 if what.is_everything else 8)
+        assert not engine.pins()
+        assert store(engine, [*GONE, *LATER], A) == [Reason.OK] * 12
+    with running(tmp_path, device.restart()) as engine:
+        assert held(engine, [*GONE, *LATER]) == 12, "what is stored since counts"
+
+
+@erases
+@pytest.mark.parametrize("operation", ["replace_file"])
+def test_true_waits_for_what_failed_before(tmp_path: Path, what: Erasure, operation: Any) -> None:
+    """At every repetition, and where something else is erased."""
+    inner = SimulatedDevice()
+    disk = Disk(inner)
+    with running(tmp_path, disk) as engine:
+        pinned(engine, disk)
+        disk.faults = [Fault(0, operation, times=1 << 30, error=errno.EIO)]
+        for each in (what, what, Erasure(tenant=b"c" * 16)):
+            assert not is_true(engine.erase(each), TIMEOUT_S)
+            assert held(engine, GONE) == 0, "not durable, but hidden"
+        disk.faults = []
+        assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+        files = inner.crash("drop")
+    with running(tmp_path, SimulatedDevice(files)) as engine:
+        assert not engine.pins()
+        assert held(engine, GONE) == 0
+        assert held(engine, STAYS) == (0 if what.is_everything else 8)
+
+
+def erase_amid_stores(engine: RegionEngine, what: Erasure, told: list[str]) -> None:
+    """``told`` is what the caller knows: that it began, and that it is durable."""
+    fill(engine)
+    jobs = [submit(engine, LATER[:2], A), submit(engine, keys(range(300, 303)), B)]
+    told.append("begun")
+    if is_true(engine.erase(what), TIMEOUT_S):
+        told.append("durable")
+    for job in jobs:
+        assert job.wait(TIMEOUT_S)
+    if "durable" in told and store(engine, LATER[2:], A) == [Reason.OK] * 2:
+        told.append("again")
+        if engine.flush(TIMEOUT_S):
+            told.append("synced")
+
+
+@erases
+def test_power_may_fail_anywhere_while_erasing(tmp_path: Path, what: Erasure) -> None:
+    at = num_begun = num_durable = 0
+    while True:
+        device, told = SimulatedDevice(power_off_at=at), list[str]()
+        with running(tmp_path, device) as engine:
+            if device.powered:
+                try:
+                    erase_amid_stores(engine, what, told)
+                except AssertionError:
+                    assert not device.powered, "erasing fails on a disk that works"
+        assert not device.misuse, device.misuse
+        num_begun += "begun" in told and not device.powered
+        num_durable += "durable" in told and not device.powered
+        for mode, seed in CRASHES if told else ():
+            with running(tmp_path, SimulatedDevice(device.crash(mode, seed))) as engine:
+                where = f"change {at}, {mode}, seed {seed}, {told}"
+                if not what.is_everything:
+                    assert held(engine, STAYS) == 8, where
+                if "durable" in told:
+                    assert held(engine, [*GONE, *LATER[:2]]) == 0, where
+                    since = held(engine, LATER[2:])
+                    owed = "synced" in told or ("again" in told and mode == "kill")
+                    assert since == 2 if owed else since <= 2, where
+                # And what a recovery makes of it stays so.
+                assert store(engine, keys(range(400, 403)), A) == [Reason.OK] * 3
+                assert engine.flush(TIMEOUT_S)
+        if device.powered:
+            break
+        at += 1
+    assert num_begun > 3, "the power never went while pages were being erased"
+    assert num_durable > 3, "the power never went behind it"
