@@ -154,7 +154,7 @@ def test_nothing_erased_comes_back(
 
 
 @erases
-@pytest.mark.parametrize("operation", ["replace_file"])
+@pytest.mark.parametrize("operation", ["unlink", "replace_file", "sync_directory"])
 def test_true_waits_for_what_failed_before(tmp_path: Path, what: Erasure, operation: Any) -> None:
     """At every repetition, and where something else is erased."""
     inner = SimulatedDevice()

@@ -323,9 +323,8 @@ class StoreWorker:
                 bound = self._writer.log_end()
                 if any(what.is_everything for what in whats):
                     self._writer.abandon()
-                names = tuple(name for order in orders for name in order.pins)
-                has_settled = self._pin_files.settle(names)
-                durable = self._purger.erase(whats, bound) and has_settled
+                self._pin_files.settle(tuple(name for order in orders for name in order.pins))
+                durable = self._purger.erase(whats, bound) and self._pin_files.is_settled
         finally:
             for order in orders:
                 keep(order.durable, durable)

@@ -38,46 +38,65 @@ class PinFiles:
         self._log = log
         self._device = device
         self._reclaimer = reclaimer
+        self._unsettled: set[str] = set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether all that was ever asked is durable."""
+        return not self._unsettled
 
     def settle(self, names: tuple[str, ...]) -> bool:
-        """Write the pins of these names, or remove the files of those that are gone; true when it
-        is durable. A file that cannot be changed is left to the next call for its name."""
+        """Write the pins of these names, or remove the files of those that are gone; true when that
+        is durable. What failed before is tried again."""
+        self._unsettled.update(names)
+        failed: set[str] = set()
+        failure: OSError | None = None
+        removed = False
+        for name in self._unsettled:
+            try:
+                removed = self._settle_with_room(name) or removed
+            except OSError as error:
+                failed.add(name)
+                failure = error
         try:
-            removed = False
-            for name in names:
-                try:
-                    removed = self._settle(name) or removed
-                except OSError as error:
-                    if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
-                        raise
-                    removed = self._settle(name) or removed
             if removed:
                 with self._health.watch():
                     self._device.sync_directory()
+            self._unsettled = failed
         except OSError as error:
+            failure = error
+        if failure is None:
+            self._log.settle("pin")
+        else:
             self._log.report(
                 "pin",
                 "%s: the file of a pin cannot be changed (%s); until it is tried again a restart "
                 "finds the pins as they were",
                 self._directory,
-                error,
+                failure,
             )
-            return False
-        self._log.settle("pin")
-        return True
+        return self._unsettled.isdisjoint(names)
+
+    def _settle_with_room(self, name: str) -> bool:
+        try:
+            return self._settle(name)
+        except OSError as error:
+            if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
+                raise
+            return self._settle(name)
 
     def _settle(self, name: str) -> bool:
+        """Returns whether the directory must be synced: its file was removed, now or before."""
         with self._state.lock:
             pin = self._state.pins.get(name)
         file = file_of(name)
         with self._health.watch():
-            if pin is not None:
-                data = pack(pin)
-                self._device.replace_file(file, data)
-                with self._state.lock:
-                    self._state.bytes_written += len(data)
-                return False
-            with contextlib.suppress(FileNotFoundError):
-                self._device.unlink(file)
+            if pin is None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._device.unlink(file)
                 return True
+            data = pack(pin)
+            self._device.replace_file(file, data)
+        with self._state.lock:
+            self._state.bytes_written += len(data)
         return False
