@@ -73,17 +73,23 @@ def fill(engine: RegionEngine) -> None:
 
 
 class Disk(FaultyDevice):
-    """Holds writes back."""
+    """Holds writes back, or says of one that it failed though it did not."""
 
     def __init__(self, inner: SimulatedDevice) -> None:
         super().__init__(inner, before=self._wait)
-        self.holds = False
+        self.holds = self.lies = False
         self.held, self.go_on = threading.Event(), threading.Event()
 
     def _wait(self, operation: str) -> None:
         if self.holds and operation == "writev":
             self.held.set()
             assert self.go_on.wait(TIMEOUT_S)
+
+    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        written = super().writev(fd, segments, offset)
+        if self.lies:
+            raise OSError(errno.EIO, "it is there all the same")
+        return written
 
     def release(self) -> None:
         self.holds = False
@@ -108,6 +114,14 @@ def on_its_way(engine: RegionEngine, disk: Disk) -> None:
     submit(engine, LATER[2:], A)
 
 
+def behind_a_failed_write(engine: RegionEngine, disk: Disk) -> None:
+    """Its bytes are on the disk, where the log goes on."""
+    fill(engine)
+    disk.lies = True
+    assert store(engine, LATER[:1], A) == [Reason.IO_ERROR]
+    disk.lies = False
+
+
 def pinned(engine: RegionEngine, disk: Disk) -> None:
     fill(engine)
     made = engine.pin("p", GONE, A)
@@ -120,7 +134,7 @@ def in_another_namespace(engine: RegionEngine, disk: Disk) -> None:
     engine.set_namespace(b"\x77" * 32)
 
 
-PLACES = [synced, unsynced, on_its_way, pinned, in_another_namespace]
+PLACES = [synced, unsynced, on_its_way, behind_a_failed_write, pinned, in_another_namespace]
 
 
 @erases

@@ -115,6 +115,7 @@ class RegionWriter:
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
+        self._is_rewound = False  # bytes may lie behind that tail
 
     def open_region(self) -> None:
         """Make sure there is a region to write to. Raises ``OSError``; ``NO_SPACE_ERRNOS`` when
@@ -128,6 +129,7 @@ class RegionWriter:
             self.roll()
         self._region = self._create()
         self._num_pages = self._num_failures = 0
+        self._is_rewound = False
         leaving = self._reclaimer.take_leaving()
         # The first took the room that is kept for this. As the next ones free more than they
         # take, there is an empty region for stores in the end, however large their pages are.
@@ -242,9 +244,13 @@ class RegionWriter:
         if region is self._region:
             self._num_pages = sum(len(extent.pages) for extent in region.extents)
             self._num_failures += 1
+            self._is_rewound = True
 
     def log_end(self) -> Bound:
-        """Return where the next extent goes, once all that is placed is settled."""
+        """Return where the next extent goes, once all that is placed is settled: behind all bytes
+        that were ever written, so that none of what failed half-way lies beyond it."""
+        if self._is_rewound:
+            self.roll()
         region = self._region
         if region is None:
             return Bound(self._next_sequence, 0)
