@@ -226,8 +226,8 @@ class StoreState:
         """Take pages out of all pins; returns the names of the pins that changed."""
         changed = self.pins.with_any(keys)
         gone = set(keys)
+        self.unpin([pin.name for pin in changed])
         for pin in changed:
-            self.unpin((pin.name,))
             left = tuple(key for key in pin.keys if key not in gone)
             if left:
                 self.adopt(replace(pin, keys=left, data=b""))  # which may tell what was there

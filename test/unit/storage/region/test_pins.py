@@ -385,3 +385,29 @@ def test_a_book_counts_pages_of_several_pins() -> None:
     assert made.remove("b") == [k]
     assert made.remove("b") == []
     assert made.pause_s() is None
+
+
+def test_removing_many_pins_takes_linear_time() -> None:
+    """A start, and whoever erases a tenant, holds up lookups for as long."""
+    looks = 0
+
+    class Watched:
+        tenant, data = A, b""
+
+        def __init__(self, number: int) -> None:
+            self.name, self.keys = str(number), (number.to_bytes(32, "big"),)
+
+        @property
+        def until_s(self) -> float:
+            nonlocal looks
+            looks += 1
+            return float(self.name)
+
+    made = book.PinBook(1, lambda: 0.0)
+    many: list[Any] = [Watched(number) for number in range(1000)]
+    for each in many:
+        made.add(each)
+    for each in many:
+        made.remove(each.name)
+    assert looks < 10_000
+    assert made.pause_s() is None

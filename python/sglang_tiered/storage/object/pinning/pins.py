@@ -114,11 +114,12 @@ class ObjectPins:
         if keys and not (pin.until_s is not None and pin.until_s <= self._clock()):
             self.put(_with(pin, keys), pin_id)
 
-    def remove(self, name: str) -> None:
-        self.book.remove(name)
-        self.ids.pop(name, None)
-        self.unsettled.discard(name)
-        self._objects.pop(name, None)
+    def remove(self, *names: str) -> None:
+        for name in names:
+            self.book.remove(name)
+            self.ids.pop(name, None)
+            self.unsettled.discard(name)
+            self._objects.pop(name, None)
         self._protect()
 
     def unpin(self, name: str, until_ms: int) -> None:
@@ -155,9 +156,8 @@ class ObjectPins:
                 self._keep_only(pin, pin_id, tuple(key for key in pin.keys if key not in gone))
 
     def purge(self, tenant: bytes | None, bound_ms: int) -> None:
-        for name in self.book.of_tenant(tenant):
-            if self.ids[name].unix_ms <= bound_ms:
-                self.remove(name)
+        names = self.book.of_tenant(tenant)
+        self.remove(*(name for name in names if self.ids[name].unix_ms <= bound_ms))
 
     def _keep_only(self, pin: Pin, pin_id: ObjectId, keys: tuple[bytes, ...]) -> None:
         if keys:
@@ -166,8 +166,8 @@ class ObjectPins:
             self.remove(pin.name)
 
     def expire(self) -> None:
-        for name in self.book.expired():
-            self.remove(name)
+        if expired := self.book.expired():
+            self.remove(*expired)
 
     def learns(self, name: str, keys: Sequence[bytes]) -> None:
         """Note the pages of an object that the index is about to learn of."""

@@ -28,7 +28,7 @@ class PinBook:
         self._pins: dict[str, Pin] = {}
         self._counts: dict[bytes, int] = {}
         self.data_bytes = 0
-        self._next_expiry = math.inf
+        self._first_expiry: float | None = math.inf  # None: to be looked for
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -50,7 +50,8 @@ class PinBook:
         self.data_bytes += len(pin.data)
         for key in pin.keys:
             self._counts[key] = self._counts.get(key, 0) + 1
-        self._plan()
+        if pin.until_s is not None and self._first_expiry is not None:
+            self._first_expiry = min(self._first_expiry, pin.until_s)
 
     def remove(self, name: str) -> list[bytes]:
         """Take a pin out, if it is there; returns the keys that no other wants."""
@@ -62,7 +63,8 @@ class PinBook:
             if not self._counts[key]:
                 del self._counts[key]
                 freed.append(key)
-        self._plan()
+        if pin is not None and pin.until_s == self._first_expiry:
+            self._first_expiry = None
         return freed
 
     def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -90,17 +92,19 @@ class PinBook:
 
     def expired(self) -> list[str]:
         """Return the names of pins whose time is over."""
-        if self._next_expiry == math.inf or (now := self._clock()) < self._next_expiry:
+        first = self._next_expiry()
+        if first == math.inf or (now := self._clock()) < first:
             return []
         return [p.name for p in self._pins.values() if p.until_s is not None and p.until_s <= now]
 
     def pause_s(self) -> float | None:
         """Return the time until a pin expires, at most a minute, as clocks are set; None where none
         does."""
-        if self._next_expiry == math.inf:
-            return None
-        return min(max(self._next_expiry - self._clock(), 0.0), 60.0)
+        first = self._next_expiry()
+        return None if first == math.inf else min(max(first - self._clock(), 0.0), 60.0)
 
-    def _plan(self) -> None:
-        times = (pin.until_s for pin in self._pins.values() if pin.until_s is not None)
-        self._next_expiry = min(times, default=math.inf)
+    def _next_expiry(self) -> float:
+        if self._first_expiry is None:
+            times = (pin.until_s for pin in self._pins.values() if pin.until_s is not None)
+            self._first_expiry = min(times, default=math.inf)
+        return self._first_expiry
