@@ -5,25 +5,28 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from simulation.device import CrashMode, SimulatedDevice
-from simulation.engine import running
+from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
-from kit.waiting import drained
+from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run
+from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pinning.pins import PinRefusal
+from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -235,3 +238,92 @@ def test_power_may_fail_anywhere_while_erasing(tmp_path: Path, what: Erasure) ->
         at += 1
     assert num_begun > 3, "the power never went while pages were being erased"
     assert num_durable > 3, "the power never went behind it"
+
+
+# ---- A bucket, and the servers that share it ----
+
+
+class Servers:
+    """Servers of one bucket, each over its own NVMe."""
+
+    def __init__(self, directory: Path, opened: ExitStack) -> None:
+        self._directory = directory
+        self._opened = opened
+
+    def open(self, name: str, *, behind_s: float = 0.0) -> TierStack:
+        nvme = RegionEngine(
+            self._directory / name,
+            namespace=NAMESPACE,
+            capacity_bytes=64 * REGION,
+            region_bytes=4 * REGION,
+            num_readers=2,
+        )
+        settings = ObjectSettings(
+            url=(self._directory / "bucket").as_uri(),
+            object_bytes=1 << 16,
+            staging_bytes=1 << 22,
+            linger_s=0.01,
+            num_connections=2,
+        )
+        bucket = ObjectEngine(
+            settings, namespace=NAMESPACE, wall_clock=lambda: time.time() - behind_s
+        )
+        stack = TierStack(nvme, [bucket])
+        self._opened.callback(stack.close)
+        return stack
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as opened:
+        yield Servers(tmp_path, opened)
+
+
+def look(stack: TierStack) -> None:
+    assert stack.bucket is not None
+    assert stack.bucket.refresh(TIMEOUT_S)
+
+
+def copied_down(stack: TierStack, wanted: Sequence[bytes]) -> bool:
+    look(stack)
+    return all(stack.contains_in_bucket(wanted))
+
+
+@erases
+@pytest.mark.parametrize("other_is", ["up", "down"])
+def test_an_erasure_reaches_every_server_of_a_bucket(
+    servers: Servers, what: Erasure, other_is: str
+) -> None:
+    one, other = servers.open("one"), servers.open("other")
+    for stack in (one, other):
+        assert store(stack, GONE, A) == [Reason.OK] * 8
+        assert store(stack, STAYS, B) == [Reason.OK] * 8
+        eventually(lambda stack=stack: copied_down(stack, [*GONE, *STAYS]))
+    if other_is == "down":
+        assert other.flush(TIMEOUT_S)
+        other.close()
+    assert is_true(one.erase(what), TIMEOUT_S)
+    if other_is == "down":
+        other = servers.open("other")
+    look(other)
+    eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")
+    assert not any(other.contains(GONE))
+    assert all(other.nvme.contains(STAYS)) != what.is_everything
+    # And its next start brings none of them back.
+    assert store(other, LATER, B) == [Reason.OK] * 4
+    assert other.flush(TIMEOUT_S)
+    other.close()
+    other = servers.open("other")
+    eventually(lambda: copied_down(other, LATER))
+    look(one)
+    assert not any(one.contains(GONE))
+    assert other.nvme.contains(LATER) == [True] * 4, "what it stored since is erased again"
+
+
+@erases
+def test_no_two_clocks_are_compared(servers: Servers, what: Erasure) -> None:
+    one, other = servers.open("one", behind_s=300.0), servers.open("other")
+    assert store(other.nvme, GONE, A) == [Reason.OK] * 8
+    assert is_true(one.erase(what), TIMEOUT_S)
+    look(other)
+    eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")

@@ -192,7 +192,7 @@ class Discovery:
                         apply_forget(self._state, purge.keys, purge.bound_ms)
                     else:
                         apply_remote_purge(self._state, purge)
-                    if named.writer != self._state.writer and not is_damaged and purge.keys:
+                    if named.writer != self._state.writer and not is_damaged:
                         keys, name = purge.keys or None, str(named).encode()
                         note(self._state, Erasure(keys, purge.tenant, name, spread=False))
                 tell(self._state, only_many=True)

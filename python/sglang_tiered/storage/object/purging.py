@@ -133,7 +133,8 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
     if not state.bounds.add(purge.tenant, purge.bound_ms):
         return
     state.pins.purge(purge.tenant, purge.bound_ms)
-    drop_stores(state, purge.tenant, purge.bound_ms)
+    # What an owner has stored since may be what its other tiers had before.
+    drop_stores(state, purge.tenant, purge.bound_ms if state.on_erased is None else None)
     state.num_pages_purged += state.index.drop_before(purge.tenant, purge.bound_ms)
 
 
@@ -207,6 +208,7 @@ class Purger:
             layout = Layout(namespace)
             for folder in (layout.manifests, layout.objects, layout.pins):
                 self._delete(folder, order)
+        self._note_own(order, order.purge_id)
 
     def _note_own(self, order: PurgeOrder, name: ObjectId) -> None:
         """Have the owner know its own tombstone when it starts again, where its tiers have erased
