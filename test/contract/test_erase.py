@@ -19,6 +19,7 @@ from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run
 from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.object.failures import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pinning.pins import PinRefusal
@@ -327,3 +328,26 @@ def test_no_two_clocks_are_compared(servers: Servers, what: Erasure) -> None:
     assert is_true(one.erase(what), TIMEOUT_S)
     look(other)
     eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")
+
+
+@erases
+def test_a_refused_tombstone_stops_no_discovery(
+    servers: Servers, what: Erasure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = servers.open("one"), servers.open("other")
+    client: Any = one.bucket._client  # type: ignore[union-attr]
+    put = client.put
+
+    def refuse(path: str, data: bytes) -> None:
+        if "/purges/" in path:
+            raise RequestError(Failure.DENIED, "no")
+        put(path, data)
+
+    monkeypatch.setattr(client, "put", refuse)
+    for _ in range(2):
+        assert not is_true(one.erase(what), TIMEOUT_S)
+    assert store(other, STAYS, B) == [Reason.OK] * 8
+    eventually(lambda: copied_down(other, STAYS))
+    look(one)
+    if not what.is_everything:  # which means what is stored before the tombstone is there, too
+        assert all(one.contains(STAYS)), "nothing is found any more"

@@ -266,6 +266,7 @@ def test_a_pin_holds_while_the_bucket_refuses(s3_url: str, proxy: FaultProxy) ->
         begun = first.pin("a", run.keys)
         assert not is_true(_future(begun), TIMEOUT_S)
         assert first.has_pin("a")
+        assert first.refresh(TIMEOUT_S), "what is refused keeps nothing else waiting"
         assert names(fresh(second)) == set()
         proxy.clear()
         eventually(lambda: first.refresh(TIMEOUT_S) and names(fresh(second)) == {"a"})

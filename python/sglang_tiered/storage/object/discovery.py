@@ -89,6 +89,8 @@ class Discovery:
             try:
                 self._pass(any(order.full for order in orders))
                 succeeded = True
+                self._purger.retry()
+                self._pins.retry()
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
@@ -151,7 +153,6 @@ class Discovery:
         self._read_purges(layout, after, epoch, now_ms)
         self._pins.look(layout, epoch)
         latest_ms = self._read_manifests(layout, after, epoch, now_ms)
-        self._purger.retry()
         self._epoch = epoch
         self._cursor_ms = max(min(latest_ms, now_ms), 0 if full else self._cursor_ms)
         if full:

@@ -163,10 +163,9 @@ class Purger:
         keep(order.durable, durable)
 
     def retry(self) -> None:
-        """Try again what failed. Raises ``RequestError``."""
-        for what, order in list(self._unfinished.items()):
-            self._make_durable(order)
-            del self._unfinished[what]
+        """Try again what failed, whether or not anybody asks again."""
+        for order in list(self._unfinished.values()):
+            self.serve(order)
 
     def sweep(self) -> None:
         """Remove hidden pages from the index, with the lock let go in between."""

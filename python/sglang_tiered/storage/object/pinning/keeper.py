@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.object.failures import Failure, RequestError
@@ -62,7 +63,7 @@ def _order(state: ObjectState, name: str) -> Future[bool]:
 
 
 class PinKeeper:
-    """What failed is tried again with every pass."""
+    """What failed is tried again behind every pass, which it does not hold up."""
 
     def __init__(self, state: ObjectState, client: ObjectClient) -> None:
         self._state = state
@@ -82,12 +83,18 @@ class PinKeeper:
         finally:
             keep(order.durable, is_done)
 
-    def look(self, layout: Layout, epoch: int) -> None:
-        """Read the pins of other servers, and finish what failed. Raises ``RequestError``."""
-        state = self._state
+    def retry(self) -> None:
+        """Try again what failed, whether or not anybody asks again."""
+        with self._state.lock:
+            layout = self._state.layout
         for name in list(self._unfinished):
-            self._settle(layout, name)
-            self._unfinished.discard(name)
+            with contextlib.suppress(RequestError):
+                self._settle(layout, name)
+                self._unfinished.discard(name)
+
+    def look(self, layout: Layout, epoch: int) -> None:
+        """Read the pins of other servers. Raises ``RequestError``."""
+        state = self._state
         with state.lock:
             known = set(state.pins.versions) if state.epoch == epoch else set()
         listed = {
