@@ -351,3 +351,22 @@ def test_a_refused_tombstone_stops_no_discovery(
     look(one)
     if not what.is_everything:  # which means what is stored before the tombstone is there, too
         assert all(one.contains(STAYS)), "nothing is found any more"
+
+
+@erases
+def test_an_erasure_outlives_a_change_of_namespace(servers: Servers, what: Erasure) -> None:
+    """As when the weights are replaced, and put back."""
+    one, other = servers.open("one"), servers.open("other")
+    assert store(one, GONE, A) == [Reason.OK] * 8
+    eventually(lambda: copied_down(one, GONE))
+    assert copied_down(other, GONE)
+    assert is_true(one.erase(what), TIMEOUT_S)
+    look(other)
+    for namespace in (b"\x77" * 32, NAMESPACE):
+        assert other.bucket is not None
+        other.bucket.set_namespace(namespace)
+        look(other)
+    assert other.bucket is not None
+    state: Any = other.bucket._state  # type: ignore[attr-defined]
+    bound = state.bounds.of(what.tenant) if what.keys is None else state.forgotten.of(GONE[0])
+    assert bound > 0, "an object of before counts again"

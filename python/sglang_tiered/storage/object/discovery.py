@@ -150,6 +150,8 @@ class Discovery:
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         after = None if full else f"{max(self._cursor_ms - self._look_back_ms, 0):012x}"
         self._purger.sweep()
+        if epoch != self._epoch:
+            self._purges_seen.clear()  # those of everyone are not kept over a change of namespace
         self._read_purges(layout, after, epoch, now_ms)
         self._pins.look(layout, epoch)
         latest_ms = self._read_manifests(layout, after, epoch, now_ms)
