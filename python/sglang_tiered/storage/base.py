@@ -278,6 +278,11 @@ class Erasure:
         return cls(unique_keys(keys), spread=spread)
 
     @property
+    def hashes(self) -> list[str]:
+        """Return the keys as SGLang writes them."""
+        return [key.hex() for key in self.keys or ()]
+
+    @property
     def is_empty(self) -> bool:
         return self.keys == ()
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import PendingRequests, refused
 from sglang_tiered.integration.admin.cost_board import CostBoard
@@ -23,11 +22,10 @@ from sglang_tiered.integration.admin.hints import Prefetches
 from sglang_tiered.integration.admin.listing import Listings
 from sglang_tiered.integration.admin.pins import Pins
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
-from sglang_tiered.integration.cache.ahead.hints import EMPTIED, PURGED, WEIGHTS
+from sglang_tiered.integration.cache.ahead.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, key_of_request, short_key
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.identity.tenants import key_of_request, short_key
 from sglang_tiered.integration.storage.remote_erasures import MEMORY
 from sglang_tiered.storage.base import Erasure
 
@@ -181,14 +179,10 @@ class Control:
             tenant = None
             if not body.get("all"):
                 tenant = conversations.tenant_of_body(cache, body)
-            self._purges[number] = self._purge(scheduler, cache, tenant)
+            self._purges[number] = self._purge(scheduler, cache, Erasure(tenant=tenant))
             self.after_idle(None, scheduler)
-        purges = self._purges[number]
-        done = all(purge.done() for purge in purges)
-        durable = done and all(purge.result() for purge in purges)
-        done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
-        config = TieredConfig.from_environment()
-        if cache.storage is None and config is not None and config.nvme is not None:
+        done, durable = conversations.progress(cache, self._purges[number])
+        if conversations.is_detached(cache):
             del self._purges[number]  # the next request begins the purge again
             return refused(DETACHED, 503)
         in_memory = "hidden" if cache.purged_tenants else "gone"
@@ -199,37 +193,19 @@ class Control:
     ) -> None:
         """Put out of reach what another server purged, or all that memory holds (``MEMORY``)."""
         if tenant != MEMORY:
-            self._purge(scheduler, cache, tenant, spread=False)
+            self._purge(scheduler, cache, Erasure(tenant=tenant, spread=False))
             return
         hide_memory(scheduler)
         cache.forgotten.clear()
         logger.info("device and host memory are hidden: too many pages in them were forgotten")
 
-    def _purge(
-        self,
-        scheduler: Any,
-        cache: TieredRadixCache,
-        tenant: bytes | None,
-        *,
-        spread: bool = True,
-    ) -> list[Future[bool]]:
-        """Erase the pages of a tenant, or all, in memory and every tier, and on other servers
-        unless one of them told it."""
-        # Before the tree is reset, or it would be asked to store what is purged.
-        cache.purged_tenants.quarantine(tenant)
-        cache.recent_requests.drop_tenant(tenant)
-        if cache.tiering is not None:
-            cache.tiering.hints.end_all(PURGED, tenant)
-        purges = _purge_warm_list(cache, tenant)
-        if cache.storage is not None:
-            tenants = [tenant]
-            if spread and tenant is not None:  # pages of unknown tenants may belong to it
-                tenants.append(UNKNOWN_TENANT)
-            purges += [cache.storage.erase(Erasure(None, each, spread=spread)) for each in tenants]
+    def _purge(self, scheduler: Any, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
+        """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
+        begun = cache.erase(what)
         _use_new_keys(scheduler, cache)
-        what = "everything" if tenant is None else f"tenant {tenant.hex()}"
-        logger.info("purged %s%s", what, "" if spread else " (requested by another server)")
-        return purges
+        name = "everything" if what.tenant is None else f"tenant {what.tenant.hex()}"
+        logger.info("purged %s%s", name, "" if what.spread else " (requested by another server)")
+        return begun
 
     def _report(
         self, _: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
@@ -261,12 +237,6 @@ def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:
     board = CostBoard.from_environment()
     if board is not None:
         cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=place.dp_rank or 0)
-
-
-def _purge_warm_list(cache: TieredRadixCache, tenant: bytes | None) -> list[Future[bool]]:
-    """Keep the prompts of a tenant from being loaded after a restart."""
-    forgotten = None if cache.tiering is None else cache.tiering.warm.purge_tenant(tenant)
-    return [] if forgotten is None else [forgotten]
 
 
 def hide_memory(scheduler: Any) -> None:

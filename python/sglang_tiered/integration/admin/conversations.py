@@ -39,10 +39,12 @@ __all__ = [
     "Checkpoints",
     "Located",
     "PendingRequests",
+    "is_detached",
     "key_of",
     "locate",
     "names_prefix",
     "num_known",
+    "progress",
     "recent_of",
     "refused",
     "residency",
@@ -72,10 +74,25 @@ def refused(why: str, status: int = 400) -> dict[str, Any]:
 
 def without_store() -> dict[str, Any]:
     """Return the answer where no storage is attached: 503 if there could be."""
+    return refused(DETACHED, 503) if _may_attach() else refused(NO_STORE)
+
+
+def is_detached(cache: TieredRadixCache) -> bool:
+    """Return whether an operator has detached this server's tiers."""
+    return cache.storage is None and _may_attach()
+
+
+def _may_attach() -> bool:
     config = TieredConfig.from_environment()
-    if config is not None and config.nvme is not None:
-        return refused(DETACHED, 503)
-    return refused(NO_STORE)
+    return config is not None and config.nvme is not None
+
+
+def progress(cache: TieredRadixCache, under_way: Sequence[Future[bool]]) -> tuple[bool, bool]:
+    """Return whether all is done, and durable, on every rank."""
+    done = all(each.done() for each in under_way)
+    durable = done and all(each.result() for each in under_way)
+    done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+    return done, durable
 
 
 class Located(NamedTuple):

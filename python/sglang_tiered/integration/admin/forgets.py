@@ -1,8 +1,7 @@
 """``Forgets``: conversations that are forgotten, in a scheduler process, for ``service``.
 
-Every rank gets the same messages in the same order. Pages are hidden in memory first, so that
-nothing is stored behind the tiers' back, and then in the tiers, in memory too. Whether that is
-durable, and known to every other server, is asked afterwards: the scheduler waits for nothing.
+Every rank gets the same messages in the same order. Whether what is erased is so durably, and known
+to every other server, is asked afterwards: the scheduler waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.config import TieredConfig
-from sglang_tiered.integration.admin.conversations import PendingRequests, refused, selectors_of
+from sglang_tiered.integration.admin.conversations import (
+    PendingRequests,
+    is_detached,
+    progress,
+    refused,
+    selectors_of,
+)
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 from sglang_tiered.storage.base import Erasure
@@ -76,13 +80,10 @@ class Forgets:
             else:  # a later question, and it was dropped
                 return refused("too many conversations are forgotten at once; ask again", 503)
         entry = self._begun[number]
-        config = TieredConfig.from_environment()
-        if cache.storage is None and config is not None and config.nvme is not None:
+        if is_detached(cache):
             del self._begun[number]  # the next request begins anew
             return refused(DETACHED, 503)
-        done = all(each.done() for each in entry.under_way)
-        durable = done and all(each.result() for each in entry.under_way)
-        done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
+        done, durable = progress(cache, entry.under_way)
         if durable:  # until then the caller may name it again
             recents, original = cache.recent_requests, cache.purged_tenants.original
             recents.forget(entry.selectors, entry.num_kept_tokens, int(cache.page_size), original)
@@ -157,13 +158,5 @@ def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) ->
 
 def _forget_pages(cache: TieredRadixCache, hashes: list[str]) -> _Forget:
     """Hide pages in memory, and forget them in the tiers."""
-    if not hashes:
-        return _Forget([], 0, [])
-    cache.forgotten.hide(hashes)
-    under_way = []
-    ahead = None if cache.tiering is None else cache.tiering.forget_ahead(hashes)
-    if ahead is not None:
-        under_way.append(ahead)
-    if cache.storage is not None:
-        under_way.append(cache.storage.erase(Erasure.of(cache.storage.keys_of(hashes))))
-    return _Forget(hashes, len(hashes), under_way)
+    what = Erasure.of(map(bytes.fromhex, hashes))
+    return _Forget(hashes, len(hashes), cache.erase(what) if hashes else [])

@@ -62,6 +62,7 @@ from sglang_tiered.policy.host_budget import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import (
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["TieredRadixCache"]
 
@@ -167,6 +169,18 @@ class TieredRadixCache(ForgettingCache):
     def has_small_host(self) -> bool:
         """Whether copies of what the device holds give way in the host tier."""
         return isinstance(self.tree_core, small_host_core.SmallHostTreeCore)
+
+    def erase(self, what: Erasure) -> list[Future[bool]]:
+        """Hide pages in memory, so that none is stored behind the tiers' back, load none ahead, and
+        erase them in the tiers, in memory too. All are true once that is durable; the scheduler
+        waits for none. Pages are named as KV's are, and those of every pool go."""
+        if what.keys is None:
+            self.purged_tenants.quarantine(what.tenant)
+            self.recent_requests.drop_tenant(what.tenant)
+        else:
+            self.forgotten.hide(what.hashes)
+        begun = [] if self.tiering is None else [self.tiering.erase_ahead(what)]
+        return begun if self.storage is None else [*begun, self.storage.erase(what)]
 
     def tenant_of(self, node_id: int) -> bytes:
         """Return whose pages a node holds."""

@@ -34,6 +34,7 @@ from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
 from sglang_tiered.integration.storage.remote_erasures import MEMORY
 from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.prefill_work import PrefillWork
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -364,11 +365,10 @@ class Tiering:
         self.hints.step(storage)
         self._apply_remote_purges(storage)
 
-    def forget_ahead(self, hashes: Sequence[str]) -> Future[bool] | None:
-        """Load nothing ahead of pages that were forgotten, nor after a restart. True once that is
-        durable."""
-        self.hints.forget_pages(hashes)
-        return self.warm.forget_pages(hashes)
+    def erase_ahead(self, what: Erasure) -> Future[bool]:
+        """Load nothing ahead of what is erased, nor after a restart. True once that is durable."""
+        self.hints.erase(what)
+        return self.warm.erase(what)
 
     def _follow_forgotten(self) -> None:
         """Take note of what other servers forgot. Beyond what is looked up one by one, all that
@@ -376,7 +376,7 @@ class Tiering:
         forgotten, hide = self._cache.forgotten, self._cache.apply_remote_purge
         news = forgotten.take_news()
         if news:
-            self.forget_ahead(news)
+            self.erase_ahead(Erasure.of(map(bytes.fromhex, news), spread=False))
         if forgotten.are_too_many and hide is not None:
             hide(MEMORY)
 

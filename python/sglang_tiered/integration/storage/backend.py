@@ -31,6 +31,7 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch, remember_namespace
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
@@ -370,24 +371,30 @@ class TieredStorage(TierQueries):
 
     def erase(self, what: Erasure) -> Future[bool]:
         """Erase in every tier, and drop what is on its way. Memory only, any thread. Single pages
-        are hidden in memory before (``use_forgotten``), or the backup thread would store them."""
+        are hidden in memory before (``use_forgotten``), or the backup thread would store them. The
+        first server means pages of every pool, and with a tenant's those whose tenant is unknown:
+        they may be its own; what it tells others is whole."""
+        if what.keys is not None and what.spread:
+            keys = [key for pool in self._pool_names() for key in engine_keys(pool, what.hashes)]
+            what = Erasure(tuple(keys), None, what.id)
         with self.gate.lock:
-            if what.keys is None:
-                self.gate.purge_tenant(what.tenant)
-            if self._search is None or not self.stack.remote:
-                return self.stack.erase(what)
-            # In the bucket and the index an erasure is of a namespace.
-            self._late.append((what, late := promise()))
-            return all_true([self.region_engine.erase(what), late])
+            if what.tenant is None or not what.spread:
+                return self._erase(what)
+            return all_true([self._erase(what), self._erase(Erasure(tenant=UNKNOWN_TENANT))])
+
+    def _erase(self, what: Erasure) -> Future[bool]:
+        if what.keys is None:
+            self.gate.purge_tenant(what.tenant)
+        if self._search is None or not self.stack.remote:
+            return self.stack.erase(what)
+        # In the bucket and the index an erasure is of a namespace.
+        self._late.append((what, late := promise()))
+        return all_true([self.region_engine.erase(what), late])
 
     def _erase_late(self) -> None:
         for what, late in self._late:
             self.stack.erase(what).add_done_callback(partial(keep_as, late))
         self._late.clear()
-
-    def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
-        """Return the keys of pages in every pool."""
-        return [key for pool in self._pool_names() for key in engine_keys(pool, hashes)]
 
     def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
         """Store none of the pages that are hidden in memory, and hide there what other servers

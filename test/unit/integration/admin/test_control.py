@@ -16,12 +16,12 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_tiered.integration.admin import control
+from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.storage.promises import keep, promise
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> Non
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1
     assert not purged
-    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
-    assert scheduler.told == [A, UNKNOWN_TENANT]
+    assert set(scheduler.purges) == {A}
+    assert scheduler.told == [A]
 
 
 def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> None:
@@ -255,7 +255,7 @@ def test_a_tenants_adapters_are_purged_with_it(
     assert adapter[0].extra_key != before[0]
     assert adapter[1].extra_key == before[1]
     assert {purged.tenant_of(was, None) for was in before} == {A, tenant_digest("b", None)}
-    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert set(scheduler.purges) == {A}
     (new,) = requests_of_adapters(("a", "0" * 32))
     assert new.extra_key == adapter[0].extra_key
     assert purged.tenant_of(new.extra_key, None) == A
@@ -293,7 +293,7 @@ def test_purge_of_a_detached_tier_is_an_error(
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
     config = SimpleNamespace(nvme=object())
-    monkeypatch.setattr(control.TieredConfig, "from_environment", lambda: config)
+    monkeypatch.setattr(TieredConfig, "from_environment", lambda: config)
     scheduler = Scheduler(idle=False)
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
@@ -303,7 +303,7 @@ def test_purge_of_a_detached_tier_is_an_error(
     assert purged.is_hidden("a", None), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "detached", extra_key="a")["durable"] is False
-    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert set(scheduler.purges) == {A}
 
 
 def test_purge_without_nvme_ends_with_memory() -> None:
@@ -348,7 +348,7 @@ def test_a_flush_never_empties_nvme(flushed: bool) -> None:
 def test_reset_after_a_purge_keeps_other_tenants() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "one tenant", extra_key="a")
-    assert set(scheduler.purges) == {A, UNKNOWN_TENANT}
+    assert set(scheduler.purges) == {A}
 
 
 def test_sglangs_clear_empties_memory_and_no_tier() -> None:

@@ -21,6 +21,7 @@ from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.ranks.rank_consensus import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -385,7 +386,7 @@ def test_what_takes_its_pages_ends_a_hint(
         hold()
         cache.reset()
     elif how == "purge":
-        hinting.hints.end_all(module.PURGED, cache.purged_tenants.tenant_of(None, None))
+        hinting.hints.erase(Erasure(tenant=cache.purged_tenants.tenant_of(None, None)))
     elif how == "weights":
         cache.change_weights(tree_is_empty=False)
     else:
@@ -455,7 +456,7 @@ def test_hung_tier_holds_no_flush_up(
 
 def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:
     hinting.hint(LONG)
-    hinting.hints.end_all(module.PURGED, hinting.cache.purged_tenants.tenant_of("other", None))
+    hinting.hints.erase(Erasure(tenant=hinting.cache.purged_tenants.tenant_of("other", None)))
     assert hinting.wait() == DONE
 
 

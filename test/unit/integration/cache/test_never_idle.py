@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.identity.tenants import tenant_digest
-from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.base import NO_TENANT, Erasure
 
 if TYPE_CHECKING:
     from array import array
@@ -137,7 +137,7 @@ class BusyServer:
         return found
 
     def purge(self, tenant: bytes | None) -> None:
-        self.control._purge(self.scheduler, self.cache, tenant)
+        self.control._purge(self.scheduler, self.cache, Erasure(tenant=tenant))
 
     def change_weights(self) -> None:
         """As after an update whose flush was refused."""

@@ -21,6 +21,7 @@ from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_
 from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import decode
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
@@ -113,6 +114,10 @@ def tier(tmp_path: Path) -> Iterator[Tier]:
     tier.host.close()
 
 
+def pages(hashes: list[str]) -> Erasure:
+    return Erasure.of(map(bytes.fromhex, hashes))
+
+
 def finished(purge: Future[bool]) -> bool:
     return is_true(purge, TIMEOUT_S)
 
@@ -120,10 +125,10 @@ def finished(purge: Future[bool]) -> bool:
 def test_purge_is_durable_once_the_list_forgot(
     tier: Tier,
 ) -> None:
-    assert finished(tier.host.purge_tenant(ACME))
+    assert finished(tier.host.erase(Erasure(tenant=ACME)))
     assert ACME not in tier.tenants()
     assert OTHER in tier.tenants()
-    assert finished(tier.host.purge_tenant(None))
+    assert finished(tier.host.erase(Erasure()))
     assert not tier.tenants()
 
 
@@ -135,11 +140,11 @@ def test_forgotten_prompts_leave_the_file(tmp_path: Path) -> None:
     tier = Tier(tmp_path)
     tier.use("c", "other", None)  # who is named now, acme is not
     key = RadixKey(array("q", range(64)), "third")
-    done = tier.host.forget_pages(get_storage_hash_str(key, None, page_size=16))
+    done = tier.host.erase(pages(get_storage_hash_str(key, None, page_size=16)))
     assert done.result(TIMEOUT_S)
     assert tier.tenants() == {OTHER}
     key = RadixKey(array("q", range(64)), "other")
-    done = tier.host.forget_pages(get_storage_hash_str(key, None, page_size=16)[3:])
+    done = tier.host.erase(pages(get_storage_hash_str(key, None, page_size=16)[3:]))
     assert done.result(TIMEOUT_S)
     assert tier.tenants() == set()
     tier.host.name_keys("acme", "s3cret")
@@ -155,9 +160,9 @@ def test_a_full_disk_removes_a_purged_tenants_list(
 
     with monkeypatch.context() as patch:
         patch.setattr(tier.notes._device, "replace_file", full)
-        assert finished(tier.host.purge_tenant(ACME))
+        assert finished(tier.host.erase(Erasure(tenant=ACME)))
         assert not tier.path.exists()
-    assert finished(tier.host.purge_tenant(None))
+    assert finished(tier.host.erase(Erasure()))
 
 
 def test_an_unwritable_list_fails_the_purge_and_retries(
@@ -170,7 +175,7 @@ def test_an_unwritable_list_fails_the_purge_and_retries(
     with monkeypatch.context() as patch:
         patch.setattr(tier.notes._device, "replace_file", broken)
         patch.setattr(tier.notes._device, "unlink", broken)
-        assert not finished(tier.host.purge_tenant(ACME))
+        assert not finished(tier.host.erase(Erasure(tenant=ACME)))
         assert ACME in tier.tenants()
     deadline = time.monotonic() + TIMEOUT_S
     while ACME in tier.tenants():
@@ -191,7 +196,7 @@ def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
     again.host.name_keys("acme", "s3cret")
     again.host.name_keys("acme", "s3cret")
     assert again.load_all() == [(None, None), ("acme", "s3cret")]
-    again.host.purge_tenant(OTHER)
+    again.host.erase(Erasure(tenant=OTHER))
     again.host.name_keys("other", None)
     assert len(again.load_all()) == 2, "purged before it was named"
     again.host.close()
@@ -205,9 +210,9 @@ def test_purge_stops_the_load_of_its_tenant(tier: Tier) -> None:
     again.host.name_keys("acme", "s3cret")
     again.host.tick()
     assert again.loader.is_loading
-    again.host.purge_tenant(OTHER)
+    again.host.erase(Erasure(tenant=OTHER))
     assert again.host._chain is not None
-    again.host.purge_tenant(ACME)
+    again.host.erase(Erasure(tenant=ACME))
     assert again.host._chain is None
     again.host.close()
 

@@ -198,8 +198,10 @@ def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
         tenant = purged.tenant_of(key, "salt")
         storage.gate.announce_store(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
         assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
+    storage.gate.announce_store(hashes("d"), num_tokens=64, prefix_tokens=0)  # whose is unknown
+    assert storage.batch_set_v1(hashes("d"), slots(3)) == [True]
     assert is_true(storage.erase(Erasure(tenant=tenant_digest("acme", "salt"))), 20.0)
-    assert [storage.batch_exists(hashes(page)) for page in sent] == [0, 0, 1]
+    assert [storage.batch_exists(hashes(page)) for page in "abcd"] == [0, 0, 1, 0]
 
 
 def gate_that_admits(

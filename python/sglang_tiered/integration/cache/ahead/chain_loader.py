@@ -32,13 +32,15 @@ from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Callable
 
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.storage.base import Erasure
 
-__all__ = ["Chain", "ChainLoader", "LoadAheadCache", "Outcome", "chain_of"]
+__all__ = ["Chain", "ChainLoader", "LoadAheadCache", "Outcome", "chain_of", "erased_by"]
 
 ATTEMPT = -1
 """Of the handles of loads for which no request waits: those of requests count from 0."""
@@ -63,6 +65,14 @@ class Chain(NamedTuple):
     def tenant_in(self, cache: LoadingCache) -> bytes:
         """Return whose it is."""
         return cache.purged_tenants.tenant_of(self.extra_key, self.cache_salt)
+
+
+def erased_by(what: Erasure, cache: LoadingCache) -> Callable[[Chain], bool]:
+    """Return what tells whether some of a chain is erased."""
+    if what.keys is None:
+        return lambda chain: what.tenant in (None, chain.tenant_in(cache))
+    gone = frozenset(what.hashes)
+    return lambda chain: not gone.isdisjoint(chain.hashes)
 
 
 class Outcome(enum.Enum):

@@ -16,18 +16,19 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome, erased_by
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.storage.base import Erasure
 
-__all__ = ["DETACHED", "PURGED", "WEIGHTS", "Hinted", "Hints"]
+__all__ = ["DETACHED", "WEIGHTS", "Hinted", "Hints"]
 
 PAUSE_STEPS = 8
 """Steps between two looks at a chain that cannot be loaded yet: each matches it in the tree."""
@@ -232,26 +233,23 @@ class Hints:
             if not hinted.is_active:
                 self._forget(last)
 
-    def end_all(self, why: str, tenant: bytes | None = None) -> None:
-        """Drop the hints of a tenant, or all. Every rank makes this call in the same step."""
+    def end_all(self, why: str) -> None:
+        """Drop all hints. Every rank makes this call in the same step."""
         for last, hinted in list(self._hinted.items()):
-            if tenant is not None and hinted.chain.tenant_in(self._cache) != tenant:
-                continue
-            if hinted.is_active:
-                self._drop(hinted, why)
-            elif not hinted.why_dropped:
-                self._forget(last)
+            self._end(last, hinted, why)
 
-    def forget_pages(self, hashes: Sequence[str]) -> None:
-        """Drop the hints for chains that hold one of these pages. As ``end_all``."""
-        gone = frozenset(hashes)
+    def erase(self, what: Erasure) -> None:
+        """Drop the hints for what is erased. As ``end_all``."""
+        is_erased = erased_by(what, self._cache)
         for last, hinted in list(self._hinted.items()):
-            if gone.isdisjoint(hinted.chain.hashes):
-                continue
-            if hinted.is_active:
-                self._drop(hinted, FORGOTTEN)
-            elif not hinted.why_dropped:
-                self._forget(last)
+            if is_erased(hinted.chain):
+                self._end(last, hinted, PURGED if what.keys is None else FORGOTTEN)
+
+    def _end(self, last: str, hinted: Hinted, why: str) -> None:
+        if hinted.is_active:
+            self._drop(hinted, why)
+        elif not hinted.why_dropped:
+            self._forget(last)
 
     def tree_was_reset(self) -> None:
         """Drop all hints; SGLang has forgotten the load under way."""

@@ -19,11 +19,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of
+from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of, erased_by
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
-from sglang_tiered.storage.promises import keep, promise
+from sglang_tiered.storage.promises import ended, keep, promise
 from sglang_tiered.storage.region.files import WARM_NAME
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ChainLoader,
         LoadAheadCache,
     )
+    from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["ColdStart", "WarmHost", "remove_list"]
@@ -88,11 +89,9 @@ class ColdStart:
     def tree_was_reset(self) -> None: ...
     def close(self) -> None: ...
 
-    def purge_tenant(self, tenant: bytes | None) -> None:
+    def erase(self, what: Erasure) -> Future[bool]:
         """Do nothing: there is no list."""
-
-    def forget_pages(self, hashes: Sequence[str]) -> None:
-        """Do nothing: there is no list."""
+        return ended(True)
 
 
 class WarmHost:
@@ -152,30 +151,20 @@ class WarmHost:
             self._keys = {digest: keys for digest, keys in self._keys.items() if digest in kept}
         self._list.note_chain(chain, content, prefixes=prefixes)
 
-    def purge_tenant(self, tenant: bytes | None) -> Future[bool]:
-        """Neither load nor keep a tenant (None: every one) from now on. True once the file no
-        longer names it."""
-        return self._forget_chains(
-            lambda chain: tenant in (None, chain.tenant),
-            lambda chain: tenant in (None, chain.tenant_in(self._cache)),
-        )
+    def erase(self, what: Erasure) -> Future[bool]:
+        """Neither load nor keep the prompts of what is erased from now on. With any page go those
+        of tenants that no request has named: their pages cannot be told. True once the file no
+        longer names them."""
+        is_erased = erased_by(what, self._cache)
 
-    def forget_pages(self, hashes: Sequence[str]) -> Future[bool]:
-        """Neither load nor keep the prompts that hold one of these pages. Those of tenants that no
-        request has named go too: their pages cannot be told. True as for ``purge_tenant``."""
-        gone = frozenset(hashes)
-
-        def holds(chain: WarmChain) -> bool:
+        def is_gone(chain: WarmChain) -> bool:
+            if what.keys is None:
+                return what.tenant in (None, chain.tenant)
             keys = self._keys.get(chain.keys)
             if keys is None:
                 return True
-            return not gone.isdisjoint(chain_of(self._cache, chain.token_ids(), *keys).hashes)
+            return is_erased(chain_of(self._cache, chain.token_ids(), *keys))
 
-        return self._forget_chains(holds, lambda chain: not gone.isdisjoint(chain.hashes))
-
-    def _forget_chains(
-        self, is_gone: Callable[[WarmChain], bool], is_loading_gone: Callable[[Chain], bool]
-    ) -> Future[bool]:
         self._list.forget_chains(is_gone)
         self._waiting = deque(named for named in self._waiting if not is_gone(named.chain))
         kept = {
@@ -183,7 +172,7 @@ class WarmHost:
             for keys, chains in self._unnamed.items()
         }
         self._unnamed = {keys: chains for keys, chains in kept.items() if chains}
-        if self._chain is not None and is_loading_gone(self._chain):
+        if self._chain is not None and is_erased(self._chain):
             self._loader.stop()
             self._chain = None
         is_rewritten = promise()
