@@ -159,7 +159,7 @@ def test_purge_forgets_one_tenant_and_nothing_else(
         assert finished(engine.submit_load(target)) == [Reason.OK] * 4
         assert page_data(target) == page_data(run)
     stats = engine.stats()
-    assert (stats.num_pages, stats.num_pages_purged, stats.num_tenants) == (8, 4, 2)
+    assert (stats.num_pages, stats.num_pages_erased, stats.num_tenants) == (8, 4, 2)
     assert stats.stored_bytes == 8 * 8192
     assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
@@ -190,7 +190,7 @@ def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_ru
     finished(engine.submit_store(run))
     assert is_true(engine.erase(Erasure(tenant=B)), TIMEOUT_S)
     assert hits(engine, run) == 4
-    assert engine.stats().num_pages_purged == 0
+    assert engine.stats().num_pages_erased == 0
 
 
 def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None:
@@ -201,7 +201,7 @@ def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None
     assert [hits(engine, run) for run in runs] == [0, 0, 0]
     assert engine.tenants(9) == []
     assert engine.stats().num_tenants == 0
-    assert engine.stats().num_pages_purged == 12
+    assert engine.stats().num_pages_erased == 12
 
 
 def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:

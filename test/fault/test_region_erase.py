@@ -19,12 +19,11 @@ from kit.waiting import drained
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.erasing import erased
+from sglang_tiered.storage.region.erasing.erased import VERSION_WITH_KEYS, Bound, Forgotten, Purges
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
-from sglang_tiered.storage.region.purging import forgotten, purges
-from sglang_tiered.storage.region.purging.forgotten import Forgotten
-from sglang_tiered.storage.region.purging.purges import VERSION_WITH_KEYS, Bound, Purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,8 +129,8 @@ def test_newer_purges_refuse_the_store_untouched(
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
-    monkeypatch.setattr(purges, "FORMAT_VERSION", 77)
-    files = device.crash("kill") | {PURGES_NAME: purges.pack(Purges())}
+    monkeypatch.setattr(erased, "FORMAT_VERSION", 77)
+    files = device.crash("kill") | {PURGES_NAME: erased.pack(Purges())}
     monkeypatch.undo()
     device = SimulatedDevice(files)
     with (
@@ -148,10 +147,10 @@ def test_purges_go_with_the_last_older_region(tmp_path: Path) -> None:
         fill(engine)
         for number in range(20):
             assert is_true(engine.erase(Erasure(tenant=bytes([number]) * 16)), TIMEOUT_S)
-        assert len(purges.read(device).tenants) == 20
+        assert len(erased.read(device).tenants) == 20
         assert is_true(engine.erase(Erasure()), TIMEOUT_S)
         assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert set(purges.read(device).tenants) <= {A}
+    assert set(erased.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
@@ -242,11 +241,11 @@ def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
 
 def test_bounds_beyond_the_most_are_folded_into_one() -> None:
     folded = Purges()
-    for number in range(purges.MAX_TENANTS + 1):
+    for number in range(erased.MAX_TENANTS + 1):
         folded.add(number.to_bytes(16, "little"), Bound(number + 1, 4096))
-    assert len(folded.tenants) == purges.MAX_TENANTS // 2 + 1
-    assert folded.everyone == Bound(purges.MAX_TENANTS // 2, 4096)
-    assert purges.unpack(purges.pack(folded)) == folded
+    assert len(folded.tenants) == erased.MAX_TENANTS // 2 + 1
+    assert folded.everyone == Bound(erased.MAX_TENANTS // 2, 4096)
+    assert erased.unpack(erased.pack(folded)) == folded
 
 
 # ---- Single pages ----
@@ -353,9 +352,9 @@ def test_older_programs_refuse_while_pages_are_forgotten(
         assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
         assert version_of(device) == VERSION_WITH_KEYS
         data = device.read_file(PURGES_NAME)
-    monkeypatch.setattr(purges, "VERSION_WITH_KEYS", FORMAT_VERSION)
+    monkeypatch.setattr(erased, "VERSION_WITH_KEYS", FORMAT_VERSION)
     with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
-        purges.unpack(data)
+        erased.unpack(data)
     monkeypatch.undo()
     device = device.restart()
     with running(tmp_path, device, capacity_bytes=4 * REGION) as engine:
@@ -370,7 +369,7 @@ def version_of(device: SimulatedDevice) -> int:
 
 
 def test_beyond_the_most_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgotten, "MAX_FORGOTTEN", 4)
+    monkeypatch.setattr(erased, "MAX_FORGOTTEN", 4)
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
@@ -378,7 +377,7 @@ def test_beyond_the_most_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.M
             assert is_true(engine.erase(Erasure.of([each])), TIMEOUT_S)
         assert store(engine, LATER[:3]) == [Reason.OK] * 3
         assert is_true(engine.erase(Erasure.of([LATER[0]])), TIMEOUT_S)
-        assert len(purges.read(device).forgotten) == 3
+        assert len(erased.read(device).forgotten) == 3
     with running(tmp_path, device.restart()) as engine:
         assert held(engine, [*GONE, LATER[0]]) == 0
         assert held(engine, LATER[1:3]) == 2
@@ -390,12 +389,12 @@ def test_bounds_of_keys_survive_packing() -> None:
     made.forget([b"\0" * 32, b"a" + bytes(31), b"b" * 32], Bound(3, 8192))
     made.forget([b"b" * 32], Bound(5, 4096))
     made.add(b"t" * 16, Bound(4, 4096))
-    assert purges.unpack(purges.pack(made)) == made
+    assert erased.unpack(erased.pack(made)) == made
     assert len(made.forgotten) == 3
     assert made.next_sequence() == 6
     assert made.forget_before(5)
     assert made.is_empty, "a bound at the first extent of a region says nothing of it"
-    assert purges.unpack(purges.pack(made)) == Purges(forgotten=Forgotten())
+    assert erased.unpack(erased.pack(made)) == Purges(forgotten=Forgotten())
 
 
 def test_forgetting_checks_its_keys(tmp_path: Path) -> None:

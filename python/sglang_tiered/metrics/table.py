@@ -142,7 +142,7 @@ METRICS = _metrics(
     ("copied_pages", COUNTER, "tier", {"nvme": "nvme.num_pages_copied"}, "Pages read for the bucket or other servers, not counted as loaded."),
     ("copied_bytes", COUNTER, "tier", {"nvme": "nvme.bytes_copied"}, "Payload bytes of those."),
     ("evicted_pages", COUNTER, "tier", _of(_STORING, "num_pages_evicted"), "Pages evicted to make room; in the bucket also those too old or no longer found."),
-    ("purged_pages", COUNTER, "tier", _of(_STORING, "num_pages_purged"), "Pages removed by a purge."),
+    ("purged_pages", COUNTER, "tier", _of(_STORING, "num_pages_erased"), "Pages removed by a purge."),
     ("reinserted_pages", COUNTER, "tier", {"nvme": "nvme.num_pages_reinserted"}, "Pages in use that were rewritten when their region was evicted."),
     ("reinserted_bytes", COUNTER, "tier", {"nvme": "nvme.bytes_reinserted"}, "Payload bytes of those."),
     ("page_outcomes", COUNTER, "tier, operation, reason", {"nvme": "nvme.reasons", "object": "object.engine.reasons", "peer": "peer.failures"}, "Pages by outcome: why each load or store did or did not succeed, demotion included. Of peers only failures; missed: no longer there; lost: no answer.", _PAGE_OUTCOMES),

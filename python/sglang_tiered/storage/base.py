@@ -132,11 +132,11 @@ class Reason(enum.Enum):
     DUPLICATE = "duplicate"  # store only: already held or on its way; counts as success
     MISS = "miss"  # load only: the key is not held, or the engine is MISS_ONLY
     CORRUPT = "corrupt"  # load only: bytes did not verify; the entry was dropped
-    IO_ERROR = "io_error"  # a load may forget the page, or a bad sector would fail forever
+    IO_ERROR = "io_error"  # a load may drop the page, or a bad sector would fail forever
     NO_SPACE = "no_space"  # store only: no room and nothing to reclaim, or a page beyond any region
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
     OVER_SHARE = "over_share"  # store only: its tenant has its share, and nothing of it can go
-    CANCELLED = "cancelled"  # cancelled before its I/O began, engine closed, or tenant purged
+    CANCELLED = "cancelled"  # cancelled before its I/O began, engine closed, or erased
 
 
 class Meter(Protocol):
@@ -318,7 +318,7 @@ class EngineStats(TierStats):
     num_inflight_jobs: int
     queued_store_bytes: int  # payload bytes of stores submitted and not done
     num_tenants: int  # that hold pages, no tenant included
-    num_pages_purged: int  # hidden by ``erase``
+    num_pages_erased: int  # hidden by ``erase``
     num_regions_stuck: int  # whose file cannot be removed; of the region engine
     reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
     num_pages_copied: int = 0  # read for the bucket or other servers, and not loaded

@@ -56,7 +56,7 @@ class MemoryEngine(WriteTier):
         self._tenant_pages: Counter[bytes] = Counter()
         self._tenant_bytes: Counter[bytes] = Counter()
         self._num_evicted = 0
-        self._num_purged = 0
+        self._num_erased = 0
         self._bytes_in = 0
         self._bytes_out = 0
         self._closed = False
@@ -173,7 +173,7 @@ class MemoryEngine(WriteTier):
                 num_inflight_jobs=self._jobs.num_inflight,
                 queued_store_bytes=0,
                 num_tenants=len(self._tenant_pages),
-                num_pages_purged=self._num_purged,
+                num_pages_erased=self._num_erased,
                 num_regions_stuck=0,
                 reasons=dict(self._jobs.outcomes),
                 store_durations=self._jobs.store_durations.take(),
@@ -193,7 +193,7 @@ class MemoryEngine(WriteTier):
                 gone = [key for key in what.keys if key in self._pages]
             for key in gone:
                 self._drop(key)
-            self._num_purged += len(gone)
+            self._num_erased += len(gone)
             return ended(not self._closed)
 
     def _clear(self) -> None:

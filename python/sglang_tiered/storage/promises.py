@@ -86,12 +86,12 @@ class Promises:
         with self._lock:
             closed = self._closed
             self._open.add(future)
-        future.add_done_callback(self._forget)
+        future.add_done_callback(self._drop)
         if closed:
             keep(future, False)
         return future
 
-    def _forget(self, future: Future[bool]) -> None:
+    def _drop(self, future: Future[bool]) -> None:
         with self._lock:
             self._open.discard(future)
 

@@ -121,7 +121,7 @@ class ServeQueue:
         client = self._clients[request.client]
         client.held_bytes -= request.num_bytes
         self.held_bytes -= request.num_bytes
-        self._forget_if_idle(request.client, client)
+        self._drop_if_idle(request.client, client)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance."""
@@ -144,8 +144,8 @@ class ServeQueue:
         client.waiting_bytes -= request.cost
         self.waiting_bytes -= request.cost
         self.num_waiting -= 1
-        self._forget_if_idle(name, client)
+        self._drop_if_idle(name, client)
 
-    def _forget_if_idle(self, name: bytes, client: _Client) -> None:
+    def _drop_if_idle(self, name: bytes, client: _Client) -> None:
         if not client.waiting and not client.held_bytes:
             del self._clients[name]

@@ -219,7 +219,7 @@ class BorrowedEngine(WriteTier):
                 num_inflight_jobs=self._jobs.num_inflight,
                 queued_store_bytes=0,
                 num_tenants=0,
-                num_pages_purged=0,
+                num_pages_erased=0,
                 num_regions_stuck=0,
                 reasons={},
             )

@@ -1,4 +1,4 @@
-"""The collector of the object tier: time to live, the byte cap of a namespace, purges, orphans.
+"""The collector of the object tier: time to live, the byte cap of a namespace, the erased, orphans.
 
 Any number of servers run one each, beside any number that write and read. It never deletes what a
 writer has just uploaded and not announced yet; it can be killed at any moment and started again;

@@ -1,4 +1,4 @@
-"""What is on its way into the bucket and must not arrive: purged, forgotten or closed over."""
+"""What is on its way into the bucket and must not arrive: erased or closed over."""
 
 from __future__ import annotations
 

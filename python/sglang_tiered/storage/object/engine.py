@@ -1,8 +1,8 @@
 """``ObjectEngine``: the tier engine over a bucket or a shared directory.
 
 Threads: one packs stores into objects, ``num_connections // 4`` upload them, ``num_connections``
-read, one finishes loads at their deadlines, one looks for what other servers did and makes purges
-durable. What they share, and its one lock, is in ``state``.
+read, one finishes loads at their deadlines, one looks for what other servers did and makes
+erasures durable. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ def apply_forget(state: ObjectState, keys: Iterable[bytes], bound_ms: int) -> No
         return
     state.pins.forget(news, bound_ms)
     drop_stores_of_pages(state, set(news), bound_ms)
-    state.num_pages_purged += state.index.drop_pages(news, bound_ms)
+    state.num_pages_erased += state.index.drop_pages(news, bound_ms)
     folded = state.forgotten.fold()
     if folded >= 0:  # rather forget pages than that they are forgotten
         state.bounds.collapse(folded)
         drop_stores(state, None, folded)
-        state.num_pages_purged += state.index.drop_before(None, folded)
+        state.num_pages_erased += state.index.drop_before(None, folded)
 
 
 def note(state: ObjectState, what: Erasure) -> None:

@@ -73,7 +73,7 @@ class ObjectIndex:
         self._objects: dict[str, HeldObject] = {}
         self._slots: list[HeldObject | None] = []
         self._free_slots: list[int] = []
-        self._hidden_slots: list[int] = []  # of purged objects whose rows are not swept yet
+        self._hidden_slots: list[int] = []  # of erased objects whose rows are not swept yet
         self._ages: list[str] = []  # heap of names, oldest first; may name what is gone
         self._tenants: dict[bytes, set[str]] = {}
         self._tenant_bytes: dict[bytes, int] = {}
@@ -165,7 +165,7 @@ class ObjectIndex:
         return not self._is_full or name > self._oldest()
 
     def put(self, manifest: Manifest, dead: npt.NDArray[np.bool_] | None = None) -> None:
-        """Point to the pages of an object, but for the dead ones, and forget the oldest objects
+        """Point to the pages of an object, but for the dead ones, and drop the oldest objects
         beyond the bounds."""
         name = str(manifest.object_id)
         if name in self._objects:
@@ -248,7 +248,7 @@ class ObjectIndex:
             self._is_full = False
         return num_pages
 
-    def purge(self, tenant: bytes) -> int:
+    def drop_tenant(self, tenant: bytes) -> int:
         """Hide a tenant's pages, in no time that grows with them, until ``sweep`` has removed
         them; returns how many could be hit."""
         for name in list(self._tenants.get(tenant, ())):
@@ -256,22 +256,22 @@ class ObjectIndex:
             self._unlist(held)
             self._hidden_slots.append(held.slot)
         self._is_full = False
-        num_pages = self._pages.purge(tenant)
+        num_pages = self._pages.drop_tenant(tenant)
         self.sweep(0)  # done with, if there was nothing
         return num_pages
 
     def drop_before(self, tenant: bytes | None, bound_ms: int) -> int:
-        """Forget a tenant's objects (None: everyone's) that were opened up to then; returns how
+        """Drop a tenant's objects (None: everyone's) that were opened up to then; returns how
         many pages that could be hit went."""
         names = self._objects if tenant is None else self._tenants.get(tenant, set())
         behind = f"{bound_ms + 1:012x}"
         gone = [name for name in names if name < behind]
         if tenant is not None and gone and len(gone) == len(names):
-            return self.purge(tenant)
+            return self.drop_tenant(tenant)
         return self.drop_objects(gone)
 
     def sweep(self, max_rows: int) -> bool:
-        """Look at some rows and remove the purged; true when all are removed."""
+        """Look at some rows and remove the erased; true when all are removed."""
         if not self._pages.sweep(max_rows):
             return False
         self._free_slots += self._hidden_slots

@@ -107,7 +107,7 @@ class Packer:
         for part in parts:
             open_object.buffer += part
         with state.lock:
-            if open_object.dropped:  # purged while it was copied: the copy goes with the object
+            if open_object.dropped:  # erased while it was copied: the copy goes with the object
                 state.refuse(ticket, [position], Reason.CANCELLED)
                 return
             if key in ticket.forgotten:  # while it was copied

@@ -124,7 +124,8 @@ def _hide(state: ObjectState, tenant: bytes | None) -> int:
     state.bounds.add(tenant, bound)
     state.pins.purge(tenant, bound)
     drop_stores(state, tenant, None)
-    state.num_pages_purged += state.index.clear() if tenant is None else state.index.purge(tenant)
+    index = state.index
+    state.num_pages_erased += index.clear() if tenant is None else index.drop_tenant(tenant)
     return bound
 
 
@@ -135,7 +136,7 @@ def apply_remote_purge(state: ObjectState, purge: Purge) -> None:
     state.pins.purge(purge.tenant, purge.bound_ms)
     # What an owner has stored since may be what its other tiers had before.
     drop_stores(state, purge.tenant, purge.bound_ms if state.on_erased is None else None)
-    state.num_pages_purged += state.index.drop_before(purge.tenant, purge.bound_ms)
+    state.num_pages_erased += state.index.drop_before(purge.tenant, purge.bound_ms)
 
 
 class Purger:

@@ -28,7 +28,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An object that is not full is closed after this."""
 
     capacity_bytes: int | None = None
-    """Of the namespace in the bucket. The collector deletes what is beyond it; an engine forgets
+    """Of the namespace in the bucket. The collector deletes what is beyond it; an engine drops
     the oldest objects beyond it."""
 
     ttl_s: float | None = None

@@ -148,7 +148,7 @@ class ObjectState:
         self.discovery = DiscoveryCounts()
         self.num_pages_stored = 0
         self.num_pages_loaded = 0
-        self.num_pages_purged = 0
+        self.num_pages_erased = 0
         self.num_objects_stored = 0
         self.bytes_stored = 0
         self.bytes_written = 0

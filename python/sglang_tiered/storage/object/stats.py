@@ -73,7 +73,7 @@ def engine_stats(state: ObjectState, health: Health, reason: str) -> EngineStats
             num_inflight_jobs=state.jobs.num_inflight,
             queued_store_bytes=state.staged_bytes,
             num_tenants=state.index.num_tenants,
-            num_pages_purged=state.num_pages_purged,
+            num_pages_erased=state.num_pages_erased,
             num_regions_stuck=0,
             reasons=dict(state.jobs.outcomes),
             store_durations=state.jobs.store_durations.take(),

@@ -59,7 +59,7 @@ class Uploader:
 
     def _upload(self, open_object: OpenObject) -> None:
         """Upload and settle. Reasons: OK, IO_ERROR, REJECTED while stores pause, CANCELLED when
-        its pages were purged."""
+        its pages were erased."""
         state = self._state
         manifest = Manifest(
             open_object.object_id,
@@ -99,7 +99,7 @@ class Uploader:
             if not open_object.dropped:
                 self._client.put(layout.manifest(open_object.object_id), packed)
                 num_written += len(packed)
-            if open_object.dropped:  # purged meanwhile
+            if open_object.dropped:  # erased meanwhile
                 with contextlib.suppress(RequestError):
                     self._client.delete([layout.manifest(open_object.object_id)])
                     self._client.delete([layout.object(open_object.object_id)])

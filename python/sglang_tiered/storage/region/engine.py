@@ -35,6 +35,7 @@ from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.barrier import Barrier
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
+from sglang_tiered.storage.region.erasing.eraser import Eraser
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
@@ -51,7 +52,6 @@ from sglang_tiered.storage.region.pending import PinOrder
 from sglang_tiered.storage.region.pinning.pin_files import PinFiles
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.pinning.rescue import Rescuer
-from sglang_tiered.storage.region.purging.purger import Purger
 from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
@@ -95,7 +95,7 @@ class RegionEngine(WriteTier):
 
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
-    holds at least one region; below four, each eviction forgets a large share of the store.
+    holds at least one region; below four, each eviction takes a large share of the store.
     ``max_tenant_bytes`` bounds the padded payload that one tenant has in them, dead pages included.
     ``max_queued_store_bytes`` bounds the callers' memory that stores keep referenced behind each
     other: one that finds nothing queued is taken whole, since its pages wait in its caller's memory
@@ -171,10 +171,10 @@ class RegionEngine(WriteTier):
             max_tenant_bytes,
         )
         pin_files = PinFiles(directory, state, health, log, device, reclaimer)
-        purger = Purger(directory, state, health, log, device, reclaimer, report.purges)
+        eraser = Eraser(directory, state, health, log, device, reclaimer, report.purges)
         check_lock = partial(health.check_lock, self._directory_lock.is_held)
         store_worker = StoreWorker(
-            directory, state, health, log, writer, reclaimer, purger, pin_files, check_lock
+            directory, state, health, log, writer, reclaimer, eraser, pin_files, check_lock
         )
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(
@@ -355,7 +355,7 @@ class RegionEngine(WriteTier):
                 queued_store_bytes=state.queued_store_bytes,
                 num_inflight_jobs=state.jobs.num_inflight,
                 num_tenants=state.index.num_tenants,
-                num_pages_purged=state.num_pages_purged,
+                num_pages_erased=state.num_pages_erased,
                 num_regions_stuck=self._reclaimer.num_stuck,
                 reasons=dict(state.jobs.outcomes),
                 store_durations=state.jobs.store_durations.take(),
@@ -389,7 +389,7 @@ class RegionEngine(WriteTier):
         check_namespace(namespace)
         state = self._state
         with state.lock:
-            state.forget_all(keep=keep)
+            state.hide_all(keep=keep)
             state.namespace = namespace
 
     def erase(self, what: Erasure) -> Future[bool]:

@@ -6,7 +6,7 @@ thousand pages costs a few numpy calls per probe step instead of a thousand dict
 a million pages cost no Python object at all. Nothing here locks: the owner's lock guards every
 call.
 
-A purge of a tenant takes no time that grows with its pages: its place in the tenant table is
+To erase a tenant takes no time that grows with its pages: its place in the tenant table is
 declared dead, which hides them, and ``sweep`` removes their rows in small steps.
 """
 
@@ -64,7 +64,7 @@ class PageIndex:
         self._hits = np.zeros(0, np.uint8)
         self._owners = np.zeros(0, np.int32)  # places of the tenants
         self._tenants = TenantTable()
-        self._swept = 0  # where the next sweep of purged rows goes on
+        self._swept = 0  # where the next sweep of erased rows goes on
         self._live = np.zeros(0, np.int64)  # by region slot
         # Rows by the region slot they were put in; they may be of another region by now, or free.
         self._rows_put: dict[int, list[npt.NDArray[np.int32]]] = {}
@@ -291,13 +291,13 @@ class PageIndex:
         """Return the place of a tenant, for ``put``, which must follow with a page of it."""
         return self._tenants.place_of(tenant)
 
-    def purge(self, tenant: bytes) -> int:
+    def drop_tenant(self, tenant: bytes) -> int:
         """Hide all pages of a tenant, until ``sweep`` has removed them; returns how many. Pages put
         from now on stay visible."""
-        return self._tenants.purge(tenant)
+        return self._tenants.drop(tenant)
 
     def sweep(self, max_rows: int) -> bool:
-        """Look at some rows and remove those of purged tenants; true when all are removed."""
+        """Look at some rows and remove those of erased tenants; true when all are removed."""
         if self._tenants.any_dead:
             rows = np.arange(self._swept, min(self._swept + max_rows, self._num_rows))
             self._swept += max_rows

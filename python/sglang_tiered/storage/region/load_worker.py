@@ -70,7 +70,7 @@ class LoadWorker:
             self._state.finish_span(span, [reason] * len(span.wanted))
 
     def _load(self, span: LoadSpan) -> None:
-        if not self._check_lock():  # who has it now may have purged the pages
+        if not self._check_lock():  # who has it now may have erased the pages
             self._skip(span, Reason.IO_ERROR)
             return
         try:

@@ -41,7 +41,7 @@ REINSERTION_SHARE = 1 / 10
 _MAX_CREDIT = 1 / 2
 _MAX_SAVED_BYTES = 64 << 20
 # A region that is pinned in more than half of its bytes is left alone, but not for ever, or bounds
-# of purges from before would never be dropped: every so many new regions, one goes that is older
+# of erasures from before would never be dropped: every so many new regions, one goes that is older
 # than so many rounds of the log.
 _OVERDUE_EVERY = 4
 _OVERDUE_ROUNDS = 4
@@ -302,14 +302,14 @@ class Reclaimer:
         return not self._state.holds_unread(region)
 
     def remove_useless(self) -> None:
-        """Give back every region in which a purge left nothing."""
+        """Give back every region in which an erasure left nothing."""
         with self._state.lock:
             regions = [r for r in self._state.regions if _may_go(r) and self._is_useless(r)]
         for region in regions:
             self.remove(region)
 
     def _is_useless(self, region: Region) -> bool:
-        """Return whether a purge left nothing in the region. The caller holds the lock."""
+        """Return whether an erasure left nothing in the region. The caller holds the lock."""
         if region.num_foreign or self._state.index.num_live(region.slot):
             return False
         return not self._state.holds_unread(region)

@@ -38,6 +38,8 @@ import numpy as np
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.erasing import erased
+from sglang_tiered.storage.region.erasing.erased import Bound, Purges
 from sglang_tiered.storage.region.files import PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -52,8 +54,6 @@ from sglang_tiered.storage.region.format import (
     unpack_trailer,
 )
 from sglang_tiered.storage.region.pinning import pins
-from sglang_tiered.storage.region.purging import purges
-from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
@@ -154,7 +154,7 @@ class _Recovery:
         sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
-        report.purges = purges.read(device)
+        report.purges = erased.read(device)
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread
         report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
@@ -223,9 +223,9 @@ class _Recovery:
         elif known.is_empty:
             return
         try:
-            if not damaged and not purges.compact(device, known):
+            if not damaged and not erased.compact(device, known):
                 return
-            device.replace_file(PURGES_NAME, purges.pack(known))
+            device.replace_file(PURGES_NAME, erased.pack(known))
         except OSError as error:
             logger.warning("%s cannot be written (%s); it stays as it was", PURGES_NAME, error)
 

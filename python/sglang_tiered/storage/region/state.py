@@ -97,9 +97,9 @@ class StoreState:
         self.num_pages_copied = 0
         self.bytes_copied = 0
         self.bytes_written = 0
-        self.num_pages_purged = 0
+        self.num_pages_erased = 0
 
-    def forget_all(self, *, keep: bool) -> None:
+    def hide_all(self, *, keep: bool) -> None:
         """Empty the index; stores under way finish, but their pages stay invisible. ``keep``: the
         namespace may be opened again, so its pages are of use."""
         self.generation += 1
@@ -125,17 +125,17 @@ class StoreState:
 
     def _erase_tenant(self, tenant: bytes | None) -> None:
         if tenant is None:
-            self.num_pages_purged += len(self.index)
-            self.forget_all(keep=False)
+            self.num_pages_erased += len(self.index)
+            self.hide_all(keep=False)
         else:
-            self.num_pages_purged += self.index.purge(tenant)
+            self.num_pages_erased += self.index.drop_tenant(tenant)
         queued = [o for o in self.stores if isinstance(o, StoreTicket)]
         placed = [part.ticket for write in self.writes for part in write.parts]
         placed += [part.ticket for part in self.placing]
         gone = {ticket for ticket in (*queued, *placed) if tenant in (None, ticket.tenant)}
         for ticket in gone:
             for index in range(len(ticket.positions)):
-                self._forget_pending(ticket, index)
+                self._drop_pending(ticket, index)
             ticket.generation = _ERASED
         self.stores = deque(order for order in self.stores if order not in gone)
         for ticket in queued:
@@ -143,7 +143,7 @@ class StoreState:
                 self.drop_rest(ticket, Reason.CANCELLED)
 
     def _erase_pages(self, keys: Sequence[bytes]) -> None:
-        self.num_pages_purged += self.index.discard(key_words(keys))
+        self.num_pages_erased += self.index.discard(key_words(keys))
         gone = {key for key in keys if key in self.pending}
         for ticket in {self.pending[key] for key in gone}:
             ticket.forgotten |= gone.intersection(map(ticket.key, range(ticket.num_placed)))
@@ -369,7 +369,7 @@ class StoreState:
         """Settle pages that were placed but are not in the log."""
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
-                self._forget_pending(part.ticket, index)
+                self._drop_pending(part.ticket, index)
             self._settle(part, reason)
 
     def drop_rest(self, ticket: StoreTicket, reason: Reason, keep: int = 0) -> None:
@@ -377,12 +377,12 @@ class StoreState:
         are still to be placed, of one that has not."""
         first = ticket.num_placed + keep
         for index in range(first, len(ticket.positions)):
-            self._forget_pending(ticket, index)
+            self._drop_pending(ticket, index)
             ticket.job.reasons[ticket.positions[index]] = reason
         del ticket.positions[first:]
         self._finish_if_settled(ticket)
 
-    def _forget_pending(self, ticket: StoreTicket, index: int) -> None:
+    def _drop_pending(self, ticket: StoreTicket, index: int) -> None:
         key = ticket.key(index)
         if self.pending.get(key) is ticket:
             del self.pending[key]

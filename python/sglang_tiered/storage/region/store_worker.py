@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.erasing.eraser import Eraser
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
     from sglang_tiered.storage.region.pinning.pin_files import PinFiles
-    from sglang_tiered.storage.region.purging.purger import Purger
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -51,7 +51,7 @@ class StoreWorker:
         log: OnceLog,
         writer: RegionWriter,
         reclaimer: Reclaimer,
-        purger: Purger,
+        eraser: Eraser,
         pin_files: PinFiles,
         check_lock: Callable[[], bool],
     ) -> None:
@@ -61,7 +61,7 @@ class StoreWorker:
         self._log = log
         self._writer = writer
         self._reclaimer = reclaimer
-        self._purger = purger
+        self._eraser = eraser
         self._pin_files = pin_files
         self._check_lock = check_lock
         self._out_of_space = False  # nothing can be placed until what is written is settled
@@ -194,7 +194,7 @@ class StoreWorker:
         while True:
             with state.lock:
                 if not state.stores or state.stores[0] is not head:
-                    return False  # shed or purged meanwhile
+                    return False  # shed or erased meanwhile
                 left = self._writer.share_left(head)
                 if left == math.inf:
                     return True
@@ -324,7 +324,7 @@ class StoreWorker:
                 if any(what.is_everything for what in whats):
                     self._writer.abandon()
                 self._pin_files.settle(tuple(name for order in orders for name in order.pins))
-                durable = self._purger.erase(whats, bound) and self._pin_files.is_settled
+                durable = self._eraser.erase(whats, bound) and self._pin_files.is_settled
         finally:
             for order in orders:
                 keep(order.durable, durable)

@@ -13,7 +13,7 @@ __all__ = ["TenantTable"]
 
 
 class TenantTable:
-    """Pages and payload bytes by tenant. A purged tenant's place is *dead* until its last page is
+    """Pages and payload bytes by tenant. An erased tenant's place is *dead* until its last page is
     taken out; the same tenant may have another place meanwhile."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class TenantTable:
                 del self._places[self._names[place]]
             self._free.append(place)
 
-    def purge(self, tenant: bytes) -> int:
+    def drop(self, tenant: bytes) -> int:
         """Declare the tenant's place dead; returns the pages in it."""
         place = self._places.pop(tenant, None)
         if place is None:

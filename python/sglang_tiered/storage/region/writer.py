@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.erasing.erased import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MAX_EXTENT_PAGES,
@@ -37,7 +38,6 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part, StoreTicket
-from sglang_tiered.storage.region.purging.purges import Bound
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:

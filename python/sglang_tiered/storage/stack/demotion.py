@@ -51,8 +51,9 @@ class _Batch(NamedTuple):
 class Demoter:
     """Any thread may call; see the module docstring for its own.
 
-    ``gate`` and ``generation``: a store is submitted under the gate and only if no purge came since
-    its pages were read. ``is_idle``: whether no load of a caller is under way; must not block.
+    ``gate`` and ``generation``: a store is submitted under the gate and only if nothing was erased
+    since its pages were read. ``is_idle``: whether no load of a caller is under way; it must not
+    block.
     """
 
     def __init__(
@@ -241,8 +242,8 @@ class Demoter:
                 return False
 
     def _copy(self, batch: _Batch) -> None:
-        """Read a batch and hand it to the bucket. Where a purge came between, it is read again: the
-        chain of a waiting caller by that caller, any other when its turn comes."""
+        """Read a batch and hand it to the bucket. Where something was erased between, it is read
+        again: the chain of a waiting caller by that caller, any other when its turn comes."""
         num_pages = len(batch.pages)
         generation = self._generation()
         with self._wake:

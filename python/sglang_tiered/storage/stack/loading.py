@@ -59,7 +59,7 @@ class _Part:
 class Loader:
     """``order`` says in which order to ask the remote tiers.
     ``ended`` is called with each finished job just before its caller may know, on any thread, and
-    must only note. ``generation`` counts purges: what was read before one is not promoted."""
+    must only note. ``generation`` counts erasures: what was read before one is not promoted."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ __all__ = ["Promoter"]
 class Promoter:
     """Copies while the load's buffers are still the engine's, then stores the copy in the
     background. The leading pages that fit are kept; the others stay where they were found. ``gate``
-    is held while a store is submitted, and during a purge, so that a store lands before a purge or
+    is held while a store is submitted, and during an erasure, so that a store lands before it or
     not at all; ``may_store`` is asked first, and must not block."""
 
     def __init__(
@@ -45,8 +45,8 @@ class Promoter:
         tier: Tier,
         is_current: Callable[[], bool],
     ) -> None:
-        """Copy pages of a tier and store them, unless ``is_current`` says that a purge came
-        between."""
+        """Copy pages of a tier and store them, unless ``is_current`` says that an erasure
+        came between."""
         ends = [0, *accumulate(sum(segment.nbytes for segment in page) for page in pages)]
         with self._lock:
             num_kept = bisect(ends, self._max_bytes - self._num_bytes) - 1

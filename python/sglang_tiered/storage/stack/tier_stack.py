@@ -315,7 +315,7 @@ class TierStack(WriteTier):
             if self._demoter is not None:
                 self._demoter.look_again()
             self.nvme.set_namespace(namespace, keep=keep)
-            self._generation += 1  # last, as for a purge
+            self._generation += 1  # last, as for an erasure
 
     # ---- Books ----
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region.erasing import erased
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import parse_region_name, region_name
 from sglang_tiered.storage.region.pinning import pins
-from sglang_tiered.storage.region.purging import purges
 from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.inspection import inspect_region
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
@@ -68,7 +68,7 @@ class ShardReader:
         self.holder = Holder(False, None) if owned else shard.holder()
         self.checkpoint, self._durable_tails = self._read_checkpoint()
         try:
-            self.purges = purges.read(self.device)
+            self.purges = erased.read(self.device)
             self.names = sorted(self.device.list_names())
             self.pins = pins.read_all(self.device, self.names)
         except BaseException as error:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
+    from sglang_tiered.storage.region.erasing.erased import Purges
     from sglang_tiered.storage.region.notes import PageSize
-    from sglang_tiered.storage.region.purging.purges import Purges
     from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 

@@ -187,7 +187,7 @@ def test_a_role_switch_purges_nothing_stored(make: Fixture) -> None:
     _release_prefix_cache_for_role_switch(scheduler)
     assert emptied == ["tree", "pool", "pool"]
     assert storage.batch_exists(hashes("a")) == 1
-    assert storage.region_engine.stats().num_pages_purged == 0
+    assert storage.region_engine.stats().num_pages_erased == 0
 
 
 def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:

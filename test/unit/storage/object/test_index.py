@@ -88,7 +88,7 @@ def test_a_purge_hides_one_tenant_and_sweeps_later() -> None:
     table = index()
     table.put(manifest(1, [1, 2]))
     table.put(manifest(2, [3], tenant=B))
-    assert table.purge(A) == 2
+    assert table.drop_tenant(A) == 2
     assert held(table, 1, 2, 3) == [False, False, True]
     table.put(manifest(3, [1]))
     while not table.sweep(1):
@@ -165,7 +165,7 @@ def test_random_histories_keep_the_books() -> None:
         elif choice == 6:
             table.drop_objects(source.sample(names, min(len(names), 3)))
         elif choice == 7:
-            table.purge(source.choice((A, B)))
+            table.drop_tenant(source.choice((A, B)))
         elif choice == 8:
             table.sweep(source.randrange(100))
         else:

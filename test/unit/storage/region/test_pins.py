@@ -12,10 +12,10 @@ from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.erasing import erased
 from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
 from sglang_tiered.storage.region.pinning import book, pins
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
-from sglang_tiered.storage.region.purging import purges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeR
     assert engine.lookup(kept.keys).num_hits == 57
     assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     data = (tmp_path / "s" / PURGES_NAME).read_bytes()
-    assert not purges.unpack(data).forgotten  # type: ignore[union-attr]
+    assert not erased.unpack(data).forgotten  # type: ignore[union-attr]
     close(engine)
 
 

@@ -20,11 +20,11 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.erasing import erased
+from sglang_tiered.storage.region.erasing.erased import Bound, Purges
 from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
-from sglang_tiered.storage.region.purging import purges
-from sglang_tiered.storage.region.purging.purges import Bound, Purges
 from sglang_tiered.tools.store import gc
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
@@ -348,7 +348,7 @@ def cli_text(report: dict[str, Any]) -> str:
 
 def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shard: Path) -> None:
     bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
-    (shard / PURGES_NAME).write_bytes(purges.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
+    (shard / PURGES_NAME).write_bytes(erased.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
     name = f"{shard.name}/{region_name(0)}"
     assert plan(cli, tier) == {
         name: "every page of it was purged or forgotten",

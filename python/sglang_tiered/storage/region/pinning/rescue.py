@@ -174,7 +174,7 @@ class Rescuer:
         state.bytes_reinserted += int(extent.pages["length"].sum())
         if not is_of_now:
             return
-        # Some may have been purged or forgotten since they were read.
+        # Some may have been erased since they were read.
         alive = np.flatnonzero(state.index.are_in(victim.slot, key_words(copy.keys)))
         state.put_pages(
             [copy.keys[i] for i in alive.tolist()],

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.region.erasing import erased
 from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.purging import purges as purges_file
-from sglang_tiered.storage.region.purging.purges import compact
 from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.erasing.erased import Bound, Purges
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.purging.purges import Bound, Purges
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["Purger"]
+__all__ = ["Eraser"]
 
 _SWEPT_ROWS = 1 << 12  # at a time, as a lookup waits for it
 _PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
 
 
-class Purger:
+class Eraser:
     """Owns the file PURGES while the store is open."""
 
     def __init__(
@@ -93,8 +92,8 @@ class Purger:
 
     def _write(self) -> None:
         with self._health.watch():
-            compact(self._device, self._purges)
-            data = purges_file.pack(self._purges)
+            erased.compact(self._device, self._purges)
+            data = erased.pack(self._purges)
             self._device.replace_file(PURGES_NAME, data)
         with self._state.lock:
             self._state.bytes_written += len(data)

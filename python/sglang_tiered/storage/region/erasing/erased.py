@@ -1,7 +1,7 @@
-"""What was purged or forgotten: which pages in the log are dead, whatever the region files say.
+"""What was erased: which pages in the log are dead, whatever the region files say.
 
-The log is never rewritten, so a purge notes how far the log reached: of that tenant, everything
-before is dead; pages that are forgotten one by one are noted by key. Unlike the checkpoint this
+The log is never rewritten, so an erasure notes how far the log reached: of that tenant, everything
+before is dead; pages that are erased one by one are noted by key. Unlike the checkpoint this
 file is the truth: without it purged pages would come back. So one that does not verify purges
 everything that was stored before it was found damaged.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -22,8 +22,6 @@ from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
     parse_region_name,
 )
-from sglang_tiered.storage.region.purging.bound import NOWHERE, Bound
-from sglang_tiered.storage.region.purging.forgotten import FORGOTTEN_BYTES, Forgotten
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
@@ -35,10 +33,12 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.format import Contents
 
 __all__ = [
+    "MAX_FORGOTTEN",
     "MAX_TENANTS",
     "NOWHERE",
     "VERSION_WITH_KEYS",
     "Bound",
+    "Forgotten",
     "Purges",
     "compact",
     "pack",
@@ -54,6 +54,12 @@ MAX_TENANTS = 16384
 """Beyond it the older half is replaced by one purge of every tenant, as far back as those reach: a
 cache may forget, and a file that grows with every purge would make each the slower."""
 
+MAX_FORGOTTEN = 1 << 18
+"""Beyond it the older half is replaced by a purge of everything as far back as those reach: a file
+that grows with every call would make each the slower."""
+
+_DTYPE: np.dtype[Any] = np.dtype([("key", "S32"), ("sequence", "<u8"), ("offset", "<u8")])
+
 _HEADER = struct.Struct("<8sIIQQ")  # magic version num_tenants, and the bound of all tenants
 _ENTRY = struct.Struct("<16sQQ")  # tenant sequence offset
 _NUM_KEYS = struct.Struct("<Q")
@@ -61,7 +67,92 @@ _CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
 
 
+class Bound(NamedTuple):
+    """A place in the log: what lies before it is dead. Ordered as the log is."""
+
+    sequence: int  # of the region
+    offset: int  # of the extent within it
+
+
+NOWHERE = Bound(0, 0)
 _EVERYWHERE = Bound((1 << 63) - 1, 0)
+
+
+class Forgotten:
+    """Which pages were erased one by one: keys with their bounds, sorted by key; every key once. A
+    page is dead where it lies before the bound of its key, whatever its namespace."""
+
+    def __init__(self, rows: npt.NDArray[Any] | None = None) -> None:
+        self._rows = np.zeros(0, _DTYPE) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Forgotten) and bool(np.array_equal(self._rows, other._rows))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def copy(self) -> Forgotten:
+        return Forgotten(self._rows.copy())
+
+    def add(self, keys: Sequence[bytes], bound: Bound) -> None:
+        """Declare dead what is stored under these keys before the bound, which is not before that
+        of any key already there."""
+        new = np.zeros(len(keys), _DTYPE)
+        new["key"] = np.frombuffer(b"".join(keys), "S32")
+        new["sequence"], new["offset"] = bound
+        kept = self._rows[~np.isin(self._rows["key"], new["key"])]
+        rows = np.concatenate([kept, new[np.unique(new["key"], return_index=True)[1]]])
+        self._rows = rows[np.argsort(rows["key"], kind="stable")]
+
+    def fold(self) -> Bound:
+        """Drop the older half when there are too many; returns the bound they are all before."""
+        if len(self._rows) <= MAX_FORGOTTEN:
+            return NOWHERE
+        order = np.lexsort((self._rows["offset"], self._rows["sequence"]))
+        oldest = order[: MAX_FORGOTTEN // 2]
+        last = self._rows[oldest[-1]]
+        self._rows = np.delete(self._rows, oldest)
+        return Bound(int(last["sequence"]), int(last["offset"]))
+
+    def next_sequence(self) -> int:
+        return int(self._rows["sequence"].max()) + 1 if len(self._rows) else 0
+
+    def forget_before(self, sequence: int) -> bool:
+        """Drop what speaks only of regions older than ``sequence``; true when there was any."""
+        bounds = self._rows["sequence"], self._rows["offset"]
+        old = (bounds[0] < sequence) | ((bounds[0] == sequence) & (bounds[1] <= BLOCK_BYTES))
+        if not old.any():
+            return False
+        self._rows = self._rows[~old]
+        return True
+
+    def dead_pages(self, sequence: int, contents: Contents) -> npt.NDArray[np.bool_]:
+        """Return which pages of a region are dead."""
+        dead = np.zeros(len(contents.pages), np.bool_)
+        if not len(self._rows) or not len(dead):
+            return dead
+        keys = np.ascontiguousarray(contents.pages["key"]).view("S32").reshape(-1)
+        at = np.minimum(np.searchsorted(self._rows["key"], keys), len(self._rows) - 1)
+        named = np.flatnonzero(self._rows["key"][at] == keys)
+        bounds = self._rows[at[named]]
+        offsets = np.repeat(contents.extents["offset"], contents.extents["num_pages"])[named]
+        dead[named] = (sequence < bounds["sequence"]) | (
+            (sequence == bounds["sequence"]) & (offsets < bounds["offset"])
+        )
+        return dead
+
+    def pack(self) -> bytes:
+        return self._rows.tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Forgotten | None:
+        """Unpack what ``pack`` gave; ``None`` for rows that no store wrote."""
+        rows = np.frombuffer(data, _DTYPE).copy()
+        sane = (rows["offset"] % BLOCK_BYTES == 0) & (rows["sequence"] < np.uint64(1 << 63))
+        sorted_once = (rows["key"][:-1] < rows["key"][1:]).all()
+        return cls(rows) if sane.all() and sorted_once else None
 
 
 @dataclass(slots=True)
@@ -173,7 +264,7 @@ def unpack(data: bytes) -> Purges | None:
         if len(body) < start:
             return None
         (num_keys,) = _NUM_KEYS.unpack_from(body, end)
-        if len(body) != start + num_keys * FORGOTTEN_BYTES:
+        if len(body) != start + num_keys * _DTYPE.itemsize:
             return None
         forgotten = Forgotten.unpack(body[start:])
     elif version != FORMAT_VERSION or len(body) != end:
