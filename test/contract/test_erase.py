@@ -172,14 +172,22 @@ def test_nothing_erased_comes_back(
 
 
 @erases
-@pytest.mark.parametrize("operation", ["unlink", "replace_file", "sync_directory"])
-def test_true_waits_for_what_failed_before(tmp_path: Path, what: Erasure, operation: Any) -> None:
+@pytest.mark.parametrize(
+    "operations",
+    [["unlink"], ["replace_file"], ["sync_directory"], ["sync", "replace_file"]],
+    ids="-".join,
+)
+def test_true_waits_for_what_failed_before(
+    tmp_path: Path, what: Erasure, operations: list[Any]
+) -> None:
     """At every repetition, and where something else is erased."""
     inner = SimulatedDevice()
     disk = Disk(inner)
     with running(tmp_path, disk) as engine:
         pinned(engine, disk)
-        disk.faults = [Fault(0, operation, times=1 << 30, error=errno.EIO)]
+        if "sync" in operations:  # what is there already is appended to
+            assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+        disk.faults = [Fault(0, each, times=1 << 30, error=errno.EIO) for each in operations]
         for each in (what, what, Erasure(tenant=b"c" * 16)):
             assert not is_true(engine.erase(each), TIMEOUT_S)
             assert held(engine, GONE) == 0, "not durable, but hidden"
@@ -188,6 +196,28 @@ def test_true_waits_for_what_failed_before(tmp_path: Path, what: Erasure, operat
         files = inner.crash("drop")
     with running(tmp_path, SimulatedDevice(files)) as engine:
         assert not engine.pins()
+        assert held(engine, GONE) == 0
+        assert held(engine, STAYS) == (0 if what.is_everything else 8)
+
+
+@erases
+@pytest.mark.parametrize("operation", ["open", "writev", "sync"])
+def test_a_failed_append_leaves_no_doubt(tmp_path: Path, what: Erasure, operation: Any) -> None:
+    """After a failed sync the next one may say that all is well, and lie."""
+    inner = SimulatedDevice()
+    disk = Disk(inner)
+    with running(tmp_path, disk) as engine:
+        fill(engine)
+        assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+        if operation == "sync":
+            inner.lossy_syncs = 1
+        else:
+            disk.faults = [Fault(0, operation, times=1 << 30, error=errno.EIO)]
+        assert is_true(engine.erase(what), TIMEOUT_S)
+        disk.faults = []
+        assert is_true(engine.erase(Erasure(tenant=b"d" * 16)), TIMEOUT_S)
+        files = inner.crash("drop")
+    with running(tmp_path, SimulatedDevice(files)) as engine:
         assert held(engine, GONE) == 0
         assert held(engine, STAYS) == (0 if what.is_everything else 8)
 
@@ -239,6 +269,33 @@ def test_power_may_fail_anywhere_while_erasing(tmp_path: Path, what: Erasure) ->
         at += 1
     assert num_begun > 3, "the power never went while pages were being erased"
     assert num_durable > 3, "the power never went behind it"
+
+
+MANY = {
+    "pages": [Erasure.of(keys(range(1000, 1000 + (1 << 18)))), Erasure.of(GONE[:1])],
+    "tenants": [*(Erasure(tenant=n.to_bytes(16, "little")) for n in range(1, (1 << 14) + 2))],
+}
+
+
+@pytest.mark.parametrize("whats", MANY.values(), ids=MANY)
+def test_many_erasures_cost_others_nothing(tmp_path: Path, whats: list[Erasure]) -> None:
+    """Not what each writes, nor pages that none of them names, pinned or not."""
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        pinned(engine, Disk(device))
+        for start in range(0, len(whats) - 1, 256):
+            last = [engine.erase(what) for what in whats[start:-1][:256]][-1]
+            assert is_true(last, TIMEOUT_S)
+        before = engine.stats().bytes_written
+        assert is_true(engine.erase(whats[-1]), TIMEOUT_S)
+        assert engine.stats().bytes_written - before <= 1 << 14
+        files = device.crash("drop")
+        gone = len(whats[-1].keys or ())
+        expected = 8 - gone, 8, [8 - gone]
+    with running(tmp_path, SimulatedDevice(files)) as engine:
+        assert held(engine, GONE) == expected[0]
+        assert held(engine, STAYS) == expected[1]
+        assert [pin.num_pages for pin in engine.pins()] == expected[2]
 
 
 # ---- A bucket, and the servers that share it ----

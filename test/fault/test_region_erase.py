@@ -3,12 +3,16 @@ bounds, and reclaim at work."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import struct
 import threading
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import xxhash
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
@@ -16,13 +20,12 @@ from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained
-from sglang_tiered.errors import StoreFormatError
+from sglang_tiered.errors import StoreError, StoreFormatError
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.erasing import erased
-from sglang_tiered.storage.region.erasing.erased import VERSION_WITH_KEYS, Bound, Forgotten, Purges
-from sglang_tiered.storage.region.files import PURGES_NAME
-from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.storage.region import erase_log
+from sglang_tiered.storage.region.erase_log import Bound, Erased
+from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
@@ -100,59 +103,182 @@ def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
 
+def older(what: Erasure, bound: Bound) -> bytes:
+    """What earlier programs wrote to ``PURGES``."""
+    rows, keys_of = b"", b""
+    if what.keys is None:
+        rows = struct.pack("<16sQQ", what.tenant, *bound)
+    else:
+        rows_of = (struct.pack("<32sQQ", each, *bound) for each in sorted(what.keys))
+        keys_of = struct.pack("<Q", len(what.keys)) + b"".join(rows_of)
+    head = struct.pack("<8sIIQQ", b"SGLTPURG", 4 if keys_of else 3, len(rows) // 32, 0, 0)
+    body = head + rows + keys_of
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "older"])
+@pytest.mark.parametrize("name", [ERASED_NAME, PURGES_NAME])
 @pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(GONE)], ids=["tenant", "pages"])
-def test_damage_brings_nothing_erased_back(tmp_path: Path, what: Erasure, harm: str) -> None:
+def test_damage_brings_nothing_erased_back(
+    tmp_path: Path, what: Erasure, name: str, harm: str
+) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
         assert is_true(engine.erase(what), TIMEOUT_S)
     files = device.crash("kill")
-    good = files[PURGES_NAME]
-    for bit in range(0, 8 * len(good), 13) if harm == "flip" else [0]:
+    good = files.pop(ERASED_NAME) if name == ERASED_NAME else older(what, Bound(9, 4096))
+    bits = range(0, 8 * len(good), 13 if name == PURGES_NAME else 577)
+    for bit in bits if harm == "flip" else [0]:
         bad = bytearray(good)
         if harm == "flip":
             bad[bit // 8] ^= 1 << bit % 8
         else:
             bad = {"cut": bad[:-1], "empty": bytearray(), "older": bytearray(b"SGLTPURG")}[harm]
-        device = SimulatedDevice(files | {PURGES_NAME: bytes(bad)})
+        device = SimulatedDevice(files | {name: bytes(bad)})
         with running(tmp_path, device) as engine:
-            assert held(engine, OF_A + OF_B) == 0, "everything may be what was purged"
+            if 28 * 8 <= bit < 8 * 4096 and name == ERASED_NAME:  # padding, that says nothing
+                assert held(engine, what.keys or OF_A) == 0
+                continue
+            assert held(engine, OF_A + OF_B) == 0, "everything may be what was erased"
             assert store(engine, OF_A, A) == [Reason.OK] * 12
         with running(tmp_path, device.restart()) as engine:
             assert held(engine, OF_A) == 12, "damage is paid for once"
 
 
-def test_newer_purges_refuse_the_store_untouched(
+@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(GONE)], ids=["tenant", "pages"])
+def test_what_earlier_programs_erased_stays_so(tmp_path: Path, what: Erasure) -> None:
+    """Over a loss of power while it is taken over, too."""
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        fill(engine)
+        assert is_true(engine.erase(Erasure.of(LATER)), TIMEOUT_S)
+    files = device.crash("kill") | {PURGES_NAME: older(what, Bound(9, 4096))}
+    at = 0
+    while True:
+        device = SimulatedDevice(files, power_off_at=at)
+        with contextlib.suppress(StoreError), running(tmp_path, device):
+            pass
+        for seed in range(3):
+            after = device.crash("reorder", seed)
+            with running(tmp_path, SimulatedDevice(after)) as engine:
+                assert held(engine, what.keys or OF_A) == 0, at
+                assert held(engine, [*STAYS, *OF_B]) == (20 if what.keys else 12), at
+        if device.powered:
+            break
+        at += 1
+    assert at > 2
+    assert PURGES_NAME not in device.list_names()
+
+
+def test_a_newer_log_refuses_the_store_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
-    monkeypatch.setattr(erased, "FORMAT_VERSION", 77)
-    files = device.crash("kill") | {PURGES_NAME: erased.pack(Purges())}
+    monkeypatch.setattr(erase_log, "VERSION", 77)
+    data = erase_log.pack(Erased())
     monkeypatch.undo()
-    device = SimulatedDevice(files)
-    with (
-        pytest.raises(StoreFormatError, match="format 77, newer than"),
-        running(tmp_path, device),
-    ):
-        pass
-    assert device.crash("kill") == files
+    for name, newer in ((ERASED_NAME, data), (PURGES_NAME, older_version(5))):
+        files = device.crash("kill") | {name: newer}
+        with (
+            pytest.raises(StoreFormatError, match=r"format (77|5), newer than"),
+            running(tmp_path, opened := SimulatedDevice(files)),
+        ):
+            pass
+        assert opened.crash("kill") == files
 
 
-def test_purges_go_with_the_last_older_region(tmp_path: Path) -> None:
+def older_version(version: int) -> bytes:
+    body = struct.pack("<8sIIQQ", b"SGLTPURG", version, 0, 0, 0)
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def test_a_torn_append_costs_nothing() -> None:
+    """Whichever of its blocks came to the disk."""
+    before, torn = Erased({A: Bound(3, 8192)}), Erased()
+    torn.add(Erasure.of(keys(range(400))), Bound(4, 4096))
+    good, record = erase_log.pack(before), erase_log.pack_record(torn)
+    num_blocks = len(record) // 4096
+    assert num_blocks > 3
+    for kept in range(1 << num_blocks):
+        data = bytearray(good)
+        for block in range(num_blocks):
+            if kept >> block & 1:
+                start = len(good) + 4096 * block
+                data.extend(bytes(start - len(data)))
+                data += record[4096 * block : 4096 * (block + 1)]
+        found = erase_log.unpack(bytes(data))
+        assert found is not None
+        assert found.tenants == before.tenants
+        assert len(found.rows) == (400 if kept == (1 << num_blocks) - 1 else 0)
+        assert found.num_bytes == (len(data) if len(found.rows) or not kept else 0)
+
+
+def test_erasures_go_with_the_last_older_region(tmp_path: Path) -> None:
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
         for number in range(20):
             assert is_true(engine.erase(Erasure(tenant=bytes([number]) * 16)), TIMEOUT_S)
-        assert len(erased.read(device).tenants) == 20
+        assert len(erase_log.read(device).tenants) == 20
         assert is_true(engine.erase(Erasure()), TIMEOUT_S)
         assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert set(erased.read(device).tenants) <= {A}
     with running(tmp_path, device.restart()) as engine:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
+        assert len(engine._device.read_file(ERASED_NAME)) == 8192  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_only_what_no_region_holds_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_torn: bool
+) -> None:
+    """Of a region that a failed write left bytes in, nobody knows what it holds."""
+    monkeypatch.setattr(erase_log, "MANY", 4)
+    monkeypatch.setattr(erase_log, "_SLACK_BYTES", -1 << 30)  # written anew each time
+    device = SimulatedDevice()
+    disk = FaultyDevice(device)
+    with running(tmp_path, disk) as engine:
+        fill(engine)
+        engine.set_namespace(b"\x77" * 32)
+        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+        if is_torn:
+            assert store(engine, keys([500]), A) == [Reason.OK]
+            small = (k for k in keys(range(501, 600)) if len(content(NAMESPACE, k)) <= 4096)
+            disk.faults = [Fault(0, "writev", times=1 << 30, short_bytes=4096)]
+            assert store(engine, [next(small)], A) == [Reason.IO_ERROR]
+            disk.faults = []
+        for number in range(30):
+            what = Erasure.of(keys([1000 + number])), Erasure(tenant=bytes([number]) * 16)
+            assert all(is_true(engine.erase(each), TIMEOUT_S) for each in what)
+        assert is_true(engine.erase(Erasure(tenant=B)), TIMEOUT_S)
+        found = erase_log.read(device)
+        assert (len(found.rows) == 4 and set(found.tenants) == {B}) != is_torn
+    with running(tmp_path, device.restart()) as engine:
+        assert held(engine, [*GONE, *OF_B]) == 0
+        assert held(engine, STAYS) == 8
+
+
+def test_known_names_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest of them. One is known only once that is durable."""
+    monkeypatch.setattr(erase_log, "MAX_IDS", 4)
+    device = SimulatedDevice()
+    disk = FaultyDevice(device)
+    names = [bytes([number]) * 16 for number in range(6)]
+    with running(tmp_path, disk) as engine:
+        disk.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
+        assert not is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+        assert not is_true(engine.note_erased(names[:1]), TIMEOUT_S)
+        assert engine.has_erased(names) == [False] * 6
+        disk.faults = []
+        assert is_true(engine.note_erased(names[:4]), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(GONE, id=names[4])), TIMEOUT_S)
+        assert engine.has_erased(names) == [True] * 5 + [False]
+        files = device.crash("drop")
+    with running(tmp_path, SimulatedDevice(files)) as engine:
+        assert engine.has_erased(names) == [False, True, True, True, True, False]
+    assert not is_true(engine.note_erased(names[5:]), TIMEOUT_S), "closed"
 
 
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
@@ -237,15 +363,6 @@ def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
         newest = settle(engine, keys(range(725, 750)))
         assert newest > 12, "its newest pages are not kept"
         assert engine.stats().physical_bytes < 12 * REGION
-
-
-def test_bounds_beyond_the_most_are_folded_into_one() -> None:
-    folded = Purges()
-    for number in range(erased.MAX_TENANTS + 1):
-        folded.add(number.to_bytes(16, "little"), Bound(number + 1, 4096))
-    assert len(folded.tenants) == erased.MAX_TENANTS // 2 + 1
-    assert folded.everyone == Bound(erased.MAX_TENANTS // 2, 4096)
-    assert erased.unpack(erased.pack(folded)) == folded
 
 
 # ---- Single pages ----
@@ -342,59 +459,21 @@ def test_a_forgotten_page_leaves_its_pins(tmp_path: Path) -> None:
         assert [(info.name, info.num_pages) for info in engine.pins()] == [("some", 4)]
 
 
-def test_older_programs_refuse_while_pages_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program of version 3 takes none above; it opens the store again once that is safe."""
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
-        assert version_of(device) == VERSION_WITH_KEYS
-        data = device.read_file(PURGES_NAME)
-    monkeypatch.setattr(erased, "VERSION_WITH_KEYS", FORMAT_VERSION)
-    with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
-        erased.unpack(data)
-    monkeypatch.undo()
-    device = device.restart()
-    with running(tmp_path, device, capacity_bytes=4 * REGION) as engine:
-        for number in range(1000, 1060, 3):
-            assert store(engine, keys(range(number, number + 3))) == [Reason.OK] * 3
-        assert is_true(engine.erase(Erasure(tenant=b"t" * 16)), TIMEOUT_S)
-        assert version_of(device) == FORMAT_VERSION
-
-
-def version_of(device: SimulatedDevice) -> int:
-    return int.from_bytes(device.read_file(PURGES_NAME)[8:12], "little")
-
-
-def test_beyond_the_most_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erased, "MAX_FORGOTTEN", 4)
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        for each in GONE:
-            assert is_true(engine.erase(Erasure.of([each])), TIMEOUT_S)
-        assert store(engine, LATER[:3]) == [Reason.OK] * 3
-        assert is_true(engine.erase(Erasure.of([LATER[0]])), TIMEOUT_S)
-        assert len(erased.read(device).forgotten) == 3
-    with running(tmp_path, device.restart()) as engine:
-        assert held(engine, [*GONE, LATER[0]]) == 0
-        assert held(engine, LATER[1:3]) == 2
-        assert held(engine, STAYS) == 0, "as far back as the older half"
-
-
 def test_bounds_of_keys_survive_packing() -> None:
-    made = Purges()
-    made.forget([b"\0" * 32, b"a" + bytes(31), b"b" * 32], Bound(3, 8192))
-    made.forget([b"b" * 32], Bound(5, 4096))
-    made.add(b"t" * 16, Bound(4, 4096))
-    assert erased.unpack(erased.pack(made)) == made
-    assert len(made.forgotten) == 3
+    made = Erased()
+    made.add(Erasure.of([b"\0" * 32, b"a" + bytes(31), b"b" * 32]), Bound(3, 8192))
+    made.add(Erasure.of([b"b" * 32]), Bound(5, 4096))
+    made.add(Erasure(tenant=b"t" * 16), Bound(4, 4096))
+    made.note([7, 1 << 63])
+    found = erase_log.unpack(erase_log.pack(made))
+    assert found is not None
+    assert (found.tenants, found.everyone, found.ids) == (made.tenants, made.everyone, made.ids)
+    assert np.array_equal(found.rows, made.rows)
+    assert len(made.rows) == 3
     assert made.next_sequence() == 6
-    assert made.forget_before(5)
+    assert made.drop_before(5)
     assert made.is_empty, "a bound at the first extent of a region says nothing of it"
-    assert erased.unpack(erased.pack(made)) == Purges(forgotten=Forgotten())
+    assert not made.drop_before(5)
 
 
 def test_forgetting_checks_its_keys(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, keys
 
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import LOCK_NAME, PURGES_NAME
+from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def test_a_moved_store_meets_no_other(tmp_path: Path) -> None:
         with running(here, None, capacity_bytes=CAPACITY) as other:
             Ledger().store(other, FIRST + SECOND)
             assert is_true(other.erase(Erasure.of(SECOND)), TIMEOUT_S)
-            said = (here / PURGES_NAME).read_bytes()
+            said = (here / ERASED_NAME).read_bytes()
             assert is_true(moved.erase(Erasure()), TIMEOUT_S)
             for start in range(1000, 1120, 3):
                 Ledger().store(moved, keys(range(start, start + 3)))
             assert moved.health is Health.RUNNING
             moved.check_integrity()
-            assert (here / PURGES_NAME).read_bytes() == said
-            assert (there / PURGES_NAME).exists()
+            assert (here / ERASED_NAME).read_bytes() == said
+            assert (there / ERASED_NAME).exists()
             assert Ledger().load(other, FIRST) == [Reason.OK] * 6
             other.check_integrity()
     with running(there, None, capacity_bytes=CAPACITY) as again:
@@ -59,7 +59,7 @@ def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
         with running(home, None, capacity_bytes=CAPACITY) as other:
             Ledger().store(other, SECOND)
             assert is_true(other.erase(Erasure.of(FIRST)), TIMEOUT_S)
-            said = (home / PURGES_NAME).read_bytes()
+            said = (home / ERASED_NAME).read_bytes()
             assert Reason.OK not in Ledger().load(engine, FIRST)
             assert engine.health is Health.MISS_ONLY
             assert "was removed" in engine.stats().health_reason
@@ -67,7 +67,7 @@ def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
             assert not is_true(engine.erase(Erasure()), TIMEOUT_S)
             pinned = engine.pin("p", FIRST)
             assert not is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
-            assert (home / PURGES_NAME).read_bytes() == said
+            assert (home / ERASED_NAME).read_bytes() == said
             assert Ledger().load(other, SECOND) == [Reason.OK] * 6
             other.check_integrity()
     with running(home, None, capacity_bytes=CAPACITY) as again:
@@ -79,7 +79,7 @@ def test_a_purge_alone_notices_a_lost_lock(tmp_path: Path) -> None:
         Ledger().store(engine, FIRST)
         (tmp_path / LOCK_NAME).unlink()
         assert not is_true(engine.erase(Erasure.of(FIRST)), TIMEOUT_S)
-        assert not (tmp_path / PURGES_NAME).exists()
+        assert not (tmp_path / ERASED_NAME).exists()
 
 
 def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
+from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 
@@ -68,7 +68,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
             Ledger().store(engine, STORED[start : start + 3])
         assert engine.flush(TIMEOUT_S)
         files = device.crash("kill")
-    assert PURGES_NAME in files
+    assert ERASED_NAME in files
     assert len(regions(files)) > 3
     return files
 
@@ -138,9 +138,9 @@ def test_an_unreadable_region_is_kept_aside(
 
 
 def test_unreadable_purges_refuse_the_start(tmp_path: Path, files: dict[str, bytes]) -> None:
-    device = FailingDisk(files, {PURGES_NAME: (0, 0)})
+    device = FailingDisk(files, {ERASED_NAME: (0, 0)})
     with (
-        pytest.raises(StoreError, match=r"PURGES, which says what was purged, cannot be read"),
+        pytest.raises(StoreError, match=r"ERASED, which says what was erased, cannot be read"),
         running(tmp_path, device, capacity_bytes=CAPACITY),
     ):
         pass

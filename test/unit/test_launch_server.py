@@ -226,7 +226,7 @@ def test_store_of_a_newer_format_is_refused_untouched(
 ) -> None:
     path = tmp_path / "kv"
     with monkeypatch.context() as newer:
-        newer.setattr(directory, "FORMAT_VERSION", format.FORMAT_VERSION + 1)
+        newer.setattr(directory, "STORE_VERSION", directory.STORE_VERSION + 1)
         directory.prepare(path)
     before = fingerprint(tmp_path)
     assert "newer" in refuse(path, capsys)

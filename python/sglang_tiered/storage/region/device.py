@@ -32,6 +32,7 @@ __all__ = [
     "FileDevice",
     "aligned_buffer",
     "read_small_file",
+    "write_fully",
 ]
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,15 @@ def read_small_file(path: Path | str, directory: int | None = None) -> bytes:
     fd = os.open(path, flags, dir_fd=directory)
     with open(_regular(fd, os.path.basename(path)), "rb") as file:
         return file.read()
+
+
+def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+    """Write all segments or raise ``OSError``; returns the bytes written."""
+    nbytes = sum(segment.nbytes for segment in segments)
+    written = device.writev(fd, segments, offset)
+    if written != nbytes:
+        raise OSError(errno.EIO, f"short write, {written} of {nbytes} bytes")
+    return nbytes
 
 
 class Device(ABC):

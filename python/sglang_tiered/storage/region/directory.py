@@ -5,7 +5,7 @@
     <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
     <tier-dir>/LOCK         held by the process that serves from it
     <tier-dir>/WEIGHTS      digests of weight files, written by the server; may be deleted
-    <tier-dir>/shard-*/     LOCK, CHECKPOINT, PURGES, notes and region files, one shard per rank
+    <tier-dir>/shard-*/     LOCK, CHECKPOINT, ERASED, notes and region files, one shard per rank
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds only names of the product.
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = [
+    "STORE_VERSION",
     "DirectoryLock",
     "DirectoryState",
     "allow_regions",
@@ -67,6 +68,8 @@ __all__ = [
     "shard_path",
 ]
 
+STORE_VERSION = 4
+"""Programs of version 3 would serve what ``ERASED`` says is dead."""
 _MANIFEST = re.compile(rb"(sglang-tiered store (\d{1,9})) ([0-9a-f]{16})\n")
 _WAY_OUT = "pass an empty directory or another --tier-dir"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -187,8 +190,8 @@ def _inspect(path: Path) -> DirectoryState:
         return DirectoryState.EMPTY
     version = _manifest_version(path)
     if version is not None:
-        if version > FORMAT_VERSION:
-            raise _newer(path, version)
+        if version > STORE_VERSION:
+            raise _newer(path, version, STORE_VERSION)
         return DirectoryState.OURS
     for name in sorted(names):
         if not _is_ours(path / name):
@@ -214,7 +217,7 @@ def _inspect_shard(shard: Path) -> None:
         with _reading(shard / name) as fd:
             version = other_version(os.read(fd, BLOCK_BYTES))
         if version is not None and version > FORMAT_VERSION:
-            raise _newer(shard / name, version)
+            raise _newer(shard / name, version, FORMAT_VERSION)
 
 
 def _manifest_version(path: Path) -> int | None:
@@ -236,7 +239,7 @@ def _manifest_version(path: Path) -> int | None:
 
 
 def _write_manifest(path: Path) -> None:
-    statement = b"sglang-tiered store %d" % FORMAT_VERSION
+    statement = b"sglang-tiered store %d" % STORE_VERSION
     text = statement + b" %s\n" % xxhash.xxh3_64_hexdigest(statement).encode()
     # By process, as the ranks of one server may prepare their directory at the same time.
     temporary = path / f"{MANIFEST_NAME}.tmp-{os.getpid()}"
@@ -273,10 +276,10 @@ def _reading(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _newer(path: Path, version: int) -> StoreFormatError:
+def _newer(path: Path, version: int, known: int) -> StoreFormatError:
     return StoreFormatError(
-        f"{path} was written in format {version}, newer than {FORMAT_VERSION}, which this version "
-        "reads; upgrade sglang-tiered or pass another --tier-dir"
+        f"{path} was written in format {version}, newer than {known}, which this version reads; "
+        "upgrade sglang-tiered or pass another --tier-dir"
     )
 
 

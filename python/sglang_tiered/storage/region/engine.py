@@ -15,6 +15,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
@@ -32,10 +34,9 @@ from sglang_tiered.storage.base import (
     WriteTier,
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
-from sglang_tiered.storage.region.barrier import Barrier
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
-from sglang_tiered.storage.region.erasing.eraser import Eraser
+from sglang_tiered.storage.region.erase_log import EraseLog
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
@@ -44,7 +45,7 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
     region_name,
 )
-from sglang_tiered.storage.region.health import HealthMonitor
+from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.notes import Notes
@@ -171,10 +172,10 @@ class RegionEngine(WriteTier):
             max_tenant_bytes,
         )
         pin_files = PinFiles(directory, state, health, log, device, reclaimer)
-        eraser = Eraser(directory, state, health, log, device, reclaimer, report.purges)
+        erase_log = EraseLog(directory, state, health, log, device, reclaimer, report.erased)
         check_lock = partial(health.check_lock, self._directory_lock.is_held)
         store_worker = StoreWorker(
-            directory, state, health, log, writer, reclaimer, eraser, pin_files, check_lock
+            directory, state, health, log, writer, reclaimer, erase_log, pin_files, check_lock
         )
         chunk_worker = ChunkWorker(state, health, device)
         sync_worker = SyncWorker(
@@ -396,12 +397,28 @@ class RegionEngine(WriteTier):
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)
+        return self._erase(what, [what.id])
+
+    def has_erased(self, ids: Iterable[bytes]) -> list[bool]:
+        """Return of each name of an erasure whether one of that name is durable here, or was noted
+        so: of the last 65,536. Memory only; across restarts."""
+        digests = map(xxhash.xxh3_64_intdigest, ids)
+        with self._state.lock:
+            return [digest in self._state.erased_ids for digest in digests]
+
+    def note_erased(self, ids: Iterable[bytes]) -> Future[bool]:
+        """Remember names of erasures that were done here under other names. True once a restart
+        knows them. Memory only."""
+        return self._erase(Erasure(()), ids)
+
+    def _erase(self, what: Erasure, ids: Iterable[bytes]) -> Future[bool]:
+        digests = tuple(map(xxhash.xxh3_64_intdigest, ids))
         state, durable = self._state, self._promises.make()
         with state.lock:
             if state.closed:
                 return ended(False)
-            state.erase(what, durable)
-            jobs = state.jobs.inflight
+            state.erase(what, digests, durable)
+            jobs = [] if what.is_empty else state.jobs.inflight
         unread = [ended(False)] if self._has_unread_pins else []
         return self._promises.watch(all_true([durable, *unread], jobs))
 

@@ -15,6 +15,7 @@ __all__ = [
     "APPLIED_FORGETS_NAME",
     "APPLIED_PURGES_NAME",
     "CHECKPOINT_NAME",
+    "ERASED_NAME",
     "IGNORED_NAMES",
     "LEFTOVER_NAMES",
     "LENDING_NAME",
@@ -47,11 +48,12 @@ LOCK_NAME = "LOCK"  # of a shard too
 
 # Of a shard, beside its regions.
 CHECKPOINT_NAME = "CHECKPOINT"
-PURGES_NAME = "PURGES"
+ERASED_NAME = "ERASED"
+PURGES_NAME = "PURGES"  # of earlier programs, in its place
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
-APPLIED_FORGETS_NAME = "APPLIED-FORGETS"
+APPLIED_FORGETS_NAME = "APPLIED-FORGETS"  # of earlier programs
 APPLIED_PURGES_NAME = "APPLIED-PURGES"
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
@@ -69,7 +71,7 @@ LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
         LENDING_NAME,
-        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES)),
+        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, PURGES_NAME, *NOTE_NAMES)),
     }
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
@@ -80,7 +82,9 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES})
+_SHARD_NAMES = frozenset(
+    {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES}
+)
 
 
 def is_shard_name(name: str) -> bool:

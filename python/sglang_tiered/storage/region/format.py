@@ -58,6 +58,8 @@ __all__ = [
     "unpack_footer",
     "unpack_region_header",
     "unpack_trailer",
+    "verifies",
+    "with_checksum",
 ]
 
 FORMAT_VERSION = 3
@@ -246,13 +248,13 @@ def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> i
     return digest
 
 
-def _close(fields: bytes, nbytes: int) -> bytes:
+def with_checksum(fields: bytes, nbytes: int) -> bytes:
     """Zero-pad to ``nbytes`` with the checksum of all before it in the last eight bytes."""
     body = fields.ljust(nbytes - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def _verifies(block: Buffer) -> bool:
+def verifies(block: Buffer) -> bool:
     view = memoryview(block)
     (stored,) = _CHECKSUM.unpack(view[-_CHECKSUM.size :])
     return bool(stored == xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size]))
@@ -264,7 +266,7 @@ def other_version(block: Buffer) -> int | None:
     The place of magic, version and checksum in block 0 is frozen for all versions, so a flipped
     bit in the version field is damage, not another format.
     """
-    if len(block) != BLOCK_BYTES or not _verifies(block):
+    if len(block) != BLOCK_BYTES or not verifies(block):
         return None
     magic, version = _MAGIC_VERSION.unpack_from(block)
     return int(version) if magic == REGION_MAGIC and version != FORMAT_VERSION else None
@@ -280,11 +282,11 @@ def pack_region_header(header: RegionHeader) -> bytes:
         header.nonce,
         header.created_ns,
     )
-    return _close(fields, BLOCK_BYTES)
+    return with_checksum(fields, BLOCK_BYTES)
 
 
 def unpack_region_header(block: Buffer) -> RegionHeader | None:
-    if len(block) != BLOCK_BYTES or not _verifies(block):
+    if len(block) != BLOCK_BYTES or not verifies(block):
         return None
     magic, version, block_bytes, nbytes, sequence, nonce, created = _REGION.unpack_from(block)
     if (magic, version, block_bytes) != (REGION_MAGIC, FORMAT_VERSION, BLOCK_BYTES):
@@ -308,7 +310,7 @@ def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
         extent.tenant,
         extent.payload_bytes,
     )
-    return _close(fields + extent.pages.tobytes(), header_bytes)
+    return with_checksum(fields + extent.pages.tobytes(), header_bytes)
 
 
 def peek_extent_header_bytes(block: Buffer) -> int | None:
@@ -323,7 +325,7 @@ def peek_extent_header_bytes(block: Buffer) -> int | None:
 
 def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int) -> Extent | None:
     """Return the extent at ``offset`` if its header verifies and was written there."""
-    if not _verifies(header):
+    if not verifies(header):
         return None
     magic, version, header_bytes, found_nonce, found_ordinal, *fields = _EXTENT.unpack_from(header)
     num_pages, namespace, tenant, payload = fields
@@ -342,12 +344,12 @@ def pack_footer(contents: Contents, nonce: bytes) -> bytes:
     num_extents, num_pages = len(contents.extents), len(contents.pages)
     nbytes = footer_bytes(num_extents, num_pages)
     fields = _FOOTER.pack(FOOTER_MAGIC, FORMAT_VERSION, num_extents, nonce, num_pages, nbytes)
-    return _close(fields + contents.extents.tobytes() + contents.pages.tobytes(), nbytes)
+    return with_checksum(fields + contents.extents.tobytes() + contents.pages.tobytes(), nbytes)
 
 
 def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
     """Unpack a footer. The tables are copies: the caller may reuse the buffer."""
-    if not _verifies(footer):
+    if not verifies(footer):
         return None
     magic, version, num_extents, found_nonce, num_pages, nbytes = _FOOTER.unpack_from(footer)
     if (magic, version) != (FOOTER_MAGIC, FORMAT_VERSION):
@@ -375,11 +377,11 @@ def pack_trailer(trailer: Trailer) -> bytes:
         trailer.footer_offset,
         trailer.footer_bytes,
     )
-    return _close(fields, BLOCK_BYTES)
+    return with_checksum(fields, BLOCK_BYTES)
 
 
 def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | None:
-    if len(block) != BLOCK_BYTES or not _verifies(block):
+    if len(block) != BLOCK_BYTES or not verifies(block):
         return None
     magic, version, num_extents, found_nonce, offset, nbytes = _TRAILER.unpack_from(block)
     if (magic, version, found_nonce) != (TRAILER_MAGIC, FORMAT_VERSION, nonce):

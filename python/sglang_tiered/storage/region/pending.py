@@ -121,6 +121,7 @@ class EraseOrder(NamedTuple):
 
     what: Erasure
     pins: tuple[str, ...]
+    ids: tuple[int, ...]  # digests of names that it makes known
     durable: Future[bool]
 
 

@@ -2,8 +2,8 @@
 
 The steps:
 
-1. List the region files and order them by sequence number; read the checkpoint, the purges and
-   the pins, if there are any.
+1. List the region files and order them by sequence number; read the checkpoint, the erase log
+   and the pins, if there are any.
 2. Open each region and read its header. A newer format refuses the store; nothing was touched so
    far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
@@ -13,13 +13,13 @@ The steps:
    the first that does not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing; but for one of which
    something could not be read, which stays as it is and is not reclaimed.
-7. Index the pages of our namespace that were not purged or forgotten, oldest region first; a key
-   met again points to the later one. Remove a region that was purged altogether.
+7. Index the pages of our namespace that were not erased, oldest region first; a key met again
+   points to the later one. Remove a region that was erased altogether.
 
 Damage never raises: it is counted. Nor does a region or pin that cannot be read, which is tried
 again by the next start. ``OSError`` means that the store cannot be opened: the process may not use
-its own directory (permissions, descriptors), or the purges or most of the regions cannot be read.
-No file was removed for that reason.
+its own directory (permissions, descriptors), or the erase log or most of the regions cannot be
+read. No file was removed for that reason.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region import checkpoint
+from sglang_tiered.storage.region import checkpoint, erase_log
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.erasing import erased
-from sglang_tiered.storage.region.erasing.erased import Bound, Purges
-from sglang_tiered.storage.region.files import PURGES_NAME
+from sglang_tiered.storage.region.erase_log import Bound, Erased
+from sglang_tiered.storage.region.files import APPLIED_FORGETS_NAME, ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -49,9 +48,7 @@ from sglang_tiered.storage.region.format import (
     padded,
     parse_region_name,
     region_name,
-    unpack_footer,
     unpack_region_header,
-    unpack_trailer,
 )
 from sglang_tiered.storage.region.pinning import pins
 from sglang_tiered.storage.region.regions import Region
@@ -59,13 +56,14 @@ from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
     UNREADABLE_ERRNOS,
     persist,
+    read_footer,
     read_run,
     walk,
 )
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -97,9 +95,9 @@ class RecoveryReport:
     num_unread: int = 0  # kept, in part or whole unread: the device fails
     num_pages: int = 0
     num_foreign_pages: int = 0  # of other namespaces: kept, not indexed
-    num_purged_pages: int = 0  # dead: kept until reclaimed, not indexed
+    num_erased_pages: int = 0  # dead: kept until reclaimed, not indexed
     bytes_written: int = 0
-    purges: Purges = field(default_factory=Purges, repr=False)
+    erased: Erased = field(default_factory=Erased, repr=False, compare=False)
     pins: list[Pin] = field(default_factory=list, repr=False)
     unread_pins: list[str] = field(default_factory=list, repr=False)
 
@@ -154,10 +152,10 @@ class _Recovery:
         sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
         known = checkpoint.read(device)
-        report.purges = erased.read(device)
+        report.erased = erase_log.read(device)
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread
-        report.next_sequence = max(report.next_sequence, self._next_purged_sequence())
+        report.next_sequence = max(report.next_sequence, self._next_erased_sequence())
         with (
             LateProgress(2 * len(sequences)) as progress,
             ThreadPoolExecutor(self.num_threads) as pool,
@@ -195,7 +193,7 @@ class _Recovery:
                 item.contents = None  # those of all together may take as much as the index
                 progress.advance()
             pages.put()
-        self._settle_purges()
+        self._settle_erased(names)
         report.num_regions, report.num_pages = len(regions), len(index)
         return report
 
@@ -209,25 +207,28 @@ class _Recovery:
                 "%s cannot be read: what it pins is not kept until a start can read it", name
             )
 
-    def _next_purged_sequence(self) -> int:
-        known = self.report.purges
+    def _next_erased_sequence(self) -> int:
+        known = self.report.erased
         return 0 if known.damaged else known.next_sequence()
 
-    def _settle_purges(self) -> None:
-        """Leave a file of purges that verifies and says no more than it must."""
-        known, device = self.report.purges, self.device
-        damaged = known.damaged
-        if damaged:
-            logger.warning("%s is damaged; all stored pages are forgotten", PURGES_NAME)
-            self.report.purges = known = Purges(everyone=Bound(self.report.next_sequence, 0))
-        elif known.is_empty:
-            return
+    def _settle_erased(self, names: Sequence[str]) -> None:
+        """Leave a file that verifies and says no more than it must, and none of earlier
+        programs."""
+        erased, device = self.report.erased, self.device
+        older = [name for name in (PURGES_NAME, APPLIED_FORGETS_NAME) if name in names]
+        if erased.damaged:
+            logger.warning("%s is damaged; all stored pages are erased", erased.damaged)
+            erased.everyone = Bound(self.report.next_sequence, 0)
         try:
-            if not damaged and not erased.compact(device, known):
-                return
-            device.replace_file(PURGES_NAME, erased.pack(known))
+            erase_log.drop_gone(device, erased)
+            has_file = ERASED_NAME in names or PURGES_NAME in names
+            if has_file and erased.num_bytes != erased.packed_bytes:
+                erase_log.rewrite(device, erased)
         except OSError as error:
-            logger.warning("%s cannot be written (%s); it stays as it was", PURGES_NAME, error)
+            logger.warning("%s cannot be written (%s); it stays as it was", ERASED_NAME, error)
+            return
+        for name in older:
+            _unlink(device, name)
 
     def _remove(self, item: _Found) -> None:
         self.found.remove(item)
@@ -336,7 +337,7 @@ class _Recovery:
         once."""
         region = item.region
         try:
-            item.contents = _read_footer(self.device, region)
+            item.contents = read_footer(self.device, region)
         except OSError as error:
             if error.errno not in UNREADABLE_ERRNOS:
                 raise
@@ -380,9 +381,8 @@ class _Recovery:
     ) -> None:
         region = item.region
         num_pages = contents.extents["num_pages"]
-        purged = self.report.purges
-        alive = ~purged.dead_pages(region.sequence, contents)
-        self.report.num_purged_pages += int((~alive).sum())
+        alive = ~self.report.erased.dead_pages(region.sequence, contents)
+        self.report.num_erased_pages += int((~alive).sum())
         if not alive.any() and not region.kept:
             self._remove(item)
             return
@@ -454,19 +454,6 @@ def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[
 def _when_read(item: _Found, reading: Future[None]) -> _Found:
     reading.result()
     return item
-
-
-def _read_footer(device: Device, region: Region) -> Contents | None:
-    block = aligned_buffer(BLOCK_BYTES)
-    if not read_run(device, region.fd, block, region.nbytes - BLOCK_BYTES):
-        return None
-    trailer = unpack_trailer(block, region.nonce, region.nbytes)
-    if trailer is None:
-        return None
-    footer = aligned_buffer(trailer.footer_bytes)
-    if not read_run(device, region.fd, footer, trailer.footer_offset):
-        return None
-    return unpack_footer(footer, region.nonce)
 
 
 def _close(device: Device, region: Region) -> None:

@@ -98,6 +98,7 @@ class StoreState:
         self.bytes_copied = 0
         self.bytes_written = 0
         self.num_pages_erased = 0
+        self.erased_ids: set[int] = set()  # digests of names of erasures that are durable
 
     def hide_all(self, *, keep: bool) -> None:
         """Empty the index; stores under way finish, but their pages stay invisible. ``keep``: the
@@ -110,9 +111,10 @@ class StoreState:
         self.index.clear()
         self.pending.clear()
 
-    def erase(self, what: Erasure, durable: Future[bool]) -> None:
+    def erase(self, what: Erasure, ids: tuple[int, ...], durable: Future[bool]) -> None:
         """Hide pages, keep those under way from becoming visible, and have the writer make that
-        durable, ahead of all stores: none of what is meant waits among them any more."""
+        durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
+        digests of names to remember with it."""
         if what.keys is not None:
             pins = self.unpin_pages(what.keys)
             self._erase_pages(what.keys)
@@ -120,7 +122,7 @@ class StoreState:
             pins = self.pins.of_tenant(what.tenant)
             self.unpin(pins)
             self._erase_tenant(what.tenant)
-        self.stores.appendleft(EraseOrder(what, tuple(pins), durable))
+        self.stores.appendleft(EraseOrder(what, tuple(pins), ids, durable))
         self.store_ready.notify()
 
     def _erase_tenant(self, tenant: bytes | None) -> None:

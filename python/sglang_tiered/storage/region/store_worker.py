@@ -8,14 +8,14 @@ import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
+from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.pending import EraseOrder, StoreTicket
 from sglang_tiered.storage.region.writer import (
-    NO_SPACE_ERRNOS,
     cut_chunks,
     hash_batch,
     padded_bytes,
-    write_fully,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.erasing.eraser import Eraser
+    from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
     from sglang_tiered.storage.region.pinning.pin_files import PinFiles
@@ -51,7 +51,7 @@ class StoreWorker:
         log: OnceLog,
         writer: RegionWriter,
         reclaimer: Reclaimer,
-        eraser: Eraser,
+        erase_log: EraseLog,
         pin_files: PinFiles,
         check_lock: Callable[[], bool],
     ) -> None:
@@ -61,7 +61,7 @@ class StoreWorker:
         self._log = log
         self._writer = writer
         self._reclaimer = reclaimer
-        self._eraser = eraser
+        self._erase_log = erase_log
         self._pin_files = pin_files
         self._check_lock = check_lock
         self._out_of_space = False  # nothing can be placed until what is written is settled
@@ -172,7 +172,7 @@ class StoreWorker:
         except OSError as error:
             with state.lock:
                 waits = bool(state.writes)
-            if error.errno not in NO_SPACE_ERRNOS or not waits:
+            if error.errno not in FULL_ERRNOS or not waits:
                 raise
             # What is being written occupies the only region that could go.
             self._out_of_space = True
@@ -265,7 +265,7 @@ class StoreWorker:
             while not all(write.done for write in state.writes):
                 state.store_ready.wait()
             failed = [write for write in state.writes if write.region is first.region]
-        is_full = error.errno in NO_SPACE_ERRNOS and first.num_tries == 1
+        is_full = error.errno in FULL_ERRNOS and first.num_tries == 1
         if is_full and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
@@ -283,7 +283,7 @@ class StoreWorker:
 
     def _failed(self, error: OSError) -> Reason:
         self._health.store_failed()
-        if error.errno in NO_SPACE_ERRNOS:
+        if error.errno in FULL_ERRNOS:
             self._log.report(
                 "space",
                 "%s has no room for another page (%s); stores are dropped until it has",
@@ -319,12 +319,11 @@ class StoreWorker:
         durable = False
         try:
             if self._check_lock():
-                whats = [order.what for order in orders]
                 bound = self._writer.log_end()
-                if any(what.is_everything for what in whats):
+                if any(order.what.is_everything for order in orders):
                     self._writer.abandon()
                 self._pin_files.settle(tuple(name for order in orders for name in order.pins))
-                durable = self._eraser.erase(whats, bound) and self._pin_files.is_settled
+                durable = self._erase_log.erase(orders, bound) and self._pin_files.is_settled
         finally:
             for order in orders:
                 keep(order.durable, durable)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
-    from sglang_tiered.storage.region.barrier import Barrier
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.health import Barrier, HealthMonitor
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState

@@ -1,4 +1,4 @@
-"""Finds the extents of a region that has no valid footer, and reads what may not be readable.
+"""Finds the extents of a region, by its footer or without, and reads what may not be readable.
 
 A read that fails says nothing about the bytes: it is tried again, and what still cannot be read is
 kept as it is. Only what was read and does not verify is damaged.
@@ -15,18 +15,30 @@ from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MAX_EXTENT_HEADER_BYTES,
+    Contents,
     Extent,
+    padded,
     peek_extent_header_bytes,
     unpack_extent_header,
+    unpack_footer,
+    unpack_trailer,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["NOT_A_FILE_ERRNOS", "UNREADABLE_ERRNOS", "persist", "read_run", "walk"]
+__all__ = [
+    "NOT_A_FILE_ERRNOS",
+    "UNREADABLE_ERRNOS",
+    "all_contents",
+    "persist",
+    "read_footer",
+    "read_run",
+    "walk",
+]
 
 _WINDOW_BYTES = 4 << 20
 
@@ -116,3 +128,40 @@ def _payload_verifies(device: Device, region: Region, extent: Extent, window: me
         if state.intdigest() != checksum:
             return False
     return True
+
+
+def read_footer(device: Device, region: Region) -> Contents | None:
+    """Return what the footer lists; None where it does not verify. Raises ``OSError``."""
+    block = aligned_buffer(BLOCK_BYTES)
+    if not read_run(device, region.fd, block, region.nbytes - BLOCK_BYTES):
+        return None
+    trailer = unpack_trailer(block, region.nonce, region.nbytes)
+    if trailer is None:
+        return None
+    footer = aligned_buffer(trailer.footer_bytes)
+    if not read_run(device, region.fd, footer, trailer.footer_offset):
+        return None
+    return unpack_footer(footer, region.nonce)
+
+
+def all_contents(device: Device, region: Region, extents: Sequence[Extent]) -> Contents | None:
+    """Return all that a start may find in a region, ``extents`` while it has no footer; None where
+    more may be there than is known: what could not be read, or a write that failed half-way."""
+    if region.kept:
+        return None
+    try:
+        contents = Contents.of(extents)
+        if region.sealed and not extents:
+            footer = read_footer(device, region)
+            if footer is None:
+                return None
+            contents = footer
+        end = BLOCK_BYTES
+        if len(contents.pages):
+            end = int(contents.page_offsets()[-1]) + padded(int(contents.pages["length"][-1]))
+        header = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
+        if _read_extent_header(device, region, end, len(contents.extents), header) is not None:
+            return None
+    except OSError:
+        return None
+    return contents

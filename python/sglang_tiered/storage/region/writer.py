@@ -16,8 +16,9 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT
-from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.erasing.erased import Bound
+from sglang_tiered.storage.filesystem import FULL_ERRNOS
+from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MAX_EXTENT_PAGES,
@@ -41,8 +42,6 @@ from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
@@ -52,30 +51,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_EXTENT_BYTES",
-    "NO_SPACE_ERRNOS",
     "RegionWriter",
     "cut_chunks",
     "hash_batch",
     "padded_bytes",
     "write_footer",
-    "write_fully",
 ]
 
-NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _BATCH_BYTES = 2 << 20  # hashed at once
 _MAX_WRITE_FAILURES = 3
 _ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
-
-
-def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-    """Write all segments or raise ``OSError``; returns the bytes written."""
-    nbytes = sum(segment.nbytes for segment in segments)
-    written = device.writev(fd, segments, offset)
-    if written != nbytes:
-        raise OSError(errno.EIO, f"short write, {written} of {nbytes} bytes")
-    return nbytes
 
 
 def write_footer(device: Device, region: Region, contents: Contents) -> int:
@@ -118,7 +105,7 @@ class RegionWriter:
         self._is_rewound = False  # bytes may lie behind that tail
 
     def open_region(self) -> None:
-        """Make sure there is a region to write to. Raises ``OSError``; ``NO_SPACE_ERRNOS`` when
+        """Make sure there is a region to write to. Raises ``OSError``; ``FULL_ERRNOS`` when
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
@@ -303,7 +290,7 @@ class RegionWriter:
             try:
                 return self._create_reserved()
             except OSError as error:
-                if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
+                if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
                     raise
 
     def _create_reserved(self) -> Region:

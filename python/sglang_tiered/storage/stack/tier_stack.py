@@ -36,9 +36,8 @@ from sglang_tiered.storage.base import (
     WriteTier,
 )
 from sglang_tiered.storage.jobs import JobBook
-from sglang_tiered.storage.promises import all_true, ended
+from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.engine import RegionEngine
-from sglang_tiered.storage.stack.applied_erasures import AppliedErasures
 from sglang_tiered.storage.stack.demotion import Demoter
 from sglang_tiered.storage.stack.loading import Loader
 from sglang_tiered.storage.stack.promotion import Promoter
@@ -57,12 +56,13 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.lending import BorrowedEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
-__all__ = ["TierStack"]
+__all__ = ["AppliedErasures", "TierStack"]
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 _FLUSH_STEP_S = 1.0
+_TOLD_WAIT_S = 10.0
 
 
 class TierStack(WriteTier):
@@ -109,7 +109,7 @@ class TierStack(WriteTier):
         self._demoter: Demoter | None = None  # without a bucket nothing goes down
         if self.bucket is not None:
             assert isinstance(nvme, RegionEngine), "what is borrowed is its owner's to copy"
-            self.bucket.report_erased(AppliedErasures(nvme.notes, self._erase_told).told)
+            self.bucket.report_erased(AppliedErasures(nvme, self._erase_told).told)
             self._demoter = Demoter(
                 nvme,
                 self.bucket,
@@ -388,6 +388,31 @@ class TierStack(WriteTier):
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
         staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
+
+
+class AppliedErasures:
+    """Erases here, once, what other servers erased through a bucket: every start reads all
+    tombstones that are left. ``erase`` erases on this server; it may be asked again for what is not
+    known to be durable. ``told`` is called on one thread, and waits for the disk."""
+
+    def __init__(self, nvme: RegionEngine, erase: Callable[[Erasure], Future[bool]]) -> None:
+        self._nvme = nvme
+        self._erase = erase
+
+    def told(self, whats: Sequence[Erasure]) -> None:
+        """Erase what was not erased here yet: pages of several together, each tenant once."""
+        known = self._nvme.has_erased([each.id for each in whats])
+        news = [each for each, is_known in zip(whats, known, strict=True) if not is_known]
+        keys = dict.fromkeys(key for each in news for key in each.keys or ())
+        tenants = dict.fromkeys(each.tenant for each in news if each.keys is None)
+        begun = [self._erase(Erasure(None, tenant, spread=False)) for tenant in tenants]
+        if keys:
+            begun.append(self._erase(Erasure.of(keys, spread=False)))
+        if not is_true(all_true(begun), _TOLD_WAIT_S):
+            # Hidden all the same; the next start erases them again.
+            news = [each for each in news if each.is_empty]
+        if news:
+            is_true(self._nvme.note_erased([each.id for each in news]), _TOLD_WAIT_S)
 
 
 def _begun(erase: Callable[[], Future[bool]]) -> Future[bool]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.storage.region.erasing.erased import Purges
+    from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
@@ -155,7 +155,7 @@ def _plan_shard(
             plan.add(shard.path / name, "leftover", "left by a process that died")
         elif not is_shard_file(name):
             plan.kept.append(f"{shard.path / name} does not belong to the store")
-    dead = _unserved(views, reader.purges)
+    dead = _unserved(views, reader.erased)
     for view in views:
         path = shard.path / view.name
         namespaces = {namespace.hex() for namespace in totals([view])}
@@ -182,11 +182,11 @@ def _plan_shard(
     return views
 
 
-def _unserved(views: Sequence[RegionView], purges: Purges) -> dict[int, str]:
+def _unserved(views: Sequence[RegionView], erased: Erased) -> dict[int, str]:
     """Return the regions whose pages are never served again, and why."""
     dead = dict.fromkeys(_superseded(views), "every page of it was stored again later")
     for view in views:
-        if len(view.contents.pages) and purges.dead_pages(view.sequence, view.contents).all():
+        if len(view.contents.pages) and erased.dead_pages(view.sequence, view.contents).all():
             dead[view.sequence] = "every page of it was purged or forgotten"
     return dead
 

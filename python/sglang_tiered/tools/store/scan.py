@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.region import checkpoint
-from sglang_tiered.storage.region.erasing import erased
+from sglang_tiered.storage.region import checkpoint, erase_log
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import parse_region_name, region_name
 from sglang_tiered.storage.region.pinning import pins
@@ -68,7 +67,7 @@ class ShardReader:
         self.holder = Holder(False, None) if owned else shard.holder()
         self.checkpoint, self._durable_tails = self._read_checkpoint()
         try:
-            self.purges = erased.read(self.device)
+            self.erased = erase_log.read(self.device)
             self.names = sorted(self.device.list_names())
             self.pins = pins.read_all(self.device, self.names)
         except BaseException as error:

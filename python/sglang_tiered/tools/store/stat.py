@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
-    from sglang_tiered.storage.region.erasing.erased import Purges
+    from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
@@ -92,9 +92,9 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
     with ShardReader(shard) as reader:
         views = list(reader.views(full=False, jobs=jobs))
         holder, checkpoint = reader.holder, reader.checkpoint
-        num_gone, purges, pins = reader.num_gone, reader.purges, reader.pins
+        num_gone, erased, pins = reader.num_gone, reader.erased, reader.pins
     sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
-    tokens = _count_tokens(views, purges, sizes)
+    tokens = _count_tokens(views, erased, sizes)
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -112,7 +112,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "format_versions": versions,
         "pages": len(pages),
         "superseded_pages": len(pages) - len(np.unique(pages)),
-        "purged_pages": sum(int(purges.dead_pages(v.sequence, v.contents).sum()) for v in views),
+        "purged_pages": sum(int(erased.dead_pages(v.sequence, v.contents).sum()) for v in views),
         "payload_bytes": payload,
         "physical_bytes": physical,
         "tokens": sum(tokens.values()) if tokens else None,
@@ -147,12 +147,12 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
 
 
 def _count_tokens(
-    views: Sequence[RegionView], purges: Purges, sizes: Mapping[bytes, PageSize]
+    views: Sequence[RegionView], erased: Erased, sizes: Mapping[bytes, PageSize]
 ) -> dict[bytes, int]:
     """Return the tokens that a lookup can hit, of the namespaces whose page size is noted."""
     found: dict[bytes, list[Any]] = {namespace: [] for namespace in sizes}
     for view in views:
-        alive = ~purges.dead_pages(view.sequence, view.contents)
+        alive = ~erased.dead_pages(view.sequence, view.contents)
         for namespace, size in sizes.items():
             ours = np.repeat(
                 view.contents.of_namespace(namespace), view.contents.extents["num_pages"]

@@ -21,11 +21,11 @@ from sglang_tiered.storage.region.directory import (
 )
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
+    ERASED_NAME,
     LEFTOVER_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     NOTE_NAMES,
-    PURGES_NAME,
     WEIGHTS_NAME,
 )
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
@@ -55,7 +55,7 @@ def test_absent_then_ours(store: Path) -> None:
     assert prepare(store) is DirectoryState.OURS
     assert store.stat().st_mode & 0o777 == 0o700
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
-    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 3 ")
+    assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 4 ")
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
 
 
@@ -111,7 +111,7 @@ def fill_shard(path: Path) -> Path:
     """A shard with a file under every known name."""
     shard = shard_path(path, "tp0")
     shard.mkdir()
-    names = {LOCK_NAME, CHECKPOINT_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
+    names = {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
     for name in names:
         (shard / name).write_bytes(b"x")
     return shard
@@ -155,12 +155,12 @@ def test_a_foreign_shard_file_without_manifest_is_refused(store: Path) -> None:
 
 
 def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "FORMAT_VERSION", 4)
+    monkeypatch.setattr(directory_module, "STORE_VERSION", 5)
     prepare(store)
     monkeypatch.undo()
     before = (store / MANIFEST_NAME).read_bytes()
     for check in (inspect, prepare):
-        with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
+        with pytest.raises(StoreFormatError, match="format 5, newer than 4"):
             check(store)
     assert (store / MANIFEST_NAME).read_bytes() == before
 

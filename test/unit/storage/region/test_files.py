@@ -12,8 +12,8 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
+    ERASED_NAME,
     NOTE_NAMES,
-    PURGES_NAME,
     is_shard_file,
 )
 from sglang_tiered.storage.region.format import region_name
@@ -47,5 +47,5 @@ def test_every_file_that_a_store_writes_is_listed(tmp_path: Path, make_run: Make
         engine.notes.write(name, b"x")
     engine.close()
     names = {path.name for path in tmp_path.iterdir()}
-    assert {CHECKPOINT_NAME, PURGES_NAME, region_name(0), file_of("../talk"), *NOTE_NAMES} <= names
+    assert {CHECKPOINT_NAME, ERASED_NAME, region_name(0), file_of("../talk"), *NOTE_NAMES} <= names
     assert [name for name in names if not is_shard_file(name)] == []

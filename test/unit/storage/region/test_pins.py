@@ -11,9 +11,8 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.erasing import erased
-from sglang_tiered.storage.region.files import PURGES_NAME, is_pin_name
+from sglang_tiered.storage.region import RegionEngine, erase_log
+from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
 from sglang_tiered.storage.region.pinning import book, pins
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 
@@ -144,9 +143,11 @@ def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeR
     assert held[0] != held[-1]
     assert engine.lookup(kept.keys).num_hits == 57
     assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-    data = (tmp_path / "s" / PURGES_NAME).read_bytes()
-    assert not erased.unpack(data).forgotten  # type: ignore[union-attr]
     close(engine)
+    close(open_engine(tmp_path / "s"))
+    found = erase_log.unpack((tmp_path / "s" / ERASED_NAME).read_bytes())
+    assert found is not None
+    assert not len(found.rows)
 
 
 def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path, make_run: MakeRun) -> None:

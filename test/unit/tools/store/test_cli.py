@@ -80,7 +80,7 @@ def foreign(path: Path) -> None:
 
 def newer(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory_module, "FORMAT_VERSION", 77)
+        patch.setattr(directory_module, "STORE_VERSION", 77)
         prepare(path)
 
 

@@ -17,12 +17,11 @@ from sglang_tiered.integration.storage.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
 from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import RegionEngine, erase_log
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.erasing import erased
-from sglang_tiered.storage.region.erasing.erased import Bound, Purges
-from sglang_tiered.storage.region.files import MANIFEST_NAME, NOTE_NAMES, PURGES_NAME
+from sglang_tiered.storage.region.erase_log import Bound, Erased
+from sglang_tiered.storage.region.files import ERASED_NAME, MANIFEST_NAME, NOTE_NAMES
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 from sglang_tiered.tools.store import gc
@@ -348,7 +347,7 @@ def cli_text(report: dict[str, Any]) -> str:
 
 def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shard: Path) -> None:
     bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
-    (shard / PURGES_NAME).write_bytes(erased.pack(Purges({NO_TENANT: bound, b"a" * 16: bound})))
+    (shard / ERASED_NAME).write_bytes(erase_log.pack(Erased({NO_TENANT: bound, b"a" * 16: bound})))
     name = f"{shard.name}/{region_name(0)}"
     assert plan(cli, tier) == {
         name: "every page of it was purged or forgotten",
@@ -361,7 +360,7 @@ def test_regions_that_were_purged_altogether_could_go(cli: Cli, tier: Path, shar
     ]
     outcome = cli("gc", tier, "--delete")
     assert "does not belong to the store" not in outcome.out
-    assert (shard / PURGES_NAME).exists()
+    assert (shard / ERASED_NAME).exists()
     assert not (tier / name).exists()
 
 
@@ -413,12 +412,12 @@ def test_unreadable_purges_plan_no_removal(
     real = ReadOnlyDevice.read_file
 
     def read(self: ReadOnlyDevice, name: str) -> bytes:
-        if name == PURGES_NAME:
+        if name == ERASED_NAME:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(self, name)
 
     monkeypatch.setattr(ReadOnlyDevice, "read_file", read)
     outcome = cli("gc", tier, "--delete")
     assert outcome.code != 0
-    assert "which says what was purged, cannot be read" in outcome.err
+    assert "which says what was erased, cannot be read" in outcome.err
     assert sorted(shard.iterdir()) == before

@@ -14,7 +14,7 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
-from sglang_tiered.storage.region.directory import shard_path
+from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME, MANIFEST_NAME
 from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
@@ -48,7 +48,7 @@ def test_the_figures_are_those_of_the_store(
     engine.close()
     code, report = stat(cli, tier)
     total = report["total"]
-    assert (code, report["ok"], report["format_version"]) == (0, True, FORMAT_VERSION)
+    assert (code, report["ok"], report["format_version"]) == (0, True, STORE_VERSION)
     assert total["regions"] == {
         "all": 4,
         "sealed": 4,
@@ -71,7 +71,7 @@ def test_the_table_for_people_says_the_same(cli: Cli, tier: Path) -> None:
     outcome = cli("stat", tier)
     assert outcome.code == 0
     first, *_ = outcome.out.splitlines()
-    assert f"tier directory, format {FORMAT_VERSION}, not in use" in first
+    assert f"tier directory, format {STORE_VERSION}, not in use" in first
     for text in ("97.52KiB", "192KiB", "50.8%", "11" * 8, "3 regions"):
         assert text in outcome.out, text
     assert "\x1b" not in outcome.out

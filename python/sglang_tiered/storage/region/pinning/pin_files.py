@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.region.pinning.pins import file_of, pack
-from sglang_tiered.storage.region.writer import NO_SPACE_ERRNOS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ class PinFiles:
         try:
             return self._settle(name)
         except OSError as error:
-            if error.errno not in NO_SPACE_ERRNOS or not self._reclaimer.evict_one():
+            if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
                 raise
             return self._settle(name)
 

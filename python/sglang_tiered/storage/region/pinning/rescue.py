@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.barrier import Barrier
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.health import Barrier, HealthMonitor
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.runs import NAMESPACE
-from kit.waiting import TIMEOUT_S
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import ended, is_true
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.files import APPLIED_FORGETS_NAME
-from sglang_tiered.storage.stack.applied_erasures import AppliedErasures
+from sglang_tiered.storage.stack.tier_stack import AppliedErasures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +39,7 @@ class Owner:
         self.answer = True
 
     def open(self) -> AppliedErasures:
-        return AppliedErasures(self.nvme.notes, self.erase)
+        return AppliedErasures(self.nvme, self.erase)
 
     def erase(self, what: Erasure) -> Future[bool]:
         assert not what.spread
@@ -61,14 +59,12 @@ def test_each_tombstone_is_applied_once(nvme: RegionEngine) -> None:
     assert owner.asked == [KEYS], "this server did it"
 
 
-def test_a_start_writes_its_note_once(nvme: RegionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each of thousands it would rewrite all, while NVMe serves what they speak of."""
-    owner, written = Owner(nvme), []
-    applied = owner.open()
-    monkeypatch.setattr(nvme.notes, "write", lambda *note: written.append(note))
+def test_a_start_writes_its_note_once(nvme: RegionEngine) -> None:
+    """For each of thousands it would wait, while NVMe serves what they speak of."""
+    owner, before = Owner(nvme), nvme.stats().bytes_written
     many = [Erasure((bytes([at]) * 32,)) for at in range(50)]
-    applied.told(many)
-    assert len(written) == 1
+    owner.open().told(many)
+    assert nvme.stats().bytes_written - before <= 3 * 4096
     assert owner.asked == [tuple(key for each in many for key in each.keys or ())]
 
 
@@ -87,13 +83,3 @@ def test_a_tenant_told_twice_is_erased_once(nvme: RegionEngine) -> None:
     owner.open().told(twice)
     owner.open().told(twice)
     assert owner.asked == [TENANT]
-
-
-@pytest.mark.parametrize("damage", [b"", b"nonsense"])
-def test_a_damaged_note_forgets_again(nvme: RegionEngine, damage: bytes) -> None:
-    owner = Owner(nvme)
-    owner.open().told([Erasure(id=b"one", keys=KEYS)])
-    nvme.notes.write(APPLIED_FORGETS_NAME, damage)
-    owner.open().told([Erasure(id=b"one", keys=KEYS)])
-    assert owner.asked == [KEYS, KEYS]
-    assert is_true(nvme.erase(Erasure.of(KEYS)), TIMEOUT_S)
