@@ -43,7 +43,6 @@ def small_steps() -> Iterator[None]:
     writes a checkpoint."""
     with (
         mock.patch.object(writer, "_CHUNK_BYTES", 4 * BLOCK_BYTES),
-        mock.patch.object(writer, "_BATCH_BYTES", 4 * BLOCK_BYTES),
         mock.patch.object(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0),
     ):
         yield

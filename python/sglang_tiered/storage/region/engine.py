@@ -1,8 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
-Threads: one writer places stores in the log, two hashers hash them, ``num_writers`` chunk writers
-put them on the device, one syncer makes them durable, and ``num_readers`` readers serve loads,
-which therefore never wait behind stores. What they share, and its one lock, is in ``state``.
+Threads: one writer places stores in the log, ``num_writers`` extent writers hash them and put them
+on the device, one syncer makes them durable, and ``num_readers`` readers serve loads, which
+therefore never wait behind stores. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from sglang_tiered.storage.region.reader import RegionReader, plan_spans
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.store_worker import ChunkWorker, HashWorker, StoreWorker
+from sglang_tiered.storage.region.store_worker import ExtentWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
@@ -84,7 +84,6 @@ DEFAULT_QUEUED_STORE_BYTES = 1 << 30
 MAX_PIN_SHARE = 0.5
 """Of the regions that reclaim chooses from, one is then pinned in no more than half of its bytes:
 to write those again takes no more than it frees."""
-_NUM_HASHERS = 2  # xxh3 runs at memory speed: two keep ahead of any one device
 
 
 class RegionEngine(WriteTier):
@@ -177,7 +176,7 @@ class RegionEngine(WriteTier):
         store_worker = StoreWorker(
             directory, state, health, log, writer, reclaimer, erase_log, pin_files, check_lock
         )
-        chunk_worker = ChunkWorker(state, health, device)
+        extent_worker = ExtentWorker(state, health, device)
         sync_worker = SyncWorker(
             directory, state, health, log, device, barrier, reclaimer, sync_interval_s
         )
@@ -185,8 +184,7 @@ class RegionEngine(WriteTier):
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),
-            *(_thread(f"tier-hasher-{i}", HashWorker(state).run) for i in range(_NUM_HASHERS)),
-            *(_thread(f"tier-chunk-{i}", chunk_worker.run) for i in range(num_writers)),
+            *(_thread(f"tier-extent-{i}", extent_worker.run) for i in range(num_writers)),
             *(_thread(f"tier-reader-{i}", load_worker.run) for i in range(num_readers)),
         ]
         for thread in self._threads:

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
-    "Batch",
-    "Chunk",
     "EraseOrder",
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
     "Part",
+    "Piece",
     "PinOrder",
     "StoreTicket",
 ]
@@ -68,36 +67,28 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ExtentWrite:
-    """An extent on its way to the device: hashed in batches, then written in chunks, each by
-    whichever hasher and chunk writer is free. Guarded by the store's lock, but for
-    ``extent.pages``, of which a batch being hashed owns its rows."""
+    """An extent on its way to the device: hashed and written in pieces, each by whichever extent
+    writer is free, then its header by the one that was last. Guarded by the store's lock, but for
+    ``extent.pages``, of which a piece being hashed owns its rows."""
 
     region: Region
     extent: Extent
     ordinal: int
     parts: list[Part]
     pages: list[Page]
-    chunks: list[Chunk] = field(default_factory=list)
-    num_left: int = 0  # batches, then chunks, that are not done
+    pieces: list[Piece] = field(default_factory=list)  # empty once it is let go
+    num_left: int = 0  # pieces that are not done
     done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
     num_tries: int = 0
 
 
-class Batch(NamedTuple):
-    """Pages of an extent to hash together."""
+class Piece(NamedTuple):
+    """Pages of an extent to hash and write together."""
 
     write: ExtentWrite
     start: int  # row in ``extent.pages``
     stop: int
-
-
-class Chunk(NamedTuple):
-    """One write to the device: whole blocks that follow each other."""
-
-    write: ExtentWrite
-    segments: list[memoryview]
-    offset: int
 
 
 @dataclass(eq=False, slots=True)

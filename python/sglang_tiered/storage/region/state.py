@@ -19,12 +19,11 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
-    Batch,
-    Chunk,
     EraseOrder,
     ExtentWrite,
     LoadSpan,
     LoadTicket,
+    Piece,
     PinOrder,
     StoreTicket,
 )
@@ -60,8 +59,7 @@ class StoreState:
     ) -> None:
         self.lock = threading.Lock()
         self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
-        self.batch_ready = threading.Condition(self.lock)  # hashers
-        self.chunk_ready = threading.Condition(self.lock)  # chunk writers
+        self.piece_ready = threading.Condition(self.lock)  # extent writers: pieces, or their turn
         self.load_ready = threading.Condition(self.lock)  # readers
         self.sync_ready = threading.Condition(self.lock)  # syncer
         self.space_freed = threading.Condition(self.lock)
@@ -77,9 +75,8 @@ class StoreState:
         self.pin_orders: deque[PinOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
-        self.batches: deque[Batch] = deque()  # of extents to hash
-        self.chunks: deque[Chunk] = deque()  # of extents to write
-        self.num_chunks_writing = 0
+        self.pieces: deque[Piece] = deque()  # of extents, in the order of the log
+        self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.to_seal: deque[Region] = deque()
@@ -271,43 +268,39 @@ class StoreState:
         if positions:
             self.stores.appendleft(ticket)
 
-    def queue_extent(self, write: ExtentWrite, batches: Sequence[Batch]) -> None:
-        """Hand a placed extent to the hashers, which hand it on to the chunk writers."""
-        write.num_left = len(batches)
+    def queue_extent(self, write: ExtentWrite) -> None:
+        """Hand a placed extent to the extent writers."""
         self.placing = []
         self.writes.append(write)
-        self.batches.extend(batches)
-        self.batch_ready.notify(len(batches))
-
-    def queue_hashed(self) -> None:
-        """Hand on the extents that are hashed and have no unhashed one before them, so that the
-        device is written in the order of the log."""
-        for write in self.writes:
-            if write.done or write.num_tries:
-                continue
-            if not write.chunks:
-                return
-            self.queue_write(write)
+        self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
-        """Hand a hashed extent's chunks to the chunk writers."""
-        write.num_left = len(write.chunks)
+        """Hand an extent's pieces to the extent writers, for the first time or once more."""
+        write.num_left = len(write.pieces)
         write.done = False
         write.error = None
         write.num_tries += 1
-        self.chunks.extend(write.chunks)
-        self.chunk_ready.notify(len(write.chunks))
+        self.pieces.extend(write.pieces)
+        self.piece_ready.notify(len(write.pieces))
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
         """Note that nothing of the extent is under way; the writer thread settles it."""
         write.error = write.error or error
         write.done = True
         self.store_ready.notify()
-        self.queue_hashed()
 
-    def may_write_chunk(self) -> bool:
-        """Let loads overtake: while one waits for a reader, one write at a time goes on."""
-        return bool(self.chunks) and (self.num_chunks_writing == 0 or not self.loads)
+    def begin_write(self) -> None:
+        """Wait for a turn at the device. Loads overtake: while one waits for a reader, one write at
+        a time goes on."""
+        while self.num_writes and self.loads:
+            self.piece_ready.wait()
+        self.num_writes += 1
+
+    def end_write(self, num_bytes: int) -> None:
+        self.num_writes -= 1
+        self.bytes_written += num_bytes
+        if self.loads:  # who waits for a turn, waits for this
+            self.piece_ready.notify_all()
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
@@ -439,8 +432,8 @@ class StoreState:
 
     def take_load(self) -> LoadSpan:
         span = self.loads.popleft()
-        if not self.loads and self.chunks:
-            self.chunk_ready.notify_all()
+        if not self.loads:
+            self.piece_ready.notify_all()
         return span
 
     def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
@@ -475,7 +468,7 @@ class StoreState:
             self.finish_span(span, [load_reason] * len(span.wanted))
         self.loads.clear()
         self.load_ready.notify_all()
-        self.chunk_ready.notify_all()
+        self.piece_ready.notify_all()
 
     def _shed_unbegun_writes(self, reason: Reason) -> None:
         """Let go of placed extents of which nothing was handed to the device yet. The writer finds
@@ -483,9 +476,8 @@ class StoreState:
         for write in reversed(self.writes):
             if not self._waits(write):
                 return
-            self.batches = deque(batch for batch in self.batches if batch.write is not write)
-            self.chunks = deque(chunk for chunk in self.chunks if chunk.write is not write)
-            write.chunks, write.pages = [], []
+            self.pieces = deque(piece for piece in self.pieces if piece.write is not write)
+            write.pieces, write.pages = [], []
             self.fail_parts(write.parts, reason)
             write.parts = []
             cause = "not written, as the device fails or hangs"
@@ -493,13 +485,7 @@ class StoreState:
 
     def _waits(self, write: ExtentWrite) -> bool:
         """Return whether no thread is at work on an extent, and nothing of it has been written."""
-        if write.done:
-            return False
-        if write.num_tries:
-            return sum(chunk.write is write for chunk in self.chunks) == len(write.chunks)
-        if write.num_left:
-            return sum(batch.write is write for batch in self.batches) == write.num_left
-        return bool(write.chunks)  # none yet: they are just being cut
+        return sum(piece.write is write for piece in self.pieces) == len(write.pieces) > 0
 
     def check_integrity(self) -> None:
         bound = self.pins.bound_bytes
@@ -511,6 +497,5 @@ class StoreState:
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"
-            assert not self.chunks, f"{len(self.chunks)} chunks queued while idle"
-            assert not self.batches, f"{len(self.batches)} batches queued while idle"
+            assert not self.pieces, f"{len(self.pieces)} pieces queued while idle"
             assert self.queued_store_bytes == 0, f"{self.queued_store_bytes} bytes queued, idle"

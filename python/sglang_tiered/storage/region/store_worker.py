@@ -13,8 +13,9 @@ from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.pending import EraseOrder, StoreTicket
 from sglang_tiered.storage.region.writer import (
-    cut_chunks,
-    hash_batch,
+    hashed_writes,
+    is_one_write,
+    packed_header,
     padded_bytes,
 )
 
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part
+    from sglang_tiered.storage.region.pending import ExtentWrite, Part, Piece
     from sglang_tiered.storage.region.pinning.pin_files import PinFiles
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter
 
-__all__ = ["ChunkWorker", "HashWorker", "StoreWorker"]
+__all__ = ["ExtentWorker", "StoreWorker"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the chunk writers never starve
+_MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the extent writers never starve
 
 
 class StoreWorker:
@@ -77,8 +78,7 @@ class StoreWorker:
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
-            self._state.batch_ready.notify_all()
-            self._state.chunk_ready.notify_all()
+            self._state.piece_ready.notify_all()
 
     def _step(self) -> bool:
         """Settle one extent, or place one; false when there is nothing left to do."""
@@ -244,7 +244,7 @@ class StoreWorker:
             return self._state.placing
 
     def _settle(self, write: ExtentWrite) -> None:
-        """Settle the oldest extent under way, which the chunk writers have handled."""
+        """Settle the oldest extent under way, which the extent writers have handled."""
         state = self._state
         self._out_of_space = False
         if write.error is not None:
@@ -269,7 +269,7 @@ class StoreWorker:
         if is_full and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
-                    if write.error is not None and write.chunks:
+                    if write.error is not None and write.pieces:
                         state.queue_write(write)
             return
         withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried
@@ -329,52 +329,9 @@ class StoreWorker:
                 keep(order.durable, durable)
 
 
-class HashWorker:
-    """Hashes batches; every hasher thread runs ``run`` of the same worker."""
-
-    def __init__(self, state: StoreState) -> None:
-        self._state = state
-
-    def run(self) -> None:
-        """Hash until the writer thread has nothing left under way."""
-        state = self._state
-        while True:
-            with state.lock:
-                while not state.batches:
-                    if state.written_all:
-                        return
-                    state.batch_ready.wait()
-                batch = state.batches.popleft()
-            self._hash(batch)
-            del batch  # its pages are the caller's memory
-
-    def _hash(self, batch: Batch) -> None:
-        state, write = self._state, batch.write
-        error = None
-        try:
-            hash_batch(batch)
-        except Exception as fault:
-            error = _internal(fault)
-        with state.lock:
-            write.error = write.error or error
-            write.num_left -= 1
-            if write.num_left:
-                return
-            if write.error is not None:
-                state.finish_write(write, None)
-                return
-        try:
-            write.chunks = cut_chunks(write)
-        except Exception as fault:
-            with state.lock:
-                state.finish_write(write, _internal(fault))
-            return
-        with state.lock:
-            state.queue_hashed()
-
-
-class ChunkWorker:
-    """Writes chunks; every chunk-writer thread runs ``run`` of the same worker."""
+class ExtentWorker:
+    """Hashes and writes pieces of extents; every extent-writer thread runs ``run`` of the same
+    worker."""
 
     def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
         self._state = state
@@ -386,35 +343,47 @@ class ChunkWorker:
         state = self._state
         while True:
             with state.lock:
-                while not state.may_write_chunk():
+                while not state.pieces:
                     if state.written_all:
                         return
-                    state.chunk_ready.wait()
-                chunk = state.chunks.popleft()
-                state.num_chunks_writing += 1
-            self._write(chunk)
-            del chunk  # its segments are the caller's memory
+                    state.piece_ready.wait()
+                piece = state.pieces.popleft()
+            self._write_piece(piece)
+            del piece  # its pages are the caller's memory
 
-    def _write(self, chunk: Chunk) -> None:
-        state, write = self._state, chunk.write
-        written, error = 0, None
+    def _write_piece(self, piece: Piece) -> None:
+        """Write pages, and the extent's header behind the last of them: where it is found, a death
+        of the process has torn nothing of the extent."""
+        state, write = self._state, piece.write
+        error = None
         try:
-            with self._health.watch():
-                fd = write.region.fd
-                written = write_fully(self._device, fd, chunk.segments, chunk.offset)
-        except OSError as failure:
-            error = failure
-        except Exception as fault:
-            error = _internal(fault)
+            for offset, segments in hashed_writes(piece):
+                self._put(write, segments, offset)
+        except Exception as failure:
+            error = failure if isinstance(failure, OSError) else _internal(failure)
         with state.lock:
-            state.num_chunks_writing -= 1
-            state.bytes_written += written
             write.error = write.error or error
             write.num_left -= 1
-            if write.num_left == 0:
-                state.finish_write(write, None)
-            if state.chunks:
-                state.chunk_ready.notify()
+            if write.num_left:
+                return
+        if write.error is None and not is_one_write(write):
+            try:
+                self._put(write, [packed_header(write)], write.extent.offset)
+            except Exception as failure:
+                error = failure if isinstance(failure, OSError) else _internal(failure)
+        with state.lock:
+            state.finish_write(write, error)
+
+    def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
+        written = 0
+        with self._state.lock:
+            self._state.begin_write()
+        try:
+            with self._health.watch():
+                written = write_fully(self._device, write.region.fd, segments, offset)
+        finally:
+            with self._state.lock:
+                self._state.end_write(written)
 
 
 def _internal(fault: Exception) -> OSError:

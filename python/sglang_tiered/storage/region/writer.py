@@ -1,7 +1,7 @@
 """The open end of the log: gives pages a place in it. Runs on the store's writer thread.
 
-Placing is apart from hashing and writing, which other threads do: while one extent is on its
-way to the device, the next is hashed and another placed. Extents become visible in the order of the
+Placing is apart from hashing and writing, which other threads do: while extents are on their way to
+the device, the next is placed. Extents become visible in the order of the
 log, so what is acknowledged has no hole before it and recovery finds all of it. After a failed
 write the log is rewound to where the failed extent began.
 """
@@ -38,10 +38,12 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.pending import Batch, Chunk, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.pending import ExtentWrite, Part, Piece, StoreTicket
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
@@ -52,15 +54,15 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_EXTENT_BYTES",
     "RegionWriter",
-    "cut_chunks",
-    "hash_batch",
+    "hashed_writes",
+    "is_one_write",
+    "packed_header",
     "padded_bytes",
     "write_footer",
 ]
 
 MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
-_BATCH_BYTES = 2 << 20  # hashed at once
 _MAX_WRITE_FAILURES = 3
 _ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 
@@ -193,7 +195,7 @@ class RegionWriter:
         return fits_region(region.nbytes, end, len(region.extents) + 1, self._num_pages + count)
 
     def place(self, parts: list[Part]) -> ExtentWrite:
-        """Append the pages to the open region and hand them to the hashers."""
+        """Append the pages to the open region and hand them to the extent writers."""
         region = self._region
         assert region is not None
         pages: list[Page] = []
@@ -206,12 +208,13 @@ class RegionWriter:
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
         write = ExtentWrite(region, extent, len(region.extents), parts, pages)
+        write.pieces = _pieces(write)
         with self._state.lock:
             region.extents.append(extent)
             region.tail = extent.end
             region.num_writing += 1
             self._state.regions.charge(region, extent.tenant, extent.payload_bytes)
-            self._state.queue_extent(write, _batches(write))
+            self._state.queue_extent(write)
         self._num_pages += len(records)
         return write
 
@@ -343,54 +346,59 @@ def _alike(one: StoreTicket, other: StoreTicket) -> bool:
     return (one.namespace, one.tenant) == (other.namespace, other.tenant)
 
 
-def _batches(write: ExtentWrite) -> list[Batch]:
-    """Cut an extent's pages into batches to hash. Pure."""
-    batches: list[Batch] = []
+def _pieces(write: ExtentWrite) -> list[Piece]:
+    """Cut an extent's pages into pieces. Pure."""
+    pieces: list[Piece] = []
     start = nbytes = 0
     for row, length in enumerate(write.extent.pages["length"].tolist()):
-        nbytes += length
-        if nbytes >= _BATCH_BYTES:
-            batches.append(Batch(write, start, row + 1))
+        nbytes += padded(length)
+        if nbytes >= _CHUNK_BYTES or row + 1 == len(write.pages):
+            pieces.append(Piece(write, start, row + 1))
             start, nbytes = row + 1, 0
-    if nbytes:
-        batches.append(Batch(write, start, len(write.pages)))
-    return batches
+    return pieces
 
 
-def hash_batch(batch: Batch) -> None:
-    """Enter the checksums of a batch's pages into its extent."""
-    extent, pages = batch.write.extent, batch.write.pages
-    rows = range(batch.start, batch.stop)
-    keys = extent.pages["key"]
-    extent.pages["checksum"][batch.start : batch.stop] = [
-        page_checksum(extent.namespace, keys[row].tobytes(), pages[row]) for row in rows
+def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
+    """Enter the checksums of a piece's pages into its extent, then yield what is to be written:
+    whole blocks, where they go in the region; with the header where that is all."""
+    extent = piece.write.extent
+    rows = slice(piece.start, piece.stop)
+    keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]
+    extent.pages["checksum"][rows] = [
+        page_checksum(extent.namespace, key, page) for key, page in zip(keys, pages, strict=True)
     ]
-
-
-def cut_chunks(write: ExtentWrite) -> list[Chunk]:
-    """Return the writes of an extent whose pages are hashed: header, pages and padding, cut into
-    chunks of whole blocks."""
-    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
-    header = aligned_buffer(len(packed))
-    header[:] = packed
-    segments = [header]
-    for page, length in zip(write.pages, write.extent.pages["length"].tolist(), strict=True):
+    segments: list[memoryview] = []
+    for page, length in zip(pages, extent.pages["length"][rows].tolist(), strict=True):
         segments.extend(segment for segment in page if segment.nbytes)
         if padded(length) > length:
             segments.append(_ZEROS[: padded(length) - length])
-    chunks: list[Chunk] = []
+    offset = int(extent.page_offsets()[piece.start])
     batch: list[memoryview] = []
-    offset, nbytes = write.extent.offset, 0
+    nbytes = 0
+    if is_one_write(piece.write):
+        offset, batch = extent.offset, [packed_header(piece.write)]
     for segment in segments:
         position = 0
         while position < segment.nbytes:
-            piece = segment[position : position + _CHUNK_BYTES - nbytes]
-            batch.append(piece)
-            nbytes += piece.nbytes
-            position += piece.nbytes
+            part = segment[position : position + _CHUNK_BYTES - nbytes]
+            batch.append(part)
+            nbytes += part.nbytes
+            position += part.nbytes
             if nbytes == _CHUNK_BYTES:
-                chunks.append(Chunk(write, batch, offset))
+                yield offset, batch
                 offset, batch, nbytes = offset + nbytes, [], 0
     if batch:
-        chunks.append(Chunk(write, batch, offset))
-    return chunks
+        yield offset, batch
+
+
+def is_one_write(write: ExtentWrite) -> bool:
+    """Return whether an extent's header goes with its pages, as it is short."""
+    return write.extent.end - write.extent.offset <= _CHUNK_BYTES
+
+
+def packed_header(write: ExtentWrite) -> memoryview:
+    """Return the header of an extent whose pages are hashed."""
+    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
+    header = aligned_buffer(len(packed))
+    header[:] = packed
+    return header

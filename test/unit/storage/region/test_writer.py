@@ -164,7 +164,7 @@ def test_a_hole_fails_what_was_placed_behind(tmp_path: Path, make_run: MakeRun) 
     entered, release = threading.Event(), threading.Event()
 
     def hold(operation: str) -> None:
-        if operation == "writev" and threading.current_thread().name.startswith("tier-chunk"):
+        if operation == "writev" and threading.current_thread().name.startswith("tier-extent"):
             entered.set()
             assert release.wait(TIMEOUT_S)
 
