@@ -27,6 +27,7 @@ from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Kind, Metric
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.request_record import RequestRecord
+from sglang_tiered.route.settings import RouteConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -117,6 +118,7 @@ def tables() -> dict[str, str]:
         "peers": (IndexConfig,),
         "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
+        "route": (RouteConfig,),
     }
     every = [flag for configs in sections.values() for flag in flags_of(*configs)]
     return {

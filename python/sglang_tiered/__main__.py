@@ -43,6 +43,11 @@ COMMANDS = {
         "sglang_tiered.demo",
         "sglang_tiered.demo.command:make_parser",
     ),
+    "route": Command(
+        "the front of a cluster, by Envoy: serve",
+        "sglang_tiered.route",
+        "sglang_tiered.route.cli:make_parser",
+    ),
     "store": Command(
         "look into a tier's store: stat, verify, dump, gc",
         "sglang_tiered.tools.store",

@@ -9,6 +9,10 @@ from sglang_tiered.errors import ConfigError
 __all__ = ["EXTRAS", "require"]
 
 EXTRAS = {
+    "aiohttp": "route",
+    "envoy": "route",
+    "grpc": "route",
+    "jinja2": "route",
     "matplotlib": "plot",
     "obstore": "object",
     "pyarrow": "parquet",
@@ -16,7 +20,7 @@ EXTRAS = {
     "shtab": "tools",
     "zstandard": "zstd",
 }
-"""Names of extras in ``pyproject.toml``, by the package that each is for."""
+"""Names of extras in ``pyproject.toml``, by the package to import that each is for."""
 
 
 def require(feature: str, package: str) -> None:

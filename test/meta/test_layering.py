@@ -3,8 +3,8 @@ types alone too: a circle of types is a circle of ideas.
 
 launch_server -> integration -> {client, policy, sharing, tools, transfer, storage, codecs, wire,
 kernels};
-client -> policy;
-sharing -> {storage, wire}; storage -> codecs; transfer -> {codecs, wire}; tools -> {storage, wire};
+client -> policy; route -> {policy, tools}; sharing -> {storage, wire}; storage -> codecs;
+transfer -> {codecs, wire}; tools -> {storage, wire};
 demo -> {tools}. Within ``integration`` the rooms have floors of their own. The laboratory is a
 package beside: its trace -> {policy, storage, tools}, its cluster -> {its trace, policy, tools};
 nothing of the server imports it.
@@ -34,7 +34,7 @@ HOMES = {
     "sglang": {"integration", "launch_server"},
     "torch": {"integration", "launch_server", KERNELS},
     "triton": {KERNELS},
-    "zmq": {"sharing", "transfer", "wire"},
+    "zmq": {"route", "sharing", "transfer", "wire"},
     "redis": {"sharing"},
 }
 
@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "wire",
         KERNELS,
     },
+    "route": {"policy", "tools"},
     "sharing": {"storage", "wire"},
     "transfer": {"codecs", "wire"},
     "storage": {"codecs"},

@@ -43,6 +43,13 @@ class RouterView:
         self.report(len(self.states) - 1, record, now_s)
         return len(self.states) - 1
 
+    def replace(self, server: int, record: RankCosts, now_s: float) -> None:
+        """Begin with another server at the position of one that is gone: what was learnt of that
+        goes."""
+        self.states[server] = ServerState(self._model(record))
+        self.decode_states[server] = DecodeState((0.0, 0.0, 0.0), 1)
+        self.report(server, record, now_s)
+
     def report(self, server: int, record: RankCosts, now_s: float) -> None:
         """Take in a record, answered at ``now_s``, of the server at this position. What was learnt
         of its answers stays, and so does what was sent to it since the snapshot."""

@@ -1,0 +1,232 @@
+"""``ExtProc``: how Envoy and gateways ask the picker, by Envoy's external processing over gRPC.
+
+With a buffered body Envoy waits for one answer; a gateway streams the body through here, and gets
+it back in chunks. The answer is a header and the same value as metadata (``envoy.lb``). No token
+of an answer comes through: of responses only the head is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from sglang_tiered.route.envoy import DESTINATION, OWN_HEADERS, SUBSET
+from sglang_tiered.route.picker import Picked, Picker, Refused
+from sglang_tiered.route.wire import FULL_DUPLEX, METHOD, SERVICE, Request, Response, Struct
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from sglang_tiered.route.classes import Classes
+    from sglang_tiered.route.numbers import Numbers
+    from sglang_tiered.route.tokens import TokenReader
+
+__all__ = ["MAX_MESSAGE_BYTES", "SERVED", "ExtProc", "decide", "subset_of"]
+
+SERVED = "x-gateway-destination-endpoint-served"
+METADATA, HINT = "envoy.lb", "envoy.lb.subset_hint"
+CHUNK_BYTES = 60_000
+"""Envoy takes at most 64 KiB a message."""
+MAX_MESSAGE_BYTES = 64 << 20
+_OVERWRITE = 2
+_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse
+
+
+def refusal_body(refused: Refused) -> bytes:
+    """As OpenAI's API tells errors."""
+    kind = "overloaded" if refused.status == 429 else "service_unavailable"
+    error = {"message": refused.sentence, "type": kind, "code": refused.status}
+    return json.dumps({"error": error}).encode()
+
+
+async def decide(
+    reader: TokenReader,
+    picker: Picker,
+    classes: Classes,
+    headers: Mapping[str, str],
+    body: bytes,
+    numbers: Numbers,
+    **more: Any,
+) -> Picked | Refused:
+    """Read a prompt and pick. The whole of a decision, however it was asked for."""
+    started = time.perf_counter()
+    prompt = await reader.read(body, headers.get(":path", "/v1/chat/completions"))
+    is_retry = headers.get("x-envoy-attempt-count", "1") != "1"
+    answer = picker.pick(
+        prompt,
+        classes.of(headers),
+        request=headers.get("x-request-id", ""),
+        is_retry=is_retry,
+        **more,
+    )
+    numbers.decided(answer, time.perf_counter() - started, is_retry)
+    return answer
+
+
+def subset_of(headers: Mapping[str, str], message: Any = None) -> frozenset[str]:
+    """Return the addresses among which a gateway wants the choice."""
+    told = headers.get(SUBSET, "")
+    if message is not None and HINT in message.metadata_context.filter_metadata:
+        hint = message.metadata_context.filter_metadata[HINT]
+        if SUBSET in hint:
+            value = hint[SUBSET]
+            told = value if isinstance(value, str) else ",".join(map(str, value))
+    return frozenset(filter(None, (part.strip() for part in told.split(","))))
+
+
+def _headers(message: Any) -> dict[str, str]:
+    return {
+        one.key.lower(): (one.raw_value or one.value.encode()).decode("latin-1")
+        for one in message.headers.headers
+    }
+
+
+def _set(mutation: Any, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = name, value.encode("latin-1", "replace")
+
+
+class ExtProc:
+    """Its methods run on one event loop."""
+
+    def __init__(
+        self, reader: TokenReader, picker: Picker, classes: Classes, numbers: Numbers
+    ) -> None:
+        self._reader, self._classes = reader, classes
+        self.picker, self.numbers = picker, numbers
+
+    def add_to(self, server: Any) -> None:
+        """Register with a server of ``grpc.aio``, with the health check that Envoy makes."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.process, Request.FromString, Response.SerializeToString
+        )
+        check = grpc.unary_unary_rpc_method_handler(_healthy)
+        for service, methods in (
+            (SERVICE, {METHOD: process}),
+            ("grpc.health.v1.Health", {"Check": check}),
+        ):
+            handler = grpc.method_handlers_generic_handler(service, methods)
+            server.add_generic_rpc_handlers((handler,))
+
+    async def process(self, messages: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
+        """Answer the messages of one request of a client."""
+        one = _Exchange(self)
+        try:
+            async for message in messages:
+                for response in await one.answer(message):
+                    yield response
+        finally:
+            one.close()
+
+    async def decide(
+        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str]
+    ) -> Picked | Refused:
+        return await decide(
+            self._reader, self.picker, self._classes, headers, body, self.numbers, subset=subset
+        )
+
+
+class _Exchange:
+    """One request of a client, as Envoy tells it."""
+
+    def __init__(self, process: ExtProc) -> None:
+        self._process = process
+        self._headers: dict[str, str] = {}
+        self._subset: frozenset[str] = frozenset()
+        self._body, self._is_duplex = bytearray(), False
+        self._picked: Picked | None = None
+        self._was_answered = False
+
+    async def answer(self, message: Any) -> list[Any]:
+        """Return what a message is answered with."""
+        kind = message.WhichOneof("choice")
+        if message.HasField("protocol_config"):
+            self._is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
+        if kind == "response_headers":
+            return [self._head(message)]
+        if kind == "request_headers":
+            self._headers = _headers(message.request_headers)
+            self._subset = subset_of(self._headers, message)
+            if not message.request_headers.end_of_stream:
+                return [] if self._is_duplex else [_answer(kind)]
+        elif kind == "request_body":
+            self._body += message.request_body.body
+            if not message.request_body.end_of_stream:
+                return []
+        else:  # trailers
+            return [] if kind is None else [_answer(kind)]
+        body = bytes(self._body)
+        answer = await self._process.decide(self._headers, body, self._subset)
+        if isinstance(answer, Refused):
+            return [_refusal(answer)]
+        self._picked, self._body = answer, bytearray()
+        return _responses(kind, answer, body, self._is_duplex)
+
+    def _head(self, message: Any) -> Any:
+        self._was_answered = True
+        picker, numbers, picked = self._process.picker, self._process.numbers, self._picked
+        status = _headers(message.response_headers).get(":status", "")
+        served = ""
+        for attributes in message.attributes.values():
+            if "upstream.address" in attributes:
+                served = str(attributes["upstream.address"])
+        if picked is not None:
+            picker.answered(picked, status == "200", served)
+            numbers.answered(picked, status, served, time.monotonic() - picked.started_s)
+        response = _answer("response_headers")
+        if served:
+            _set(response.response_headers.response.header_mutation, {SERVED: served})
+        return response
+
+    def close(self) -> None:
+        """The client has its answer, or it or the server went away before its head."""
+        if self._picked is not None and not self._was_answered:
+            self._process.numbers.unanswered.inc()
+            self._process.picker.ended(self._picked)
+
+
+async def _healthy(_request: bytes, _context: Any) -> bytes:
+    return _SERVING
+
+
+def _answer(kind: str) -> Any:
+    response = Response()
+    getattr(response, kind).SetInParent()
+    return response
+
+
+def _refusal(refused: Refused) -> Any:
+    response = Response()
+    immediate = response.immediate_response
+    immediate.status.code = refused.status
+    immediate.body = refusal_body(refused)
+    told = {"retry-after": str(refused.retry_after_s), "content-type": "application/json"}
+    _set(immediate.headers, told)
+    return response
+
+
+def _responses(kind: str, picked: Picked, body: bytes, is_duplex: bool) -> list[Any]:
+    # In a stream the headers are answered first, then the body goes back.
+    first = Response()
+    is_body = kind == "request_body" and not is_duplex
+    common = (first.request_body if is_body else first.request_headers).response
+    told = picked.headers()
+    common.clear_route_cache = True
+    _set(common.header_mutation, told)
+    common.header_mutation.remove_headers.extend(name for name in OWN_HEADERS if name not in told)
+    inner = Struct()
+    inner.update({DESTINATION: picked.destination})
+    first.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
+    responses = [first]
+    if is_duplex and kind == "request_body":
+        for at in range(0, max(1, len(body)), CHUNK_BYTES):
+            response = Response()
+            part = response.request_body.response.body_mutation.streamed_response
+            part.body = body[at : at + CHUNK_BYTES]
+            part.end_of_stream = at + CHUNK_BYTES >= len(body)
+            responses.append(response)
+    return responses

@@ -1,0 +1,295 @@
+"""``Picker``: one decision for one request. Of one event loop; waits for nothing.
+
+Servers with prices are chosen among in seconds. Where one of them has none, all are compared by the
+tokens of the prompts that each was sent and has not answered yet.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from sglang_tiered.policy.routing import (
+    NOTHING_HELD,
+    Held,
+    choose_decode,
+    choose_server,
+    least_ttft,
+)
+from sglang_tiered.policy.shedding import RequestClass, retry_after_s
+from sglang_tiered.route.envoy import DESTINATION, PREFILLER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from sglang_tiered.route.fleet import Fleet, Member
+    from sglang_tiered.route.prompt import Prompt
+
+__all__ = ["Picked", "Picker", "Refused"]
+
+NUM_TARGETS = 3
+MAX_TRIED = 4096
+"""Requests of which it is remembered where they were sent."""
+
+
+@dataclass(slots=True)
+class Refused:
+    """``status`` 429 for what was shed, 503 where no server is ready."""
+
+    status: int
+    sentence: str
+    retry_after_s: int
+    klass: str
+
+
+@dataclass(eq=False, slots=True)
+class Picked:
+    """``targets``: in the order in which they are to be tried. ``by``: ``cost`` or
+    ``least-tokens``. ``place``: the replica whose first token is awaited, by its position."""
+
+    targets: list[Member]
+    prompt: Prompt
+    klass: RequestClass
+    by: str
+    started_s: float
+    place: int | None = None
+    rank: int | None = None
+    predicted_s: float = 0.0
+    held: Held = NOTHING_HELD
+    prefill: Member | None = None
+    more: dict[str, str] = field(default_factory=dict)
+    keys: list[int] = field(default_factory=list)
+    is_open: bool = True
+
+    @property
+    def destination(self) -> str:
+        """The header's value."""
+        return ",".join(member.address for member in self.targets)
+
+    def headers(self) -> dict[str, str]:
+        """What the request is sent with."""
+        told = {DESTINATION: self.destination, **self.more}
+        if self.klass.priority is not None:
+            told["x-override-priority"] = str(self.klass.priority)
+        return told
+
+
+class Picker:
+    """``draw`` returns random numbers from 0 to 1."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._fleet, self._clock, self._draw = fleet, clock, draw
+        self._tried: OrderedDict[str, set[str]] = OrderedDict()
+
+    def pick(
+        self,
+        prompt: Prompt,
+        klass: RequestClass,
+        *,
+        request: str = "",
+        is_retry: bool = False,
+        subset: Collection[str] = (),
+        is_awaited: bool = True,
+    ) -> Picked | Refused:
+        """Choose for a request. ``request`` is its id: where it was sent is passed over at a retry.
+        ``subset`` are the addresses to choose from, if any are given. Unless ``is_awaited``, nobody
+        will say when it was answered."""
+        now = self._clock()
+        ready = [
+            one
+            for one in self._fleet.members.values()
+            if one.is_ready(now) and (not subset or one.address in subset)
+        ]
+        tried = self._tried.get(request, set()) if is_retry else set()
+        ready = [one for one in ready if one.address not in tried] or ready
+        whole = [one for one in ready if one.role == "aggregated"]
+        if whole:
+            picked = self._pick_among(whole, prompt, klass, now)
+        else:
+            picked = self._pick_pair(prompt, klass, ready, now)
+        if isinstance(picked, Picked):
+            self._sent(picked, request, is_awaited)
+        return picked
+
+    def _pick_pair(
+        self, prompt: Prompt, klass: RequestClass, ready: list[Member], now: float
+    ) -> Picked | Refused:
+        """Of servers with one half of the work each: who computes the prompt, and who answers."""
+        decoding = {
+            place: (one, rank)
+            for one in ready
+            if one.role == "decode"
+            for rank, place in one.positions.items()
+        }
+        place = choose_decode(
+            self._fleet.view.decode_states,
+            decoding,
+            prompt.num_tokens,
+            prompt.max_new,
+            draw=self._draw,
+        )
+        prefills = [one for one in ready if one.role == "prefill"]
+        if place is None or not prefills:
+            return Refused(503, "no server is ready", 1, klass.name)
+        picked = self._pick_among(prefills, prompt, klass, now)
+        if isinstance(picked, Refused):
+            return picked
+        prefill = picked.targets[0]
+        record = prefill.ranks[picked.rank or 0]
+        picked.prefill = prefill
+        member, rank = decoding[place]
+        picked.targets = [member]
+        picked.more = {
+            PREFILLER: prefill.address,
+            "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
+            "x-override-bootstrap-port": str(record.bootstrap_port),
+            "x-override-bootstrap-room": str(secrets.randbits(62)),
+        }
+        if len(member.positions) > 1:
+            picked.more["x-override-routed-dp-rank"] = str(rank)
+        if len(prefill.positions) > 1:
+            picked.more["x-override-disagg-prefill-dp-rank"] = str(picked.rank)
+        return picked
+
+    def _pick_among(
+        self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float
+    ) -> Picked | Refused:
+        if not all(one.positions for one in ready):
+            order = sorted(ready, key=lambda one: (one.tokens_sent, self._draw()))
+            return Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
+        replicas = {place: (one, rank) for one in ready for rank, place in one.positions.items()}
+        if prompt.ids is None:
+            return self._by_tokens(replicas, prompt, klass, now)
+        held = self._held(replicas, prompt)
+        states = self._fleet.view.states
+        refused = self._refusal(klass, held, prompt, now)
+        if refused is not None:
+            return refused
+        choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
+        assert choice is not None
+        first, rank = replicas[choice.server]
+        others = sorted(replicas, key=lambda place: states[place].queue_s(now))
+        targets = dict.fromkeys([first, *(replicas[place][0] for place in others)])
+        picked = Picked(list(targets)[:NUM_TARGETS], prompt, klass, "cost", now)
+        picked.place, picked.rank, picked.held = choice.server, rank, held[choice.server]
+        picked.predicted_s = choice.estimate.ttft_s
+        page_tokens = first.ranks[rank].page_tokens
+        picked.keys = prompt.keys(page_tokens)
+        states[choice.server].reserve(now, choice.estimate.work_s)
+        if len(first.positions) > 1:
+            # Envoy may go on to another server of the list, which then takes its own replica.
+            picked.targets = [first]
+            picked.more["x-override-routed-dp-rank"] = str(rank)
+        return picked
+
+    def _by_tokens(
+        self,
+        replicas: Mapping[int, tuple[Member, int]],
+        prompt: Prompt,
+        klass: RequestClass,
+        now: float,
+    ) -> Picked | Refused:
+        """Of a prompt whose tokens are not known, and so nothing that is held of it."""
+        nothing = dict.fromkeys(replicas, NOTHING_HELD)
+        refused = self._refusal(klass, nothing, prompt, now)
+        if refused is not None:
+            return refused
+        members = dict.fromkeys(one for one, _ in replicas.values())
+        order = sorted(members, key=lambda one: (one.tokens_sent, self._queue_s(one, now)))
+        first = order[0]
+        picked = Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
+        rank, place = min(
+            first.positions.items(), key=lambda item: self._fleet.view.states[item[1]].queue_s(now)
+        )
+        picked.rank = rank
+        state = self._fleet.view.states[place]
+        state.reserve(now, state.costs.prefill.seconds(prompt.num_tokens, 0))
+        return picked
+
+    def _queue_s(self, member: Member, now: float) -> float:
+        states = self._fleet.view.states
+        return min(states[place].queue_s(now) for place in member.positions.values())
+
+    def _refusal(
+        self, klass: RequestClass, held: Mapping[int, Held], prompt: Prompt, now: float
+    ) -> Refused | None:
+        if klass.limit_s is None or not klass.is_sheddable:
+            return None
+        states = self._fleet.view.states
+        least_s = least_ttft(states, held, held, prompt.num_tokens, now)
+        shortest_s = min(states[place].queue_s(now) for place in held)
+        after_s = retry_after_s(klass.limit_s, least_s, shortest_s)
+        if after_s is None:
+            return None
+        sentence = f"no server promises a first token within {klass.limit_s:g} s"
+        return Refused(429, sentence, after_s, klass.name)
+
+    def _held(self, replicas: Mapping[int, tuple[Member, int]], prompt: Prompt) -> dict[int, Held]:
+        index = self._fleet.index
+        groups: dict[tuple[str, bool, int], tuple[list[int], list[int]]] = {}
+        found = {}
+        for place, (member, rank) in replicas.items():
+            record = member.ranks[rank]
+            keys = prompt.keys(record.page_tokens)
+            group = (record.namespace, record.keyed, record.page_tokens)
+            if group not in groups:
+                sources = self._fleet.sources_of(place, record)
+                groups[group] = (sources, index.shared(sources, keys))
+            sources, shared = groups[group]
+            found[place] = index.held(
+                place,
+                keys,
+                record.page_tokens,
+                shared,
+                has_peers=bool(record.server) and record.tiers["peer"].healthy,
+                has_bucket=record.tiers["object"].healthy,
+            )
+        return found
+
+    # ---- What becomes of it ----
+
+    def _sent(self, picked: Picked, request: str, is_awaited: bool) -> None:
+        if request:
+            tried = self._tried.setdefault(request, set())
+            tried.update(one.address for one in (picked.targets[0], picked.prefill) if one)
+            while len(self._tried) > MAX_TRIED:
+                self._tried.popitem(last=False)
+        if not is_awaited:
+            picked.is_open = False
+            return
+        self._first(picked).tokens_sent += picked.prompt.num_tokens
+        if picked.place is not None:
+            self._fleet.index.expect(picked.place, picked.keys)
+
+    def _first(self, picked: Picked) -> Member:
+        return picked.prefill or picked.targets[0]
+
+    def answered(self, picked: Picked, is_good: bool, served: str) -> None:
+        """Learn from the head of an answer: it comes with the first token of a stream of OpenAI's
+        calls. ``served``: who sent it, if that is known."""
+        if picked.is_open:
+            seen_s = self._clock() - picked.started_s
+            is_as_picked = is_good and served in ("", picked.targets[0].address)
+            if picked.prompt.is_stream and is_as_picked and picked.place is not None:
+                state = self._fleet.view.states[picked.place]
+                state.answered(picked.predicted_s, seen_s)
+        self.ended(picked)
+
+    def ended(self, picked: Picked) -> None:
+        """The request has its head, or never will. Idempotent."""
+        if picked.is_open:
+            picked.is_open = False
+            self._first(picked).tokens_sent -= picked.prompt.num_tokens
+            if picked.place is not None:
+                self._fleet.index.settle(picked.place, picked.keys)

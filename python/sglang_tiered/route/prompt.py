@@ -1,0 +1,179 @@
+"""What a picker needs of a request's body: tokens, the names of its pages, and how it is answered.
+
+A page's name in KV events is 64 bits of a SHA-256 chain over its tokens, as SGLang computes it.
+With ``extra_key`` or ``cache_salt`` it is hashed once more with both, as in the events' format
+``dynamo``: so tenants are apart, and of a server with the other format their pages are not known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Body", "Prompt", "ask_of", "page_keys", "parse_body", "prompt_of"]
+
+BYTES_PER_TOKEN = 4
+"""Of a prompt whose tokens are not known."""
+MAX_NEW_TOKENS = 256
+"""Of an answer whose bound is not in the request: what choosing a decode server counts on."""
+
+
+class Body(msgspec.Struct):
+    """The fields of ``/generate`` and of OpenAI's calls that matter here. Any may hold anything:
+    the server says what is wrong with a request."""
+
+    input_ids: Any = None
+    text: Any = None
+    prompt: Any = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    extra_key: Any = None
+    cache_salt: Any = None
+    lora_path: Any = None
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    sampling_params: Any = None
+
+
+@dataclass(slots=True)
+class Prompt:
+    """``ids`` are None where only the length is known, by the bytes. ``max_new``: the most tokens
+    of the answer. ``is_stream``: whether its head comes with the first token."""
+
+    num_tokens: int
+    ids: array[int] | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    max_new: int = MAX_NEW_TOKENS
+    is_stream: bool = False
+    _keys: dict[int, list[int]] = field(default_factory=dict)
+
+    def keys(self, page_tokens: int) -> list[int]:
+        """Return the names of the whole pages of this size, empty if the tokens are not known."""
+        if self.ids is None:
+            return []
+        found = self._keys.get(page_tokens)
+        if found is None:
+            found = page_keys(self.ids, page_tokens, self.extra_key, self.cache_salt)
+            self._keys[page_tokens] = found
+        return found
+
+
+def parse_body(data: bytes) -> Body:
+    """Parse a body. Raises ``ValueError`` for what is no JSON object."""
+    try:
+        return msgspec.json.decode(data, type=Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def ask_of(body: Body) -> dict[str, Any] | None:
+    """Return what ``POST /v1/tokenize`` is asked for this prompt; None where it holds tokens, or
+    nothing that call takes."""
+    if body.input_ids is not None:
+        return None
+    model = body.model if isinstance(body.model, str) else "default"
+    if isinstance(body.messages, list):
+        asked = {"model": model, "messages": body.messages, "tools": body.tools}
+        asked["chat_template_kwargs"] = body.chat_template_kwargs
+        return {name: value for name, value in asked.items() if value is not None}
+    text = _first(body.prompt if body.text is None else body.text)
+    return {"model": model, "prompt": text} if isinstance(text, str) else None
+
+
+def _first(value: Any) -> Any:
+    """Of a batch: its first is looked up."""
+    return value[0] if isinstance(value, list) and value and not _is_ids(value) else value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and type(value[0]) is int
+
+
+def prompt_of(
+    body: Body,
+    num_bytes: int,
+    path: str,
+    encode: Callable[[Body], Sequence[int] | None] | None = None,
+    ids: Sequence[int] | None = None,
+) -> Prompt:
+    """Make a prompt of a body: of the ids in it, of ``ids``, or by ``encode``. Any thread; takes
+    milliseconds for each thousand tokens of a text."""
+    asked = body.prompt if body.input_ids is None else body.input_ids
+    found = _first(asked)
+    if not _is_ids(found):
+        found = ids
+    if found is None and encode is not None:
+        found = encode(body)
+    prompt = Prompt(max(1, num_bytes // BYTES_PER_TOKEN))
+    if found is not None and _names_are_known(body):
+        try:
+            prompt.ids = array("I", found)
+            prompt.num_tokens = max(1, len(prompt.ids))
+        except (OverflowError, TypeError):
+            prompt.ids = None
+    prompt.extra_key, prompt.cache_salt = body.extra_key, body.cache_salt
+    sampling = body.sampling_params if isinstance(body.sampling_params, dict) else {}
+    for bound in (body.max_completion_tokens, body.max_tokens, sampling.get("max_new_tokens")):
+        if isinstance(bound, int) and bound > 0:
+            prompt.max_new = bound
+            break
+    # Of ``/generate`` the head comes at once, and of what is no stream with the last token.
+    prompt.is_stream = body.stream is True and path.startswith("/v1/")
+    return prompt
+
+
+def _names_are_known(body: Body) -> bool:
+    """An adapter is a part of the names that only its server knows; lists of tenants are of
+    batches."""
+    texts = (body.extra_key, body.cache_salt)
+    has_adapter = body.lora_path or (isinstance(body.model, str) and ":" in body.model)
+    return not has_adapter and all(text is None or isinstance(text, str) for text in texts)
+
+
+def page_keys(
+    ids: array[int], page_tokens: int, extra_key: str | None = None, cache_salt: str | None = None
+) -> list[int]:
+    """Return the names of whole pages as signed 64 bits. ``ids``: uint32."""
+    if sys.byteorder != "little":
+        ids = array("I", ids)
+        ids.byteswap()
+    data, step = memoryview(ids).cast("B"), page_tokens * ids.itemsize
+    digest, cache_salt = b"", cache_salt or None  # as SGLang has it
+    if cache_salt is not None:
+        digest = hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest()
+    seed = _tenant_seed(extra_key, cache_salt)
+    keys = []
+    for start in range(0, len(ids) // page_tokens * step, step):
+        hashed = hashlib.sha256(digest)
+        hashed.update(data[start : start + step])
+        digest = hashed.digest()
+        short = digest[:8]
+        if seed is not None:
+            short = hashlib.sha256(seed + short).digest()[:8]
+        keys.append(int.from_bytes(short, "big", signed=True))
+    return keys
+
+
+def _tenant_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:
+    if extra_key is None and cache_salt is None:
+        return None
+    digest = hashlib.sha256(b"sglang-kv-event-namespace-v1")
+    for part in (extra_key, cache_salt):
+        if part is None:
+            digest.update(b"\0")
+        else:
+            encoded = part.encode()
+            digest.update(b"\1" + len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()

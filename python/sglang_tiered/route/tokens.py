@@ -1,0 +1,169 @@
+"""``LocalTokenizer``: a model's tokenizer and chat template, without the library that loads its
+weights. ``TokenReader``: a body to a prompt, in threads, within a time."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.route.prompt import BYTES_PER_TOKEN, Body, Prompt, ask_of, parse_body, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
+
+    Ask = Callable[[dict[str, Any]], Awaitable[Sequence[int] | None]]
+
+__all__ = ["LocalTokenizer", "TokenReader"]
+
+NUM_THREADS = 4
+MAX_WAITING = 32
+"""Prompts in threads at once; further ones go by their bytes."""
+
+logger = logging.getLogger(__name__)
+
+
+class LocalTokenizer:
+    """Of a directory with ``tokenizer.json``, and ``tokenizer_config.json`` for chats. Any thread.
+    Raises ``ConfigError``."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # the library raises ``Exception`` itself
+            raise ConfigError(
+                f"--tokenizer {directory} has no tokenizer.json that can be read ({error}); name "
+                "the model's directory, or drop it."
+            ) from error
+        self._template: jinja2.Template | None = None
+        self._names: dict[str, str] = {}
+        try:
+            config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+            source = config.get("chat_template")
+            apart = directory / "chat_template.jinja"
+            if apart.exists():
+                source = apart.read_text(encoding="utf-8")
+            if isinstance(source, str):
+                self._template = _environment().from_string(source)
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+                token = config.get(name)
+                self._names[name] = token["content"] if isinstance(token, dict) else token or ""
+        except (OSError, ValueError, KeyError, AttributeError, jinja2.TemplateError) as error:
+            raise ConfigError(
+                f"--tokenizer {directory} has no chat template that can be read ({error}); name "
+                "the model's directory, or drop it."
+            ) from error
+
+    def encode(self, body: Body) -> list[int] | None:
+        """Return the tokens of a prompt as the server will; None for what is not only text, or has
+        no template."""
+        if isinstance(body.messages, list):
+            text = self._render(body)
+            return None if text is None else self._ids(text, with_special=False)
+        text = body.prompt if body.text is None else body.text
+        if isinstance(text, list) and text:
+            text = text[0]
+        return self._ids(text, with_special=True) if isinstance(text, str) else None
+
+    def _ids(self, text: str, *, with_special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=with_special).ids
+        return ids
+
+    def _render(self, body: Body) -> str | None:
+        if self._template is None:
+            return None
+        more = body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else {}
+        try:
+            messages = [_flat(message) for message in body.messages]
+            return self._template.render(
+                **{**self._names, "add_generation_prompt": True, **more},
+                messages=messages,
+                tools=body.tools,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
+            return None  # the server says what is wrong with it
+
+
+def _flat(message: Any) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("not only text")
+        content = " ".join(part["text"] for part in content)
+    return {**message, "content": "" if content is None else content}
+
+
+def _environment() -> jinja2.Environment:
+    """As chat templates expect it."""
+
+    def refuse(sentence: str) -> None:
+        raise jinja2.TemplateError(sentence)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    made.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+class TokenReader:
+    """Makes prompts of bodies. ``ask`` gets the tokens of a text from a server, where there is no
+    tokenizer. Of one event loop; ``close`` it."""
+
+    def __init__(self, tokenizer: LocalTokenizer | None, ask: Ask, budget_s: float) -> None:
+        self._tokenizer, self._ask, self._budget_s = tokenizer, ask, budget_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokens")
+        self._num_running = 0
+        self.num_late = 0
+        """Prompts that went by their bytes, for want of time."""
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, data: bytes, path: str) -> Prompt:
+        """Return the prompt of a body, which may be no JSON at all."""
+        guess = Prompt(max(1, len(data) // BYTES_PER_TOKEN))
+        if not data:
+            return guess
+        if self._num_running >= MAX_WAITING:
+            self.num_late += 1
+            return guess
+        self._num_running += 1
+        work = asyncio.ensure_future(self._make(data, path))
+        work.add_done_callback(self._done)
+        try:
+            return await asyncio.wait_for(asyncio.shield(work), self._budget_s)
+        except TimeoutError:
+            self.num_late += 1
+            return guess
+        except Exception as error:  # a tokenizer's own: a prompt that is not known is served too
+            logger.debug("the tokens of a prompt are not known: %r", error)
+            return guess
+
+    def _done(self, work: asyncio.Future[Prompt]) -> None:
+        self._num_running -= 1
+        if not work.cancelled():
+            work.exception()  # that nobody may wait for
+
+    async def _make(self, data: bytes, path: str) -> Prompt:
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._threads, parse_body, data)
+        ids, encode = None, None if self._tokenizer is None else self._tokenizer.encode
+        if encode is None and (asked := ask_of(body)) is not None:
+            ids = await self._ask(asked)
+        return await loop.run_in_executor(
+            self._threads, prompt_of, body, len(data), path, encode, ids
+        )

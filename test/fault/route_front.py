@@ -1,0 +1,136 @@
+"""A front as a user starts it: Envoy and its picker before some servers, with deadlines on all."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from kit.waiting import eventually
+from server_process import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["CHAT", "Answer", "Front"]
+
+CHAT = "/v1/chat/completions"
+ANSWER_S = 20.0
+STOP_S = 20.0
+
+
+@dataclass
+class Answer:
+    """``is_whole``: whether the body ended as HTTP says."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool = True
+
+    @property
+    def served_by(self) -> str:
+        return self.headers.get("x-served-by", "")
+
+
+class Front:
+    """``servers``: URLs, written to a file that ``serve`` follows. ``close`` it."""
+
+    def __init__(self, folder: Path, servers: Iterable[str], *flags: str) -> None:
+        self.port = free_port()
+        self.file, self.log_path = folder / "servers.txt", folder / "front.log"
+        self.follow(servers)
+        command = [sys.executable, "-m", "sglang_tiered", "route", "serve"]
+        command += ["--servers", str(self.file), "--port", str(self.port), *flags]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.is_alone = "--envoy" in flags
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def follow(self, servers: Iterable[str]) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text("".join(f"{url}\n" for url in servers))
+        new.replace(self.file)
+
+    def wait_until_ready(self, num_servers: int) -> None:
+        """Until that many servers are ready, for the picker and for Envoy."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if sum(row["ready"] for row in self.servers()) == num_servers:
+                    return self.is_alone or self.ask("/v1/models").status == 200
+            return False
+
+        eventually(is_ready, f"{num_servers} servers behind the front")
+
+    def picker_pid(self) -> int:
+        (pid,) = [
+            child.pid
+            for child in psutil.Process(self.process.pid).children()
+            if "--with-parent" in child.cmdline()
+        ]
+        return int(pid)
+
+    # ---- Asking ----
+
+    def ask(
+        self,
+        path: str = CHAT,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> Answer:
+        """A request to the front, or another port. A body that is no bytes goes as JSON."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port if port is None else port, timeout=ANSWER_S
+        )
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        told = {"Content-Type": "application/json", **(headers or {})}
+        with contextlib.closing(connection):
+            connection.request("GET" if body is None else "POST", path, data, told)
+            response = connection.getresponse()
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            try:
+                return Answer(response.status, fields, response.read())
+            except http.client.IncompleteRead as error:
+                return Answer(response.status, fields, error.partial, is_whole=False)
+
+    def chat(self, ids: Sequence[int] = (1, 2, 3), **headers: str) -> Answer:
+        told = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.ask(CHAT, {"input_ids": list(ids), "stream": True}, told)
+
+    def servers(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = json.loads(self.ask("/servers", port=self.port + 2).body)[
+            "servers"
+        ]
+        return rows
+
+    def metric(self, line: str) -> float:
+        """Of the line that begins so; 0 before it is there."""
+        text = self.ask("/metrics", port=self.port + 2).body.decode()
+        values = [row.rsplit(" ", 1)[1] for row in text.splitlines() if row.startswith(line)]
+        return sum(map(float, values))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()

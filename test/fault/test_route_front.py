@@ -1,0 +1,271 @@
+"""A real Envoy and its picker before three servers that fail: what clients see, who is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from route_front import CHAT, Front
+from route_mocks import Mock, Mocks
+
+from kit.waiting import eventually
+from server_process import free_port
+from sglang_tiered.route.envoy import OWN_HEADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("envoy")
+pytestmark = pytest.mark.timeout(120)
+
+BUSY_S = 50.0
+BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
+CLASSES = f"""\
+default: plain
+classes:
+  plain: {{shed: false}}
+  soon:
+    ttft: 2s
+    priority: 7
+    sha256: [{"4d8b9a2f" * 8}, 2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683]
+"""
+KEY = "key"
+"""Whose digest is the last above."""
+
+
+@pytest.fixture(scope="module")
+def mocks() -> Iterator[Mocks]:
+    made = Mocks([free_port() for _ in range(3)])
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("front")
+    (folder / "classes.yaml").write_text(CLASSES)
+    front = Front(
+        folder,
+        [mock.url for mock in mocks.all],
+        *("--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"),
+    )
+    front.wait_until_ready(3)
+    yield front
+    front.close()
+    assert "Traceback" not in front.log, front.log
+
+
+@pytest.fixture
+def front(running: Front, mocks: Mocks) -> Front:
+    mocks.well()
+    running.wait_until_ready(3)
+    return running
+
+
+def prefer(front: Front, wanted: Mock, mocks: Mocks) -> None:
+    """Have the others say that they are busy, and wait until the picker has heard of it."""
+    for mock in mocks.all:
+        mock.costs = {} if mock is wanted else {"queue_wait_s": BUSY_S, "busy": 1.0}
+
+    def knows() -> bool:
+        queues = {row["address"]: row["replicas"][0]["queue_s"] for row in front.servers()}
+        return all((queue < 1) == (address == wanted.address) for address, queue in queues.items())
+
+    eventually(knows, "the picker hears of queues")
+
+
+def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
+    for wanted in mocks.all:
+        prefer(front, wanted, mocks)
+        before = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="200"}')
+        for answer in [front.chat() for _ in range(5)]:
+            assert (answer.status, answer.served_by) == (200, wanted.address)
+            assert answer.headers["x-gateway-destination-endpoint-served"] == wanted.address
+        after = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="200"}')
+        assert after - before == 5, "the picker hears who served"
+
+
+def test_a_body_of_megabytes_arrives_whole(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[1], mocks)
+    answer = front.ask(CHAT, BIG)
+    assert (answer.status, answer.served_by) == (200, mocks[1].address)
+    assert [one["length"] for one in mocks[1].seen] == [len(BIG)]
+
+
+@pytest.mark.parametrize("fails", ["503", "reset", "late"])
+def test_failure_before_the_head_is_retried_elsewhere(
+    front: Front, mocks: Mocks, fails: str
+) -> None:
+    prefer(front, mocks[0], mocks)
+    mocks[0].fails = fails
+    for _ in range(3):
+        answer = front.chat()
+        assert answer.status == 200 and answer.served_by != mocks[0].address
+    assert mocks[0].num_seen == 3, "each was picked first, and once"
+
+
+def test_dead_server_is_passed_over(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[0], mocks)
+    mocks.run(mocks[0].die())
+    for _ in range(5):  # the first may still be picked for the dead one
+        answer = front.chat()
+        assert answer.status == 200 and answer.served_by != mocks[0].address
+    rows = {row["address"]: row for row in front.servers()}
+    eventually(lambda: not any(r["ready"] for r in front.servers() if r["url"] == mocks[0].url))
+    assert set(rows) == {mock.address for mock in mocks.all}
+
+
+def test_death_with_the_head_is_retried_elsewhere(front: Front, mocks: Mocks) -> None:
+    """Envoy has not passed it on yet, while the picker has seen it."""
+    prefer(front, mocks[0], mocks)
+    mocks[0].fails = "at-head"
+    for _ in range(10):
+        answer = front.chat()
+        assert answer.is_whole == (answer.served_by != mocks[0].address)
+        assert answer.status == 200
+
+
+def test_death_mid_stream_breaks_the_stream(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[0], mocks)
+    mocks[0].fails = "mid-stream"
+    answer = front.chat()
+    assert (answer.status, answer.is_whole) == (200, False)
+    assert answer.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    assert sum(mock.num_seen for mock in mocks.all) == 1, "half an answer is not asked for again"
+
+
+def test_clients_cannot_say_what_only_the_picker_may(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[2], mocks)
+    told = dict.fromkeys(OWN_HEADERS, mocks[0].address)
+    answer = front.ask(CHAT, {"input_ids": [1]}, told)
+    assert (answer.status, answer.served_by) == (200, mocks[2].address)
+    (seen,) = mocks[2].seen
+    assert not {name for name in OWN_HEADERS if seen["headers"].get(name) == mocks[0].address}
+
+
+def test_operators_calls_are_not_passed_on(front: Front, mocks: Mocks) -> None:
+    for path in ("/tier/costs", "/flush_cache", "/server_info", "/v1/../tier/costs"):
+        assert front.ask(path).status == 404
+
+
+def test_late_requests_are_shed_by_class(front: Front, mocks: Mocks) -> None:
+    for mock in mocks.all:
+        mock.costs = {"queue_wait_s": BUSY_S, "busy": 1.0}
+    eventually(lambda: all(r["replicas"][0]["queue_s"] > BUSY_S / 2 for r in front.servers()))
+    mine = {"authorization": f"Bearer {KEY}"}
+    refused = front.chat(**mine)
+    assert refused.status == 429
+    assert 2 < int(refused.headers["retry-after"]) <= 60
+    assert "within 2 s" in json.loads(refused.body)["error"]["message"]
+    assert not any(mock.num_seen for mock in mocks.all), "a refusal is not tried again"
+    assert front.chat().status == 200, "of a class that is not shed"
+    prefer(front, mocks[1], mocks)
+    assert front.chat(**mine).status == 200
+    assert mocks[1].seen[-1]["headers"]["x-override-priority"] == "7"
+
+
+def test_draining_server_gets_no_request(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[0], mocks)
+    mocks[0].is_draining = True
+    eventually(lambda: sum(row["ready"] for row in front.servers()) == 2)
+    served = {front.chat().served_by for _ in range(5)}
+    assert mocks[0].address not in served
+
+
+def test_no_ready_server_is_a_503(front: Front, mocks: Mocks) -> None:
+    for mock in mocks.all:
+        mock.is_draining = True
+    eventually(lambda: not any(row["ready"] for row in front.servers()))
+    answer = front.chat()
+    assert answer.status == 503
+    assert json.loads(answer.body)["error"]["message"] == "no server is ready"
+
+
+def test_servers_join_and_leave(front: Front, mocks: Mocks) -> None:
+    more = Mocks([free_port()])
+    try:
+        front.follow([more[0].url])
+        eventually(lambda: [row["url"] for row in front.servers()] == [more[0].url])
+        front.wait_until_ready(1)
+        eventually(lambda: front.chat().served_by == more[0].address, "Envoy reads the file")
+        front.follow([mock.url for mock in mocks.all])
+        front.wait_until_ready(3)
+        prefer(front, mocks[0], mocks)
+        eventually(lambda: front.chat().served_by == mocks[0].address)
+    finally:
+        more.close()
+
+
+def test_stopped_picker_is_waited_for_and_no_longer(front: Front, mocks: Mocks) -> None:
+    prefer(front, mocks[0], mocks)
+    pid = front.picker_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert front.chat().status == 200
+        assert time.monotonic() - started < 6.0
+        assert front.ask(CHAT, BIG).status == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: {front.chat().served_by for _ in range(5)} == {mocks[0].address})
+
+
+def test_killed_picker_is_not_missed(front: Front, mocks: Mocks) -> None:
+    pid = front.picker_pid()
+    os.kill(pid, signal.SIGKILL)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: front.chat(), range(20)))
+    assert [answer.status for answer in answers] == [200] * 20
+    assert front.ask(CHAT, BIG).status == 200
+    told = {"x-gateway-destination-endpoint": f"127.0.0.1:{front.port + 2}"}
+    assert front.chat(**told).status == 200, "without a picker no client picks either"
+    front.wait_until_ready(3)
+    assert front.picker_pid() != pid
+    prefer(front, mocks[1], mocks)
+    eventually(lambda: {front.chat().served_by for _ in range(5)} == {mocks[1].address})
+
+
+def test_picker_has_neither_torch_nor_sglang(front: Front) -> None:
+    maps = Path(f"/proc/{front.picker_pid()}/maps").read_text()
+    loaded = {line.rpartition("/")[2] for line in maps.splitlines()}
+    assert any("cygrpc" in name for name in loaded)
+    assert not [name for name in loaded if "torch" in name]
+    assert psutil.Process(front.picker_pid()).memory_info().rss < 250 << 20
+
+
+def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
+    mocks.well()
+    front = Front(tmp_path, [mock.url for mock in mocks.all])
+    try:
+        front.wait_until_ready(3)
+        for mock in mocks.all:
+            mock.fails = "hang"
+        found = []
+        asking = threading.Thread(target=lambda: found.append(front.chat()))
+        asking.start()
+        eventually(lambda: sum(mock.num_seen for mock in mocks.all) == 1)
+        children = psutil.Process(front.process.pid).children()
+        front.process.terminate()
+
+        def is_closed() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", front.port)) != 0
+
+        eventually(is_closed, "no new connection is taken")
+        assert front.process.poll() is None, "it waits for the answer"
+        mocks.well()
+        asking.join(20)
+        assert found and found[0].status == 200 and found[0].is_whole
+        assert front.process.wait(20) == 0
+        assert not [child for child in children if child.is_running()]
+    finally:
+        front.close()

@@ -1,0 +1,132 @@
+"""A gateway asks the picker in Envoy's protocol, with the body streamed through it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from route_front import CHAT, Front
+from route_mocks import Mocks
+
+from kit.waiting import eventually
+from server_process import free_port
+from sglang_tiered.route.envoy import CLUSTERS, configuration
+from sglang_tiered.route.launcher import _program
+from sglang_tiered.route.settings import RouteConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("envoy")
+pytestmark = pytest.mark.timeout(120)
+
+BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
+SUBSET = "x-gateway-destination-endpoint-subset"
+
+
+@pytest.fixture(scope="module")
+def mocks() -> Iterator[Mocks]:
+    made = Mocks([free_port() for _ in range(3)])
+    yield made
+    made.close()
+
+
+def gateway_of(front: Front, members: Path) -> dict[str, Any]:
+    """One listener that streams bodies and does not go on without the picker, as gateways are; the
+    list is its order of retries. Trusts its clients' subset, so that a test may say one."""
+    config = RouteConfig(servers="-", port=front.port, pick_s=5.0)
+    made = configuration(config, members, members)
+    _, inner = made["static_resources"]["listeners"]
+    inner["address"] = {"socket_address": {"address": "127.0.0.1", "port_value": front.port}}
+    del inner["internal_listener"], made["bootstrap_extensions"]
+    clusters = made["static_resources"]["clusters"]
+    made["static_resources"] = {
+        "listeners": [inner],
+        "clusters": [one for one in clusters if one["name"] != "picked"],
+    }
+    manager = inner["filter_chains"][0]["filters"][0]["typed_config"]
+    asks = manager["http_filters"][0]["typed_config"]
+    asks["processing_mode"]["request_body_mode"] = "FULL_DUPLEX_STREAMED"
+    asks["processing_mode"]["request_trailer_mode"] = "SEND"
+    asks["failure_mode_allow"] = False
+    route = manager["route_config"]["virtual_hosts"][0]["routes"][1]["route"]
+    route["retry_policy"] = {
+        "retry_on": "connect-failure,reset,refused-stream,retriable-status-codes",
+        "retriable_status_codes": [503],
+        "num_retries": 2,
+    }
+    return made
+
+
+@pytest.fixture(scope="module")
+def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("gateway")
+    members = folder / "members"
+    members.mkdir()
+    front = Front(
+        folder, [one.url for one in mocks.all], "--envoy", "off", "--members", str(members)
+    )
+    front.wait_until_ready(3)
+    assert {path.stem for path in members.glob("*.json")} == set(CLUSTERS)
+    path = folder / "envoy.json"
+    path.write_text(json.dumps(gateway_of(front, members)))
+    program = _program(RouteConfig(servers="-"))
+    command = [program, "-c", str(path), "-l", "error", "--use-dynamic-base-id"]
+    with (folder / "envoy.log").open("wb") as log:
+        envoy = subprocess.Popen([*command, "--concurrency", "1"], stdout=log, stderr=log)
+    try:
+        front.is_alone = False
+        front.wait_until_ready(3)
+        yield front
+    finally:
+        envoy.terminate()
+        envoy.wait(20)
+        front.close()
+
+
+@pytest.fixture
+def front(running: Front, mocks: Mocks) -> Front:
+    mocks.well()
+    running.wait_until_ready(3)
+    return running
+
+
+def test_streamed_body_goes_to_the_pick_whole(front: Front, mocks: Mocks) -> None:
+    for wanted in mocks.all:
+        answer = front.ask(CHAT, BIG, {SUBSET: wanted.address})
+        assert (answer.status, answer.served_by) == (200, wanted.address)
+        assert wanted.seen[-1]["length"] == len(BIG)
+        assert SUBSET not in wanted.seen[-1]["headers"]
+        assert answer.headers["x-gateway-destination-endpoint-served"] == wanted.address
+    assert front.ask("/v1/models").status == 200
+
+
+@pytest.mark.parametrize("fails", ["503", "reset", "late"])
+def test_next_of_the_list_answers_after_a_failure(front: Front, mocks: Mocks, fails: str) -> None:
+    for mock in mocks.all[1:]:
+        mock.costs = {"queue_wait_s": 50.0}
+    eventually(lambda: sum(r["replicas"][0]["queue_s"] > 40 for r in front.servers()) == 2)
+    mocks[0].fails = fails
+    answer = front.chat()
+    assert answer.status == 200 and answer.served_by in {one.address for one in mocks.all[1:]}
+    assert mocks[0].num_seen == 1
+
+
+def test_no_server_of_a_subset_is_a_503(front: Front, mocks: Mocks) -> None:
+    answer = front.chat(**{SUBSET: "127.0.0.1:1"})
+    assert answer.status == 503 and json.loads(answer.body)["error"]["code"] == 503
+
+
+def test_pick_over_http_says_the_same(front: Front, mocks: Mocks) -> None:
+    body = {"input_ids": list(range(200)), "stream": True}
+    answer = front.ask("/v1/pick", body, {SUBSET: mocks[1].address}, port=front.port + 2)
+    told = json.loads(answer.body)
+    assert told["server"] == told["x-gateway-destination-endpoint"] == mocks[1].address
+    assert (told["by"], told["num_tokens"]) == ("cost", 200)
+    refused = front.ask("/v1/pick", body, {SUBSET: "127.0.0.1:1"}, port=front.port + 2)
+    assert refused.status == 503 and refused.headers["retry-after"] == "1"
+    assert not any(mock.num_seen for mock in mocks.all)
+    assert all(row["tokens_sent"] == 0 for row in front.servers())

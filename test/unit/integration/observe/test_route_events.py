@@ -1,0 +1,168 @@
+"""Events of SGLang's own publisher are followed from before the picker was there, and over gaps."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import zmq.asyncio
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    StorageMedium,
+    ZmqEventPublisher,
+)
+
+from server_process import free_port
+from sglang_tiered.route.events import Publisher, apply, follow, publisher_of
+from sglang_tiered.route.pages import PageIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEADLINE_S = 20.0
+
+
+def stored(*keys: int, medium: str = StorageMedium.GPU) -> BlockStored:
+    return BlockStored(list(keys), None, [0] * len(keys), 1, None, medium=medium)
+
+
+class Told:
+    """A publisher of SGLang, and what a picker has learnt of it."""
+
+    def __init__(self, *, kept: int = 100, replays: bool = True) -> None:
+        self.port = free_port()
+        endpoint, replay = f"tcp://*:{self.port}", f"tcp://*:{self.port + 1}"
+        self._publisher = ZmqEventPublisher(
+            0, endpoint, replay if replays else None, buffer_steps=kept, topic="kv"
+        )
+        info = {
+            "kv_events": {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": self.port,
+                "topic": "kv",
+            },
+            "kv_events_config": '{"publisher": "zmq", "format": "dynamo"}',
+        }
+        if replays:
+            info["kv_events"]["replay_endpoint_port_base"] = self.port + 1  # type: ignore[index]
+        found = publisher_of(info, "http://127.0.0.1:1", 0)
+        assert found is not None and found.is_by_tenant
+        self.where: Publisher = found
+        self.index = PageIndex()
+
+    def publish(self, *events: object) -> None:
+        self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
+
+    def lose(self) -> None:
+        """A batch that nobody sees: a number is skipped."""
+        next(self._publisher._seq_gen)
+
+    def follow_until(self, steps: list[tuple[Callable[[], None], Callable[[], bool]]]) -> None:
+        """Follow; take each step, and wait for what it brings."""
+
+        async def run() -> None:
+            context = zmq.asyncio.Context()
+            work = asyncio.create_task(follow(context, self.where, self.index, 0))
+            try:
+                for act, is_seen in steps:
+                    act()
+                    deadline = time.monotonic() + DEADLINE_S
+                    while not is_seen():
+                        assert not work.done(), work.exception()
+                        assert time.monotonic() < deadline
+                        await asyncio.sleep(0.01)
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                context.destroy(linger=0)
+
+        asyncio.run(run())
+
+    def own(self, *keys: int) -> tuple[int, int, int]:
+        return self.index.own(0, keys)
+
+    def close(self) -> None:
+        atexit.unregister(self._publisher.shutdown)
+        self._publisher.shutdown()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    made = Told()
+    yield made
+    made.close()
+
+
+def test_what_was_before_is_replayed(told: Told) -> None:
+    told.publish(stored(1, 2), stored(1, 2, 3, medium=StorageMedium.DISK))
+    told.publish(BlockRemoved([2], medium=StorageMedium.GPU))
+    told.follow_until(
+        [
+            (lambda: None, lambda: told.own(1, 2, 3) == (1, 1, 3)),
+            (lambda: told.publish(stored(2)), lambda: told.own(1, 2, 3) == (2, 2, 3)),
+            (lambda: told.publish(AllBlocksCleared()), lambda: told.own(1) == (0, 0, 0)),
+        ]
+    )
+
+
+def test_lost_batch_is_replayed(told: Told) -> None:
+    """Of those that were published, not of those that reached this subscriber."""
+    told.publish(stored(1))
+
+    def skip() -> None:
+        # The publisher's own buffer has it, as if the network had dropped it.
+        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
+        told._publisher._buffer.append((next(told._publisher._seq_gen), payload))
+        told.publish(stored(3))
+
+    told.follow_until(
+        [
+            (lambda: None, lambda: told.own(1) == (1, 1, 1)),
+            (skip, lambda: told.own(1, 2, 3) == (3, 3, 3)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_gap_without_replay_forgets_memory_alone(replays: bool) -> None:
+    told = Told(replays=replays)
+    try:
+
+        def lose() -> None:
+            told.lose()
+            told.publish(stored(4))
+
+        first = stored(1), stored(1, medium=StorageMedium.CPU), stored(1, medium=StorageMedium.DISK)
+        told.follow_until(
+            [
+                # Without a replay only what comes after the subscription is heard.
+                (lambda: None, lambda: bool(told.publish(stored(9)) or told.own(9)[0])),
+                (lambda: told.publish(*first), lambda: told.own(1) == (1, 1, 1)),
+                (lose, lambda: told.own(4) == (1, 1, 1)),
+            ]
+        )
+        assert told.own(1) == (0, 0, 1)
+    finally:
+        told.close()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "X"}]])])
+def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        apply(PageIndex(), 0, payload)
+
+
+def test_server_without_events_is_not_followed() -> None:
+    for info in ({}, {"kv_events": None}, {"kv_events": {"publisher": "null"}}):
+        assert publisher_of(info, "http://h:1", 0) is None
+    told = {"publisher": "zmq", "endpoint_host": "192.0.2.1", "endpoint_port_base": 5557}
+    found = publisher_of({"kv_events": told, "kv_events_config": "{"}, "http://h:1", 2)
+    assert found == Publisher("tcp://192.0.2.1:5559", None, "", False)

@@ -1,0 +1,80 @@
+"""Classes of requests: who may claim which, and files that say no."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.route.classes import LIMIT_HEADER, Classes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+GOOD = f"""\
+default: batch
+classes:
+  soon: {{ttft: 1.5s, priority: 10, sha256: [{DIGEST}]}}
+  batch: {{shed: false}}
+"""
+
+
+def read(tmp_path: Path, text: str) -> Classes:
+    path = tmp_path / "classes.yaml"
+    path.write_text(text)
+    return Classes(str(path))
+
+
+def test_a_key_claims_its_class_alone(tmp_path: Path) -> None:
+    classes = read(tmp_path, GOOD)
+    soon = classes.of({"authorization": "Bearer secret"})
+    assert (soon.name, soon.limit_s, soon.priority, soon.is_sheddable) == ("soon", 1.5, 10, True)
+    for given in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}):
+        assert classes.of(given).name == "batch"
+    assert not classes.of({}).is_sheddable
+
+
+def test_a_header_shortens_the_limit_only(tmp_path: Path) -> None:
+    classes = read(tmp_path, GOOD)
+    mine = {"authorization": "bearer secret"}
+    for asked, limit_s in (("500", 0.5), ("9000", 1.5), ("0", 1.5), ("soon", 1.5), ("-1", 1.5)):
+        assert classes.of({**mine, LIMIT_HEADER: asked}).limit_s == limit_s
+    assert Classes(None).of({LIMIT_HEADER: "500"}).limit_s == 0.5
+    assert Classes(None).of({}).limit_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "it cannot be read"),
+        ("a", "it has no mapping named classes"),
+        ("classes: []", "it has no mapping named classes"),
+        ("classes: {a: }", "default is None, which is none of its classes"),
+        ("default: b\nclasses: {a: }", "default is 'b', which is none of its classes"),
+        ("default: a\nclasses: {a: }\nlimit: 3", "'limit' is not known"),
+        ("default: a\nclasses: {a: 3}", "class a is 3, and no mapping"),
+        ("default: a\nclasses: {a: {ttfb: 3}}", "'ttfb' of class a is not known"),
+        ("default: a\nclasses: {a: {ttft: soon}}", "ttft of class a in soon is not a time"),
+        ("default: a\nclasses: {a: {priority: high}}", "priority 'high' of class a"),
+        ("default: a\nclasses: {a: {priority: true}}", "priority True of class a"),
+        ("default: a\nclasses: {a: {shed: 1}}", "shed 1 of class a"),
+        ("default: a\nclasses: {a: {sha256: abc}}", "sha256 of class a is no list"),
+        ("default: a\nclasses: {a: {sha256: [abc]}}", "'abc' of class a is no SHA-256 in hex"),
+        (
+            f"default: a\nclasses: {{a: {{sha256: [{DIGEST}]}}, b: {{sha256: [{DIGEST}]}}}}",
+            "is the digest of two classes",
+        ),
+    ],
+)
+def test_wrong_files_are_refused_with_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, text)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it cannot be read"):
+        Classes(str(tmp_path / "absent.yaml"))

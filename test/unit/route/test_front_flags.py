@@ -1,0 +1,68 @@
+"""What cannot work is refused with one sentence before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.route.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--servers is missing"),
+        (["--servers", ""], "--servers is empty"),
+        (["--servers", "FOLDER/absent"], "cannot be read"),
+        (["--servers", "FOLDER/bad"], "'https://a:1', which is no URL of a server"),
+        (["--servers", "redis://a"], "is neither a file nor dns://NAME:PORT"),
+        (["--servers", "FOLDER/good", "--port", "65535"], "leaves no room for the two above it"),
+        (["--servers", "FOLDER/good", "--port", "x"], "is not a whole number"),
+        (["--servers", "FOLDER/good", "--pick-timeout", "60s"], "is no time to wait for a pick"),
+        (["--servers", "FOLDER/good", "--tokenizer", "FOLDER"], "no tokenizer.json"),
+        (["--servers", "FOLDER/good", "--classes", "FOLDER/bad"], "no mapping named classes"),
+        (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/x"], "cannot be read"),
+        (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/empty"], "holds no key"),
+    ],
+)
+def test_unusable_flags_get_one_sentence(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").write_text("- https://a:1\n")
+    (tmp_path / "good").write_text("# none yet\n- http://127.0.0.1:1\n")
+    (tmp_path / "empty").write_text("\n")
+    given = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
+    assert main(["serve", *given, "--envoy", "off"]) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_taken_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("envoy")
+    (tmp_path / "servers").write_text("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--servers", str(tmp_path / "servers"), "--port", port]) == 2
+    assert "stop what listens there" in capsys.readouterr().err
+
+
+def test_front_loads_neither_torch_nor_sglang() -> None:
+    code = (
+        "import json, sys\n"
+        "import sglang_tiered.route.launcher, sglang_tiered.route.service\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not {"torch", "sglang", "transformers"} & set(json.loads(ended.stdout))

@@ -1,0 +1,211 @@
+"""One decision: by seconds where there are prices and tokens, else by tokens that wait."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.clock import Clock
+from kit.cost_records import record_of
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost
+from sglang_tiered.policy.routing import Held
+from sglang_tiered.policy.server_costs import Room, ServerCosts
+from sglang_tiered.policy.shedding import RequestClass
+from sglang_tiered.route.fleet import Fleet, Member, Source
+from sglang_tiered.route.pages import DEVICE, DISK
+from sglang_tiered.route.picker import Picked, Picker, Refused
+from sglang_tiered.route.prompt import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAGE = 64
+MODEL = CostModel(
+    page_tokens=PAGE,
+    bytes_per_token=1000,
+    prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
+)
+PLAIN = RequestClass("plain")
+
+
+class World:
+    """Servers that were heard of just now."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "servers"
+        file.write_text("")
+        self.clock = Clock(100.0)
+        self.fleet = Fleet(Source(str(file)), clock=self.clock)
+        self.picker = Picker(self.fleet, clock=self.clock, draw=lambda: 0.0)
+
+    def add(self, *, num_ranks: int = 1, is_priced: bool = True, **more: Any) -> Member:
+        number = len(self.fleet.members) + 1
+        member = Member(f"http://192.0.2.{number}:30000", f"192.0.2.{number}:30000")
+        if is_priced:
+            ranks = tuple(record_of(MODEL, **{"rank": at, **more}) for at in range(num_ranks))
+            member.costs = ServerCosts(draining=False, num_ranks=num_ranks, ranks=ranks)
+            for record in ranks:
+                member.positions[record.rank] = self.fleet.view.add(record, self.clock())
+        member.is_up, member.seen_s = True, self.clock()
+        self.fleet.members[member.address] = member
+        return member
+
+    def pick(self, prompt: Prompt, klass: RequestClass = PLAIN, **more: Any) -> Picked:
+        picked = self.picker.pick(prompt, klass, **more)
+        assert isinstance(picked, Picked), picked
+        return picked
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.fleet._context.destroy(linger=0)
+
+
+def prompt_of(num_tokens: int = 10 * PAGE) -> Prompt:
+    return Prompt(num_tokens, array("I", range(num_tokens)))
+
+
+def test_pages_that_are_held_decide(world: World) -> None:
+    servers = [world.add() for _ in range(3)]
+    prompt = prompt_of()
+    world.fleet.index.store(servers[1].positions[0], DEVICE, prompt.keys(PAGE)[:8])
+    picked = world.pick(prompt)
+    assert picked.by == "cost" and picked.targets[0] is servers[1]
+    assert picked.held == Held(device=8 * PAGE)
+    assert len(picked.targets) == 3 == len(set(picked.destination.split(",")))
+
+
+def test_a_long_queue_outweighs_pages(world: World) -> None:
+    busy, idle = world.add(queue_wait_s=9.0), world.add()
+    prompt = prompt_of()
+    world.fleet.index.store(busy.positions[0], DEVICE, prompt.keys(PAGE))
+    assert world.pick(prompt).targets[0] is idle
+
+
+def test_siblings_follow_before_any_event(world: World) -> None:
+    world.add()
+    for _ in range(2):
+        world.add(queue_wait_s=0.5)
+    long = prompt_of(100 * PAGE)
+    first = world.pick(long)
+    second = world.pick(long)
+    assert second.targets[0] is first.targets[0] and second.held.device == 100 * PAGE
+    for picked in (first, second):
+        world.picker.answered(picked, True, picked.targets[0].address)
+        world.picker.ended(picked)  # a second time
+    assert not any(world.fleet.index._soon.values())
+    assert [one.tokens_sent for one in world.fleet.members.values()] == [0, 0, 0]
+
+
+def test_requests_that_were_sent_count_before_reports(world: World) -> None:
+    for _ in range(3):
+        world.add()
+    picked = []
+    for number in range(3):
+        ids = array("I", [number] * 10 * PAGE)
+        picked.append(world.pick(Prompt(len(ids), ids)).targets[0])
+    assert len(set(picked)) == 3
+
+
+@pytest.mark.parametrize("is_priced", [True, False])
+def test_unknown_tokens_go_where_fewest_wait(world: World, is_priced: bool) -> None:
+    first, second = world.add(), world.add(is_priced=is_priced)
+    long = world.pick(Prompt(5000))
+    assert long.by == "least-tokens"
+    others = [world.pick(Prompt(100)).targets[0] for _ in range(3)]
+    assert set(others) == {first, second} - {long.targets[0]}
+    world.picker.ended(long)
+    assert world.pick(Prompt(100)).targets[0] is long.targets[0]
+
+
+def test_a_retry_goes_where_it_was_not(world: World) -> None:
+    servers = [world.add() for _ in range(3)]
+    tried = [world.pick(prompt_of(), request="a").targets[0]]
+    tried += [world.pick(prompt_of(), request="a", is_retry=True).targets[0] for _ in range(2)]
+    assert set(tried) == set(servers)
+    assert world.pick(prompt_of(), request="a", is_retry=True), "all were tried: any may be again"
+
+
+def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
+    first, second = world.add(), world.add()
+    assert world.pick(prompt_of(), subset={second.address}).targets == [second]
+    first.seen_s -= 60.0
+    assert world.pick(prompt_of()).targets == [second]
+    second.is_up = False
+    refused = world.picker.pick(prompt_of(), PLAIN)
+    assert isinstance(refused, Refused) and refused.status == 503
+
+
+def test_nvme_of_others_counts_within_a_namespace(world: World) -> None:
+    first, second = world.add(server="aa"), world.add(server="bb", queue_wait_s=9.0)
+    prompt = prompt_of()
+    world.fleet.index.store(second.positions[0], DISK, prompt.keys(PAGE))
+    assert world.pick(prompt).held.peer == 10 * PAGE
+    other = world.add(server="cc", namespace="22" * 32)
+    picked = world.pick(prompt, subset={other.address})
+    assert picked.held == Held() and first.tokens_sent == prompt.num_tokens
+
+
+def test_late_request_is_refused_unless_a_server_rests(world: World) -> None:
+    world.add(queue_wait_s=9.0)
+    soon = RequestClass("soon", limit_s=1.0)
+    refused = world.picker.pick(prompt_of(), soon)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.klass) == (429, "soon") and 8 <= refused.retry_after_s <= 10
+    assert world.pick(prompt_of(), RequestClass("kept", limit_s=1.0, is_sheddable=False))
+    world.add()
+    assert world.pick(prompt_of(100_000), soon), "a prediction may be wrong"
+
+
+def test_replica_is_named(world: World) -> None:
+    member = world.add(num_ranks=2)
+    prompt = prompt_of()
+    world.fleet.index.store(member.positions[1], DEVICE, prompt.keys(PAGE))
+    picked = world.pick(prompt)
+    assert picked.headers()["x-override-routed-dp-rank"] == "1" and picked.targets == [member]
+
+
+def test_pair_computes_and_answers(world: World) -> None:
+    prefills = [world.add(role="prefill", bootstrap_port=8998) for _ in range(2)]
+    full = world.add(role="decode", device=Room(4000, 4096))
+    decode = world.add(role="decode")
+    prompt = prompt_of()
+    world.fleet.index.store(prefills[1].positions[0], DEVICE, prompt.keys(PAGE))
+    picked = world.pick(prompt, request="a")
+    assert (picked.prefill, picked.targets) == (prefills[1], [decode])
+    told = picked.headers()
+    assert told["x-prefiller-host-port"] == prefills[1].address
+    assert told["x-override-bootstrap-host"] == "192.0.2.2"
+    assert told["x-override-bootstrap-port"] == "8998"
+    again = world.pick(prompt, request="a", is_retry=True)
+    assert (again.prefill, again.targets) == (prefills[0], [full])
+    room = "x-override-bootstrap-room"
+    assert again.headers()[room] != told[room]
+
+
+def test_slowdown_is_learnt_of_streams_alone(world: World) -> None:
+    member = world.add()
+    state = world.fleet.view.states[member.positions[0]]
+    for is_stream, is_good, served in (
+        (False, True, member.address),
+        (True, False, member.address),
+        (True, True, "192.0.2.99:1"),
+    ):
+        prompt = prompt_of()
+        prompt.is_stream = is_stream
+        picked = world.pick(prompt)
+        world.clock.now += 9.0
+        member.seen_s = world.clock()
+        world.picker.answered(picked, is_good, served)
+        assert state.slowdown == 1.0
+    prompt = prompt_of()
+    prompt.is_stream = True
+    picked = world.pick(prompt)
+    world.clock.now += 9.0
+    world.picker.answered(picked, True, member.address)
+    assert state.slowdown > 1.0

@@ -1,0 +1,113 @@
+"""Bodies become tokens as the server makes them, in time or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_tiered.demo.model import BEGIN, END, byte_tokenizer, tokenizer_config
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.route.prompt import Prompt, parse_body
+from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()))
+    return tmp_path
+
+
+def encoded(folder: Path, body: dict[str, Any]) -> list[int] | None:
+    return LocalTokenizer(folder).encode(parse_body(json.dumps(body).encode()))
+
+
+def test_chat_is_rendered_by_the_models_template(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    user, assistant = 258, 259
+    assert encoded(folder, {"messages": messages}) == [BEGIN, user, *b"hi", END, assistant]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert encoded(folder, {"messages": [{"role": "user", "content": parts}]}) == [
+        *(BEGIN, user, *b"h i", END, assistant)
+    ]
+    assert encoded(folder, {"prompt": ["hi", "ho"]}) == [*b"hi"]
+    assert encoded(folder, {"text": "hi"}) == [*b"hi"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"content": "no role"}],
+        ["no object"],
+        [{"role": "user", "content": [3]}],
+    ],
+)
+def test_what_is_not_only_text_has_no_tokens(folder: Path, messages: list[Any]) -> None:
+    assert encoded(folder, {"messages": messages}) is None
+
+
+def test_template_is_kept_in_its_sandbox(folder: Path) -> None:
+    source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    (folder / "chat_template.jinja").write_text(source)
+    assert encoded(folder, {"messages": [{"role": "user", "content": "hi"}]}) is None
+
+
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer.json that can be read"):
+        LocalTokenizer(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="no chat template that can be read"):
+        LocalTokenizer(tmp_path)
+
+
+class Asked:
+    """A server that is asked for tokens, and may hang."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs, self.asked = hangs, 0
+
+    async def __call__(self, body: dict[str, Any]) -> Sequence[int] | None:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return list(body["prompt"].encode())
+
+
+def read(asked: Asked, *bodies: bytes, budget_s: float = 5.0) -> tuple[list[Prompt], int]:
+    async def run() -> tuple[list[Prompt], int]:
+        reader = TokenReader(None, asked, budget_s)
+        try:
+            made = await asyncio.gather(*(reader.read(one, "/v1/completions") for one in bodies))
+            return list(made), reader.num_late
+        finally:
+            reader.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    return asyncio.run(run())
+
+
+def test_a_server_says_what_a_text_is() -> None:
+    asked = Asked()
+    (prompt, ids, garbage, empty), num_late = read(
+        asked, b'{"prompt": "hi"}', b'{"prompt": [1, 2]}', b"\xff" * 40, b""
+    )
+    assert prompt.ids is not None and list(prompt.ids) == [*b"hi"]
+    assert ids.ids is not None and list(ids.ids) == [1, 2]
+    assert (garbage.ids, garbage.num_tokens, empty.num_tokens) == (None, 10, 1)
+    assert (asked.asked, num_late) == (1, 0)
+
+
+def test_hanging_server_holds_no_request_up() -> None:
+    body = json.dumps({"prompt": "x" * 4000}).encode()
+    prompts, num_late = read(Asked(hangs=True), *[body] * 40, budget_s=0.05)
+    assert all(one.ids is None and one.num_tokens > 1000 for one in prompts)
+    assert num_late == 40
