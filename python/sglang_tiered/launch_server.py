@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import json
 import os
 import shlex
 import sys
 import textwrap
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_tiered.config import format_bytes
@@ -24,7 +25,7 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.launch import start
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a server until it stops. Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        resolved = _resolve(arguments)
+        with _collecting_nothing():
+            resolved = _resolve(arguments)
         for note in resolved.notes:
             print(f"sglang-tiered: {note}", file=sys.stderr)
         with ExitStack() as held:
@@ -50,6 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TieredError as error:
         print(f"sglang-tiered: {error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """While SGLang is imported, of which nothing becomes garbage: looking for some takes two
+    seconds. Later collections pass it by; one in a fork would copy all that it shares."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _resolve(arguments: list[str]) -> Resolved:
@@ -130,16 +144,17 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         start.remove_other_shards(config)
         run_server(server_args)
         return
-    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
-    from sglang.srt.runtime_context import num_dp_ranks_of
+    with _collecting_nothing():
+        from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
+        from sglang.srt.runtime_context import num_dp_ranks_of
 
-    from sglang_tiered.integration.admin.cost_board import CostBoard
-    from sglang_tiered.integration.admin.costs import num_local_ranks
-    from sglang_tiered.integration.admin.http_api import add_routes
-    from sglang_tiered.integration.admin.page import add_page
-    from sglang_tiered.integration.cpu import processes
+        from sglang_tiered.integration.admin.cost_board import CostBoard
+        from sglang_tiered.integration.admin.costs import num_local_ranks
+        from sglang_tiered.integration.admin.http_api import add_routes
+        from sglang_tiered.integration.admin.page import add_page
+        from sglang_tiered.integration.cpu import processes
 
-    resolved = start.check(server_args, config)
+        resolved = start.check(server_args, config)
 
     def announce() -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)

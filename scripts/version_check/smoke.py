@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "Outcome", "outcome_of", "run"]
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "units": ("test/unit/integration", "test/unit/test_launch_server.py"),
+    "units": ("test/unit/integration",),
     "live": (
         "test/integration/test_tiers.py",
         "test/integration/test_demo.py::test_every_tier_is_reached_and_survives_kill",

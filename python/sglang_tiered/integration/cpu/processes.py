@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -43,7 +42,6 @@ def around_start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     # A spawn would start the launcher's, which its processes share; each fork would have its own.
     resource_tracker.ensure_running()
-    gc.freeze()  # a collection in a fork would walk all that it shares, and so copy it
     multiprocessing.set_start_method("fork", force=True)
     try:
         return original(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import os
 import pathlib
@@ -56,6 +57,7 @@ def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     code = launch_server.main([*ANY, "--tier-dir", str(path)])
     error = capsys.readouterr().err
     assert code == 2
+    assert gc.isenabled(), "what it collects no garbage for is its imports"
     (line,) = [line for line in error.splitlines() if line.startswith("sglang-tiered:")]
     return line
 
