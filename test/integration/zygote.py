@@ -10,6 +10,7 @@ line each way, over the zygote's standard input and output.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -209,7 +210,9 @@ def main() -> int:
     # place of the environment that a process starts with.
     setproctitle.setproctitle("zygote")
     before = dict(os.environ)
+    gc.disable()  # nothing of what is imported is garbage
     _import_sglang()
+    gc.freeze()  # a collection in a fork would walk all that it shares, and so copy it
     set_by_imports = dict(os.environ.items() - before.items())
     for line in requests:
         request = json.loads(line)
@@ -218,6 +221,7 @@ def main() -> int:
         else:
             answer = os.fork()
             if answer == 0:
+                gc.enable()
                 requests.close()
                 answers.close()
                 _become_program(request, set_by_imports)
