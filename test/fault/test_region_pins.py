@@ -15,9 +15,10 @@ from simulation.ledger import TIMEOUT_S, Ledger, keys
 from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
 from kit.waiting import drained
-from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import is_pin_name
+from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.pinning import pins
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 
@@ -70,6 +71,45 @@ def expect_kept(engine: RegionEngine, where: str) -> None:
     assert engine.stats().health is Health.RUNNING, where
     assert Ledger().load(engine, KEPT) == [Reason.OK] * 9, where
     assert drained(engine, TIMEOUT_S)
+
+
+def test_many_pins_cost_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups wait while a start, an erasure or an expiry goes through the pins."""
+    num_passes = 0
+    find = PageIndex.find
+
+    def counted(self: PageIndex, words: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return find(self, words)
+
+    device, clock = SimulatedDevice(), Clock(100.0)
+    options: Any = {"wall_clock": clock, "capacity_bytes": 200 * REGION}
+    wanted = keys(range(300))
+    with running(tmp_path, device, **options) as engine:
+        for start in range(0, 300, 3):
+            Ledger().store(engine, wanted[start : start + 3])
+        for number, each in enumerate(wanted):
+            made = engine.pin(f"{number}", [each], until_s=200.0 if number < 100 else None)
+            assert not isinstance(made, PinRefusal)
+        assert is_true(made, TIMEOUT_S)
+        monkeypatch.setattr(PageIndex, "find", counted)
+        clock.now = 201.0
+        assert len(engine.pins()) == 200
+        num_passes = 0
+        assert is_true(engine.erase(Erasure.of(wanted[100:200])), TIMEOUT_S)
+        clock.now = 300.0
+        assert is_true(engine.unpin("none"), TIMEOUT_S)
+        assert num_passes < 20, "one for each pin"
+        assert len(engine.pins()) == 100
+    num_passes = 0
+    with running(
+        tmp_path, device.restart(), wall_clock=clock, capacity_bytes=200 * REGION
+    ) as engine:
+        assert is_true(engine.erase(Erasure(tenant=NO_TENANT)), TIMEOUT_S)
+        assert num_passes < 20, "one for each pin"
+        assert not engine.pins()
+        engine.check_integrity()
 
 
 def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path) -> None:

@@ -149,8 +149,7 @@ class RegionEngine(WriteTier):
         self._log = log = OnceLog(logger)
         report = self._open(device, region_bytes, num_readers)
         state.bytes_written = report.bytes_written
-        for pin in report.pins:
-            state.adopt(pin)
+        state.adopt(report.pins)
         self._first_sequence = report.next_sequence
         self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
         device = self._device
@@ -442,7 +441,7 @@ class RegionEngine(WriteTier):
         with state.lock:
             if state.closed:
                 return ended(False)
-            self._order_pins(self._expire())
+            self._order_pins(state.expire())
             refusal = state.pin(pin)
             if refusal is not None:
                 return refusal
@@ -463,7 +462,7 @@ class RegionEngine(WriteTier):
         state = self._state
         with state.lock:
             if not state.closed:
-                self._order_pins(self._expire())
+                self._order_pins(state.expire())
             names = state.pins.of_tenant(None)
         infos = []
         for name in names:
@@ -494,11 +493,6 @@ class RegionEngine(WriteTier):
     def pin_bound_bytes(self) -> int:
         """Return what all pinned pages may take together."""
         return self._state.pins.bound_bytes
-
-    def _expire(self) -> list[str]:
-        expired = self._state.pins.expired()
-        self._state.unpin(expired)
-        return expired
 
     def _order_pins(self, names: list[str]) -> list[Future[bool]]:
         """Have the files of these pins settled; the caller holds the lock."""

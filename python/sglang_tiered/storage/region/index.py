@@ -352,15 +352,17 @@ class PageIndex:
         rows = rows[rows >= 0]
         return self.padded_bytes(rows[self._marks.of(rows)])
 
-    def pin(self, words: npt.NDArray[np.uint64], max_bytes: int) -> int:
-        """Pin those of these pages that are held, as far as ``max_bytes`` reach; returns how many
+    def pin(self, words: npt.NDArray[np.uint64], max_bytes: int) -> list[int]:
+        """Pin those of these pages that are held, as far as ``max_bytes`` reach; returns which
         are left out. Every key once."""
-        rows = self.find(words)
-        rows = rows[rows >= 0]
-        rows = rows[~self._marks.of(rows)]
+        found = self.find(words)
+        places = np.flatnonzero(found >= 0)
+        places = places[~self._marks.of(found[places])]
+        rows = found[places]
         fits = np.cumsum(self._padded(rows)) <= max_bytes
         self._mark(rows[fits], pinned=True)
-        return int((~fits).sum())
+        left_out: list[int] = places[~fits].tolist()
+        return left_out
 
     def unpin(self, words: npt.NDArray[np.uint64]) -> None:
         """Unpin those of these pages that are pinned. Every key once."""

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreState"]
 
+_MAX_EXPIRED = 1024  # pins, under the lock
+_KEYS_AT_ONCE = 4096
 _ERASED = -1  # the generation of stores whose tenant was erased meanwhile
 
 
@@ -198,38 +200,50 @@ class StoreState:
             why = f"pins would note {notes_bytes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
         if why:
             return PinRefusal(asked, pinned, bound, why)
-        self.index.unpin(key_words(book.remove(pin.name)))
-        self.adopt(pin)
-        self._pin_left_out()
+        self.unpin([pin.name], adopt=[pin])
         return None
 
-    def adopt(self, pin: Pin) -> None:
-        """Keep the pages of a pin that are held, as far as the bound allows."""
-        self.pins.add(pin)
-        self._pin_pages(pin.keys)
+    def adopt(self, pins: Sequence[Pin]) -> None:
+        """Keep the pages of new pins that are held, as far as the bound allows."""
+        for pin in pins:
+            self.pins.add(pin)
+        self._pin_pages(list(dict.fromkeys(key for pin in pins for key in pin.keys)))
 
-    def unpin(self, names: Sequence[str]) -> None:
-        """Let go of what no other pin wants."""
-        for name in names:
-            self.index.unpin(key_words(self.pins.remove(name)))
+    def unpin(self, names: Sequence[str], adopt: Sequence[Pin] = ()) -> None:
+        """Let go of what no other pin wants, and have others in the place of these."""
+        freed = [key for name in names for key in self.pins.remove(name)]
+        self.adopt(adopt)
+        self.index.unpin(key_words(list(set(freed).difference(self.pins.wanted(freed)))))
         self._pin_left_out()
+
+    def expire(self) -> list[str]:
+        """Let go of pins whose time is over, not too many at once; returns their names."""
+        expired = self.pins.expired()[:_MAX_EXPIRED]
+        if expired:
+            self.unpin(expired)
+        return expired
 
     def _pin_left_out(self) -> None:
         """Pin what was wanted and found no room, as far as there is some now."""
-        if self.pins.left_out:
-            self.pins.left_out = False
-            for pin in self.pins:
-                self._pin_pages(pin.keys)
+        left_out = self.pins.left_out
+        for _ in range(-(-len(left_out) // _KEYS_AT_ONCE)):
+            some = list(itertools.islice(left_out, _KEYS_AT_ONCE))
+            for key in some:
+                del left_out[key]
+            if self._pin_pages(self.pins.wanted(some)):
+                return
 
     def unpin_pages(self, keys: Sequence[bytes]) -> list[str]:
         """Take pages out of all pins; returns the names of the pins that changed."""
         changed = self.pins.with_any(keys)
         gone = set(keys)
-        self.unpin([pin.name for pin in changed])
-        for pin in changed:
-            left = tuple(key for key in pin.keys if key not in gone)
-            if left:
-                self.adopt(replace(pin, keys=left, data=b""))  # which may tell what was there
+        rest = [
+            # Without its data, which may tell what was there.
+            replace(pin, keys=left, data=b"")
+            for pin in changed
+            if (left := tuple(key for key in pin.keys if key not in gone))
+        ]
+        self.unpin([pin.name for pin in changed], adopt=rest)
         return [pin.name for pin in changed]
 
     def pinned(self, name: str) -> PinInfo | None:
@@ -241,10 +255,12 @@ class StoreState:
         nbytes = self.index.padded_bytes(rows)
         return PinInfo(name, pin.tenant, len(rows), nbytes, pin.until_s, pin.data)
 
-    def _pin_pages(self, keys: Sequence[bytes]) -> None:
+    def _pin_pages(self, keys: Sequence[bytes]) -> bool:
+        """Pin those of these pages that are held; true where the bound has no room for all."""
         room = self.pins.bound_bytes - self.index.pinned_bytes
-        if self.index.pin(key_words(keys), room):
-            self.pins.left_out = True
+        left_out = self.index.pin(key_words(keys), room) if keys else []
+        self.pins.left_out.update((keys[position], None) for position in left_out)
+        return bool(left_out)
 
     # ---- Stores ----
 

@@ -118,8 +118,7 @@ class StoreWorker:
         """Make the files of pins say what their book says, without those whose time is over."""
         state = self._state
         with state.lock:
-            expired = tuple(state.pins.expired())
-            state.unpin(expired)
+            expired = tuple(state.expire())
             orders = list(state.pin_orders)
             state.pin_orders.clear()
         try:
