@@ -47,15 +47,14 @@ from sglang_tiered.storage.region.format import (
 )
 from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
-from sglang_tiered.storage.region.load_worker import LoadWorker
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pending import PinOrder
+from sglang_tiered.storage.region.pending import PinOrder, plan_spans
 from sglang_tiered.storage.region.pinning.pin_files import PinFiles
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
-from sglang_tiered.storage.region.pinning.rescue import Rescuer
-from sglang_tiered.storage.region.reader import RegionReader, plan_spans
+from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
+from sglang_tiered.storage.region.relocation import Relocator
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import ExtentWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
@@ -155,15 +154,16 @@ class RegionEngine(WriteTier):
         device = self._device
         self.notes = Notes(device)
         self._reader = reader = RegionReader(device, health)
-        self._reclaimer = reclaimer = Reclaimer(
-            directory, log, device, health, state, reader, capacity_bytes, io_timeout_s, clock
-        )
         barrier = Barrier(device, health)
+        relocator = Relocator(device, health, barrier, state, reader)
+        self._reclaimer = reclaimer = Reclaimer(
+            directory, log, device, health, state, relocator, capacity_bytes, io_timeout_s, clock
+        )
         writer = RegionWriter(
             device,
             health,
             reclaimer,
-            Rescuer(device, health, barrier, state, reader),
+            relocator,
             state,
             region_bytes,
             report.next_sequence,
@@ -179,7 +179,9 @@ class RegionEngine(WriteTier):
         sync_worker = SyncWorker(
             directory, state, health, log, device, barrier, reclaimer, sync_interval_s
         )
-        load_worker = LoadWorker(directory, state, health, log, reader, reclaimer, check_lock)
+        load_worker = LoadWorker(
+            directory, state, health, log, reader, reclaimer.dispose, check_lock
+        )
         self._threads = [
             _thread("tier-writer", store_worker.run),
             _thread("tier-syncer", sync_worker.run),

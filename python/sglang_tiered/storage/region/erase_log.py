@@ -22,7 +22,6 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.format import (
@@ -451,25 +450,21 @@ class EraseLog:
         """Append a record; whatever that fails by, the whole file is written anew, now or with the
         next. After a failed sync, none behind it tells what of the file is there."""
         try:
-            if not self._append(new):
-                self._rewrite()
-        except OSError as error:
-            failure: OSError | None = error
             try:
-                if error.errno not in FULL_ERRNOS or self._reclaimer.evict_one():
-                    self._rewrite()
-                    failure = None
-            except OSError as again:
-                failure = again
-            if failure is not None:
-                self._log.report(
-                    "erase",
-                    "%s cannot be written (%s): what was erased is hidden, but a restart may "
-                    "bring it back; erase it again",
-                    self._directory / ERASED_NAME,
-                    failure,
-                )
-                return False
+                is_there = self._append(new)
+            except OSError:
+                is_there = False
+            if not is_there:
+                self._reclaimer.with_room(self._rewrite)
+        except OSError as error:
+            self._log.report(
+                "erase",
+                "%s cannot be written (%s): what was erased is hidden, but a restart may bring it "
+                "back; erase it again",
+                self._directory / ERASED_NAME,
+                error,
+            )
+            return False
         self._log.settle("erase")
         with self._state.lock:
             self._state.erased_ids.update(new.ids)

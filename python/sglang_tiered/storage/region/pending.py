@@ -1,16 +1,25 @@
-"""What is under way in a region store: orders to its threads, stores and loads cut into parts."""
+"""What is under way in a region store: orders to its threads, stores and loads cut into parts, and
+what of an extent is written where."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    pack_extent_header,
+    padded,
+    page_checksum,
+)
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure, Job, Page
     from sglang_tiered.storage.region.format import Extent
-    from sglang_tiered.storage.region.reader import Wanted
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
@@ -22,7 +31,16 @@ __all__ = [
     "Piece",
     "PinOrder",
     "StoreTicket",
+    "Wanted",
+    "hashed_writes",
+    "is_one_write",
+    "packed_header",
+    "plan_spans",
 ]
+
+_CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
+_SPAN_BYTES = 1 << 20  # one read: large enough for bandwidth, small enough to spread a run
+_ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 
 
 @dataclass(eq=False, slots=True)
@@ -76,11 +94,14 @@ class ExtentWrite:
     ordinal: int
     parts: list[Part]
     pages: list[Page]
-    pieces: list[Piece] = field(default_factory=list)  # empty once it is let go
+    pieces: list[Piece] = field(init=False)  # empty once it is let go
     num_left: int = 0  # pieces that are not done
     done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
     num_tries: int = 0
+
+    def __post_init__(self) -> None:
+        self.pieces = _pieces_of(self)
 
 
 class Piece(NamedTuple):
@@ -89,6 +110,19 @@ class Piece(NamedTuple):
     write: ExtentWrite
     start: int  # row in ``extent.pages``
     stop: int
+
+
+class Wanted(NamedTuple):
+    """One page to load: its place in the run, where it lies, what it must hash to, and where it
+    goes."""
+
+    position: int
+    key: bytes
+    region: Region
+    offset: int  # within the region
+    length: int  # bytes, without padding
+    checksum: int
+    page: Page
 
 
 @dataclass(eq=False, slots=True)
@@ -121,3 +155,78 @@ class PinOrder(NamedTuple):
 
     names: tuple[str, ...]
     durable: Future[bool]
+
+
+def _pieces_of(write: ExtentWrite) -> list[Piece]:
+    """Cut an extent's pages into pieces. Pure."""
+    pieces: list[Piece] = []
+    start = nbytes = 0
+    for row, length in enumerate(write.extent.pages["length"].tolist()):
+        nbytes += padded(length)
+        if nbytes >= _CHUNK_BYTES or row + 1 == len(write.pages):
+            pieces.append(Piece(write, start, row + 1))
+            start, nbytes = row + 1, 0
+    return pieces
+
+
+def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
+    """Enter the checksums of a piece's pages into its extent, then yield what is to be written:
+    whole blocks, where they go in the region; with the header where that is all."""
+    extent = piece.write.extent
+    rows = slice(piece.start, piece.stop)
+    keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]
+    extent.pages["checksum"][rows] = [
+        page_checksum(extent.namespace, key, page) for key, page in zip(keys, pages, strict=True)
+    ]
+    segments: list[memoryview] = []
+    for page, length in zip(pages, extent.pages["length"][rows].tolist(), strict=True):
+        segments.extend(segment for segment in page if segment.nbytes)
+        if padded(length) > length:
+            segments.append(_ZEROS[: padded(length) - length])
+    offset = int(extent.page_offsets()[piece.start])
+    batch: list[memoryview] = []
+    nbytes = 0
+    if is_one_write(piece.write):
+        offset, batch = extent.offset, [packed_header(piece.write)]
+    for segment in segments:
+        position = 0
+        while position < segment.nbytes:
+            part = segment[position : position + _CHUNK_BYTES - nbytes]
+            batch.append(part)
+            nbytes += part.nbytes
+            position += part.nbytes
+            if nbytes == _CHUNK_BYTES:
+                yield offset, batch
+                offset, batch, nbytes = offset + nbytes, [], 0
+    if batch:
+        yield offset, batch
+
+
+def is_one_write(write: ExtentWrite) -> bool:
+    """Return whether an extent's header goes with its pages, as it is short."""
+    return write.extent.end - write.extent.offset <= _CHUNK_BYTES
+
+
+def packed_header(write: ExtentWrite) -> memoryview:
+    """Return the header of an extent whose pages are hashed."""
+    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
+    header = aligned_buffer(len(packed))
+    header[:] = packed
+    return header
+
+
+def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Group pages that follow each other on disk into single reads. Pure."""
+    spans: list[list[Wanted]] = []
+    region: Region | None = None
+    end = nbytes = 0
+    for item in wanted:
+        size = padded(item.length)
+        if item.region is region and item.offset == end and nbytes + size <= _SPAN_BYTES:
+            spans[-1].append(item)
+            nbytes += size
+        else:
+            spans.append([item])
+            region, nbytes = item.region, size
+        end = item.offset + size
+    return spans

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from sglang_tiered.storage.backoff import Backoff
-from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
-from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import padded
-from sglang_tiered.storage.region.reader import Wanted, plan_spans
+from sglang_tiered.storage.base import Health, Job, JobKind, Run
+from sglang_tiered.storage.filesystem import FULL_ERRNOS
+from sglang_tiered.storage.region.relocation import pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
+    from sglang_tiered.storage.region.relocation import Relocator
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
@@ -34,6 +33,7 @@ __all__ = [
     "choose_victim",
 ]
 
+_T = TypeVar("_T")
 # Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.
 REINSERTION_SHARE = 1 / 10
 # What victims without hot pages leave over is saved for later ones, up to this share of a region,
@@ -134,7 +134,7 @@ class Reclaimer:
         device: Device,
         health: HealthMonitor,
         state: StoreState,
-        reader: RegionReader,
+        relocator: Relocator,
         capacity_bytes: int,
         pin_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -144,7 +144,7 @@ class Reclaimer:
         self._device = device
         self._health = health
         self._state = state
-        self._reader = reader
+        self._relocator = relocator
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
         self._clock = clock
@@ -267,6 +267,16 @@ class Reclaimer:
                 return gone
         return False
 
+    def with_room(self, write: Callable[[], _T]) -> _T:
+        """Write a small file, once more with the room of a region where there is none for it.
+        Raises ``OSError``."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS or not self.evict_one():
+                raise
+            return write()
+
     def own_victim(self, tenant: bytes) -> Region | None:
         """Return a region that can make room within a tenant's share at its own cost; None when
         it has no region that could go."""
@@ -329,40 +339,22 @@ class Reclaimer:
             if besides is not None:
                 live = index.live_rows(victim.slot)
                 foreign = [tenant != besides for tenant in index.tenants_of(live)]
-                rows = index.in_order(np.union1d(rows, live[foreign]))
+                rows = np.union1d(rows, live[foreign])
             rows = index.in_order(np.union1d(rows, index.pinned_rows(victim.slot)))
-            if not rows.size:
-                return []
-            keys, places, tenants = index.keys(rows), index.places(rows), index.tenants_of(rows)
+            pages = pages_of(index, rows, victim)
             namespace, generation = state.namespace, state.generation
-        memory = aligned_buffer(sum(padded(length) for length in places.lengths))
-        wanted = []
-        start = 0
-        for i, (key, offset, length, checksum) in enumerate(
-            zip(keys, places.offsets, places.lengths, places.checksums, strict=True)
-        ):
-            page = (memory[start : start + length],)
-            start += padded(length)
-            wanted.append(Wanted(i, key, victim, offset, length, checksum, page))
-        good: list[Wanted] = []
-        for span in plan_spans(wanted):
-            reasons, error = self._reader.read(namespace, span)
-            good += [w for w, r in zip(span, reasons, strict=True) if r is Reason.OK]
-            if error is not None:
-                with state.lock:
-                    if Reason.IO_ERROR in reasons:
-                        state.hide(span[reasons.index(Reason.IO_ERROR)], Reason.IO_ERROR)
-                    if state.holds_unread(victim) or self._pinned_in(victim):
-                        return None
-                break
-        by_tenant: dict[bytes, list[Wanted]] = {}
-        for item in good:
-            by_tenant.setdefault(tenants[item.position], []).append(item)
-        runs = [
-            Run(tuple(item.key for item in items), tuple(item.page for item in items), tenant)
-            for tenant, items in by_tenant.items()
-        ]
-        return [_Saved(Job(JobKind.STORE, run), namespace, generation) for run in runs]
+        saved = []
+        try:
+            for tenant, wanted in pages.items():
+                good = self._relocator.read(namespace, wanted)
+                if good:
+                    run = Run(tuple(w.key for w in good), tuple(w.page for w in good), tenant)
+                    saved.append(_Saved(Job(JobKind.STORE, run), namespace, generation))
+        except OSError:
+            if self.has_pinned(victim):
+                return None
+        with state.lock:
+            return None if state.holds_unread(victim) else saved
 
     def remove(self, region: Region) -> bool:
         """Evict a region as it is; false when its file or its readers keep its space."""

@@ -26,10 +26,10 @@ from sglang_tiered.storage.region.pending import (
     Piece,
     PinOrder,
     StoreTicket,
+    Wanted,
 )
 from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_NOTES_BYTES, MAX_PINS, PinBook
 from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
-from sglang_tiered.storage.region.reader import Wanted
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:

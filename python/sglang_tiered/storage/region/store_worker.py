@@ -11,13 +11,14 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
-from sglang_tiered.storage.region.pending import EraseOrder, StoreTicket
-from sglang_tiered.storage.region.writer import (
+from sglang_tiered.storage.region.pending import (
+    EraseOrder,
+    StoreTicket,
     hashed_writes,
     is_one_write,
     packed_header,
-    padded_bytes,
 )
+from sglang_tiered.storage.region.writer import padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -29,42 +29,33 @@ from sglang_tiered.storage.region.format import (
     Trailer,
     extent_header_bytes,
     fits_region,
-    pack_extent_header,
     pack_footer,
     pack_region_header,
     pack_trailer,
     padded,
-    page_checksum,
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.pending import ExtentWrite, Part, Piece, StoreTicket
+from sglang_tiered.storage.region.pending import ExtentWrite, Part, StoreTicket
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
-    from sglang_tiered.storage.region.pinning.rescue import Rescuer
     from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.relocation import Relocator
     from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
     "MAX_EXTENT_BYTES",
     "RegionWriter",
-    "hashed_writes",
-    "is_one_write",
-    "packed_header",
     "padded_bytes",
     "write_footer",
 ]
 
 MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
-_CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _MAX_WRITE_FAILURES = 3
-_ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 
 
 def write_footer(device: Device, region: Region, contents: Contents) -> int:
@@ -87,7 +78,7 @@ class RegionWriter:
         device: Device,
         health: HealthMonitor,
         reclaimer: Reclaimer,
-        rescuer: Rescuer,
+        relocator: Relocator,
         state: StoreState,
         region_bytes: int,
         next_sequence: int,
@@ -96,7 +87,7 @@ class RegionWriter:
         self._device = device
         self._health = health
         self._reclaimer = reclaimer
-        self._rescuer = rescuer
+        self._relocator = relocator
         self._state = state
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
@@ -142,7 +133,7 @@ class RegionWriter:
     def _copy_pinned(self, victim: Region, region: Region) -> bool:
         """Copy the pinned pages of a region as far as they fit; true when none is left there."""
         try:
-            self._rescuer.copy(victim, region)
+            self._relocator.copy(victim, region)
         except OSError:
             self.roll()
             raise
@@ -208,7 +199,6 @@ class RegionWriter:
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
         write = ExtentWrite(region, extent, len(region.extents), parts, pages)
-        write.pieces = _pieces(write)
         with self._state.lock:
             region.extents.append(extent)
             region.tail = extent.end
@@ -344,61 +334,3 @@ def padded_bytes(page: Page) -> int:
 def _alike(one: StoreTicket, other: StoreTicket) -> bool:
     """Return whether an extent may hold pages of both."""
     return (one.namespace, one.tenant) == (other.namespace, other.tenant)
-
-
-def _pieces(write: ExtentWrite) -> list[Piece]:
-    """Cut an extent's pages into pieces. Pure."""
-    pieces: list[Piece] = []
-    start = nbytes = 0
-    for row, length in enumerate(write.extent.pages["length"].tolist()):
-        nbytes += padded(length)
-        if nbytes >= _CHUNK_BYTES or row + 1 == len(write.pages):
-            pieces.append(Piece(write, start, row + 1))
-            start, nbytes = row + 1, 0
-    return pieces
-
-
-def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
-    """Enter the checksums of a piece's pages into its extent, then yield what is to be written:
-    whole blocks, where they go in the region; with the header where that is all."""
-    extent = piece.write.extent
-    rows = slice(piece.start, piece.stop)
-    keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]
-    extent.pages["checksum"][rows] = [
-        page_checksum(extent.namespace, key, page) for key, page in zip(keys, pages, strict=True)
-    ]
-    segments: list[memoryview] = []
-    for page, length in zip(pages, extent.pages["length"][rows].tolist(), strict=True):
-        segments.extend(segment for segment in page if segment.nbytes)
-        if padded(length) > length:
-            segments.append(_ZEROS[: padded(length) - length])
-    offset = int(extent.page_offsets()[piece.start])
-    batch: list[memoryview] = []
-    nbytes = 0
-    if is_one_write(piece.write):
-        offset, batch = extent.offset, [packed_header(piece.write)]
-    for segment in segments:
-        position = 0
-        while position < segment.nbytes:
-            part = segment[position : position + _CHUNK_BYTES - nbytes]
-            batch.append(part)
-            nbytes += part.nbytes
-            position += part.nbytes
-            if nbytes == _CHUNK_BYTES:
-                yield offset, batch
-                offset, batch, nbytes = offset + nbytes, [], 0
-    if batch:
-        yield offset, batch
-
-
-def is_one_write(write: ExtentWrite) -> bool:
-    """Return whether an extent's header goes with its pages, as it is short."""
-    return write.extent.end - write.extent.offset <= _CHUNK_BYTES
-
-
-def packed_header(write: ExtentWrite) -> memoryview:
-    """Return the header of an extent whose pages are hashed."""
-    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
-    header = aligned_buffer(len(packed))
-    header[:] = packed
-    return header

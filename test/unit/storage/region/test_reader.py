@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_tiered.storage.region.reader import Wanted, plan_spans
+from sglang_tiered.storage.region.pending import Wanted, plan_spans
 from sglang_tiered.storage.region.regions import Region
 
 FIRST = Region(0, -1, 1 << 30, b"n" * 16)

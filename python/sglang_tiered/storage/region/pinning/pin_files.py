@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.region.pinning.pins import file_of, pack
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class PinFiles:
         removed = False
         for name in self._unsettled:
             try:
-                removed = self._settle_with_room(name) or removed
+                settle = functools.partial(self._settle, name)
+                removed = self._reclaimer.with_room(settle) or removed
             except OSError as error:
                 failed.add(name)
                 failure = error
@@ -76,14 +77,6 @@ class PinFiles:
                 failure,
             )
         return self._unsettled.isdisjoint(names)
-
-    def _settle_with_room(self, name: str) -> bool:
-        try:
-            return self._settle(name)
-        except OSError as error:
-            if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
-                raise
-            return self._settle(name)
 
     def _settle(self, name: str) -> bool:
         """Returns whether the directory must be synced: its file was removed, now or before."""
