@@ -1,6 +1,6 @@
-"""The object tier beside plain ``obstore``: ranged reads, uploads, requests and CPU time.
+"""The object tier beside plain ``obstore``: reads, uploads, requests and CPU time.
 
-Both sides take turns in one process, with the same byte ranges, the same objects and as many
+Both sides take turns in one process, with the same objects and as many
 requests under way. Then a server resumes conversations of 4,000 tokens that another one opened. No
 figure is printed when what came back differs from what was stored.
 ``README.md`` in this folder says what each figure means.
@@ -39,7 +39,7 @@ from storage_bench.figures import DifferentBytesError, Report, quotients, size_n
 if TYPE_CHECKING:
     from object_bench.places import Place
 
-PAGE_SIZES = (256 << 10, 1 << 20)
+PAGE_SIZES = (256 << 10, 1 << 20, 8 << 20)
 
 
 def measure_place(place: Place, num_bytes: int, num_rounds: int, report: Report) -> None:
@@ -67,7 +67,7 @@ def _measure_reads(
     engine, plain = open_engine(url), Plain(store)
     try:
         engine_store(engine, source, None)
-        spans = object_spans(url, store)
+        spans = object_spans(store)
         for number in range(num_rounds + 1):
             ours, theirs, copied = sides.values() if number else (None, None, None)
             turns = [

@@ -207,9 +207,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ), "bytes", 4),
     ),
     "What does the bucket do, and cost?": (
-        Panel("Requests to the bucket", "What is charged for, retries included; `get` follows returning conversations, `put` what is computed, `list` the number of servers. Many retries: the bucket throttles or fails.", (
+        Panel("Requests to the bucket", "What is charged for, without the library's retries; `get` follows returning conversations, `put` what is computed (a page each), `list` the number of servers. `refused`: kinds that the bucket refuses now.", (
             ("sum by (kind) (rate(tiered:object_requests_total[]))", "{{kind}}"),
-            ("sum (rate(tiered:object_retries_total[]))", "retries"),
+            ("sum by (kind) (tiered:object_refused)", "{{kind}} refused", "none"),
         ), "reqps"),
         Panel("Traffic of the bucket", "Written stays below `--tier-object-writes-per-day`; what of it was demoted from NVMe.", (
             ('sum (rate(tiered:written_bytes_total{tier="object"}[]))', "written"),
@@ -222,10 +222,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ("sum (rate(tiered:demotion_gone_pages_total[]))", "left NVMe too early/s"),
             ("sum (tiered:demotion_backlog_pages)", "backlog", "none"),
         )),
-        Panel("Pages of the bucket", "Made durable, read, and no longer found there: too old, or beyond the cap.", (
+        Panel("Pages of the bucket", "Made durable, read, and no longer found there: too old, or beyond the cap. On the right the bytes of one rank's pages, as last listed.", (
             ('sum (rate(tiered:stored_pages_total{tier="object"}[]))', "stored/s"),
             ('sum (rate(tiered:loaded_pages_total{tier="object"}[]))', "loaded/s"),
             ('sum (rate(tiered:evicted_pages_total{tier="object"}[]))', "gone/s"),
+            ("max (tiered:object_listed_bytes)", "listed", "bytes"),
         ), width=12),
         Panel("Up", "Pages of the bucket and of other servers that are now kept on NVMe, those it had no time or room for, and those that another tier could not serve.", (
             ("sum by (tier) (rate(tiered:promoted_pages_total[]))", "{{tier}} promoted/s"),

@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import obstore
 
 from sglang_tiered.storage.base import KEY_BYTES, Reason, Run
-from sglang_tiered.storage.object.client import open_client
-from sglang_tiered.storage.object.engine import ObjectEngine
-from sglang_tiered.storage.object.format import TAIL_BYTES, manifest_bytes, unpack_manifest
-from sglang_tiered.storage.object.index import HeldObject, Place
-from sglang_tiered.storage.object.loading import plan_spans
-from sglang_tiered.storage.object.names import Layout
-from sglang_tiered.storage.object.settings import ObjectSettings
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket.names import Layout, parse_page
 from storage_bench.figures import DifferentBytesError
 
 if TYPE_CHECKING:
@@ -33,9 +28,7 @@ __all__ = ["NAMESPACE", "Samples", "Span", "make_run", "object_spans", "open_eng
 
 NAMESPACE = b"\x11" * 32
 NUM_CONNECTIONS = 8
-OBJECT_BYTES = 32 << 20
 TIMEOUT_S = 120.0
-_PART_BYTES = 16 << 20
 
 
 @dataclass
@@ -59,17 +52,15 @@ class Span(NamedTuple):
     pages: list[tuple[bytes, int]]  # key, and offset within the span
 
 
-def open_engine(url: str) -> ObjectEngine:
-    settings = ObjectSettings(
+def open_engine(url: str) -> BucketEngine:
+    settings = BucketSettings(
         url=url,
-        object_bytes=OBJECT_BYTES,
-        linger_s=60.0,
         refresh_s=600.0,
         num_connections=NUM_CONNECTIONS,
         request_timeout_s=60.0,
         staging_bytes=1 << 30,
     )
-    engine = ObjectEngine(settings, namespace=NAMESPACE)
+    engine = BucketEngine(settings, namespace=NAMESPACE)
     if not engine.refresh(TIMEOUT_S):
         raise RuntimeError(f"{url} cannot be used: {engine.stats().health_reason}")
     return engine
@@ -87,7 +78,7 @@ def make_run(seed: int, page_bytes: int, num_bytes: int) -> Run:
 # -- the engine ---------------------------------------------------------------------------------
 
 
-def engine_store(engine: ObjectEngine, run: Run, samples: Samples | None) -> None:
+def engine_store(engine: BucketEngine, run: Run, samples: Samples | None) -> None:
     """From the first call until everything is durable and announced."""
     before = sum(engine.object_stats().requests.values())
     begun, cpu = time.perf_counter(), time.process_time()
@@ -101,7 +92,7 @@ def engine_store(engine: ObjectEngine, run: Run, samples: Samples | None) -> Non
         samples.add(seconds, cpu, requests)
 
 
-def engine_load(engine: ObjectEngine, source: Run, target: Run, samples: Samples | None) -> None:
+def engine_load(engine: BucketEngine, source: Run, target: Run, samples: Samples | None) -> None:
     before = sum(engine.object_stats().requests.values())
     begun, cpu = time.perf_counter(), time.process_time()
     job = engine.submit_load(target)
@@ -115,47 +106,27 @@ def engine_load(engine: ObjectEngine, source: Run, target: Run, samples: Samples
         samples.add(seconds, cpu, sum(engine.object_stats().requests.values()) - before)
 
 
-def object_spans(url: str, store: ObjectStore) -> list[Span]:
-    """The byte ranges that the engine reads for all pages there are: by its own plan."""
-    layout = Layout(NAMESPACE)
-    places: list[Place] = []
-    keys: list[bytes] = []
-    for chunk in store.list(layout.manifests):
+def object_spans(store: ObjectStore) -> list[Span]:
+    """What the engine reads: every page, by its name."""
+    spans = []
+    for chunk in store.list(Layout(NAMESPACE).pages):
         for entry in chunk:
-            manifest = unpack_manifest(bytes(store.get(entry["path"]).bytes()))
-            assert manifest is not None
-            held = HeldObject(str(manifest.object_id), 0, manifest.tenant, 0, 0)
-            for row in manifest.pages:
-                places.append(Place(len(keys), held, int(row["offset"]), int(row["stored"]), 0))
-                keys.append(bytes(row["key"]))
-    spans = plan_spans(
-        places,
-        gap_bytes=0,
-        max_span_bytes=open_client(ObjectSettings(url=url)).max_span_bytes,
-        num_connections=NUM_CONNECTIONS,
-    )
-    return [
-        Span(
-            layout.object(group[0].held.name),
-            start,
-            end,
-            [(keys[place.position], place.offset - start) for place in group],
-        )
-        for start, end, group in spans
-    ]
+            name = parse_page(entry["path"])
+            assert name is not None
+            spans.append(Span(entry["path"], 0, entry["size"], [(name.key, 0)]))
+    return spans
 
 
 # -- plain obstore ------------------------------------------------------------------------------
 
 
 class Plain:
-    """Gets and puts from as many threads as the engine has, and nothing else: no verification and
-    no manifest."""
+    """Gets and puts from as many threads as the engine has, and nothing else: no verification."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._readers = ThreadPoolExecutor(NUM_CONNECTIONS)
-        self._writers = ThreadPoolExecutor(max(NUM_CONNECTIONS // 4, 1))
+        self._writers = ThreadPoolExecutor(max(NUM_CONNECTIONS // 2, 1))
 
     def load(
         self, spans: list[Span], num_bytes: int, target: Run | None, samples: Samples | None
@@ -180,24 +151,18 @@ class Plain:
         return len(data)
 
     def store(self, run: Run, directory: Path | None, samples: Samples | None) -> None:
-        """The same objects without manifests; in a directory synced, as the engine's are."""
-        pages = OBJECT_BYTES // run.pages[0][0].nbytes
-        groups = [run.pages[i : i + pages] for i in range(0, run.num_pages, pages)]
+        """The same objects; in a directory synced, as the engine's are."""
+        roots = [directory] * run.num_pages
         begun, cpu = time.perf_counter(), time.process_time()
-        list(self._writers.map(self._put, range(len(groups)), groups, [directory] * len(groups)))
+        list(self._writers.map(self._put, range(run.num_pages), run.pages, roots))
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
         if samples is not None:
-            # As the engine counts: over HTTP the parts of an object, begin and complete.
-            per_object = 1 if directory is not None else -(-OBJECT_BYTES // _PART_BYTES) + 2
-            samples.add(seconds, cpu, per_object * len(groups))
+            samples.add(seconds, cpu, run.num_pages)
 
-    def _put(
-        self, number: int, pages: tuple[tuple[memoryview, ...], ...], root: Path | None
-    ) -> None:
-        # The pages lie side by side in memory: this copy is what any user of obstore pays as well.
-        data = b"".join(page[0] for page in pages) + bytes(manifest_bytes(len(pages)) + TAIL_BYTES)
+    def _put(self, number: int, page: Page, root: Path | None) -> None:
         path = f"plain/{number}"
-        obstore.put(self._store, path, data, chunk_size=_PART_BYTES)
+        # A copy, which any user of obstore pays: it may read on after a timeout.
+        obstore.put(self._store, path, b"".join(page), use_multipart=False)
         if root is not None:
             for place in (root / path, (root / path).parent):
                 fd = os.open(place, os.O_RDONLY)

@@ -250,7 +250,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--tier-object-requests-per-day",
             count("N"),
-            "Requests that write (put, delete) it may make in any 24 hours.",
+            "Pages it may put there in any 24 hours, a request each.",
             default="no limit",
         ),
     ] = None

@@ -18,8 +18,8 @@ from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run
-from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
-from sglang_tiered.storage.object.failures import Failure, RequestError
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pinning.pins import PinRefusal
@@ -316,14 +316,12 @@ class Servers:
             region_bytes=4 * REGION,
             num_readers=2,
         )
-        settings = ObjectSettings(
+        settings = BucketSettings(
             url=(self._directory / "bucket").as_uri(),
-            object_bytes=1 << 16,
             staging_bytes=1 << 22,
-            linger_s=0.01,
             num_connections=2,
         )
-        bucket = ObjectEngine(
+        bucket = BucketEngine(
             settings, namespace=NAMESPACE, wall_clock=lambda: time.time() - behind_s
         )
         stack = TierStack(nvme, [bucket])
@@ -392,11 +390,11 @@ def test_a_refused_tombstone_stops_no_discovery(
     servers: Servers, what: Erasure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = servers.open("one"), servers.open("other")
-    client: Any = one.bucket._client  # type: ignore[union-attr]
+    client: Any = one.bucket._requests  # type: ignore[union-attr]
     put = client.put
 
     def refuse(path: str, data: bytes) -> None:
-        if "/purges/" in path:
+        if "/erased/" in path:
             raise RequestError(Failure.DENIED, "no")
         put(path, data)
 
@@ -423,7 +421,6 @@ def test_an_erasure_outlives_a_change_of_namespace(servers: Servers, what: Erasu
         assert other.bucket is not None
         other.bucket.set_namespace(namespace)
         look(other)
-    assert other.bucket is not None
     state: Any = other.bucket._state  # type: ignore[attr-defined]
-    bound = state.bounds.of(what.tenant) if what.keys is None else state.forgotten.of(GONE[0])
-    assert bound > 0, "an object of before counts again"
+    with state.lock:
+        assert state.erased.kills(NAMESPACE, A, GONE[0], 0), "a page of before counts again"

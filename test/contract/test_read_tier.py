@@ -29,9 +29,9 @@ from sglang_tiered.storage.base import (
     Tier,
     WriteTier,
 )
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.memory import MemoryEngine
-from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
@@ -80,11 +80,9 @@ def region_engine(directory: Path, *, direct: bool | None = None) -> RegionEngin
     )
 
 
-def object_engine(url: str) -> ObjectEngine:
-    settings = ObjectSettings(
-        url=url, linger_s=0.0, capacity_bytes=CAPACITY, object_bytes=1 << 20, num_connections=2
-    )
-    return ObjectEngine(settings, namespace=NAMESPACE)
+def object_engine(url: str) -> BucketEngine:
+    settings = BucketSettings(url=url, capacity_bytes=CAPACITY, num_connections=2)
+    return BucketEngine(settings, namespace=NAMESPACE)
 
 
 def open_place(name: str, directory: Path, redis: RedisServer | None, opened: ExitStack) -> Place:

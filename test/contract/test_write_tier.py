@@ -25,8 +25,8 @@ from sglang_tiered.storage.base import (
     Stop,
     WriteTier,
 )
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
-from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -56,16 +56,14 @@ def make_region_engine(directory: Path, *, direct: bool | None) -> RegionEngine:
     )
 
 
-def make_object_engine(url: str) -> ObjectEngine:
-    settings = ObjectSettings(
+def make_object_engine(url: str) -> BucketEngine:
+    settings = BucketSettings(
         url=url,
-        object_bytes=256 * 1024,
         staging_bytes=QUEUE,
-        linger_s=0.0,
         capacity_bytes=CAPACITY,
         num_connections=2,
     )
-    return ObjectEngine(settings, namespace=NAMESPACE)
+    return BucketEngine(settings, namespace=NAMESPACE)
 
 
 ENGINES = [
@@ -321,14 +319,14 @@ def damage(engine: WriteTier, directory: Path, data: bytes) -> None:
             if page.data == data:
                 page.data[0] ^= 1
         return
-    if isinstance(inner, ObjectEngine):
-        client, folder = inner._client, inner._state.layout.objects
+    if isinstance(inner, BucketEngine):
+        client, folder = inner._requests, inner._state.layout.pages
         for listed in [entry for chunk in client.listing(folder) for entry in chunk]:
-            stored = bytearray(client.get(listed.path))
+            stored = bytearray(client.get(listed.path, listed.size))
             position = stored.find(data)
             if position >= 0:
                 stored[position] ^= 1
-                client.put(listed.path, stored)
+                client.put(listed.path, bytes(stored))
         return
     for file in directory.glob("*.kv"):
         position = file.read_bytes().find(data)

@@ -22,8 +22,8 @@ from sglang_tiered.storage.base import (
     TenantUsage,
     WriteTier,
 )
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
-from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -64,16 +64,14 @@ def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
         elif request.param == "faulty-without-faults":
             engine = FaultyEngine(MemoryEngine(CAPACITY, max_tenant_bytes=max_tenant_bytes))
         elif request.param == "object":
-            settings = ObjectSettings(
+            settings = BucketSettings(
                 url=f"memory://{tmp_path}",
-                object_bytes=256 * 1024,
                 staging_bytes=64 << 20,
-                linger_s=0.0,
                 capacity_bytes=CAPACITY,
                 max_tenant_bytes=max_tenant_bytes,
                 num_connections=2,
             )
-            engine = ObjectEngine(settings, namespace=b"\x11" * 32)
+            engine = BucketEngine(settings, namespace=b"\x11" * 32)
         else:
             directory = tmp_path / "store"
             directory.mkdir(mode=0o700)

@@ -23,7 +23,7 @@ from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
-from sglang_tiered.storage.object.stats import ObjectStats
+from sglang_tiered.storage.bucket.stats import BucketStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]
@@ -91,18 +91,19 @@ BELOW = ObjectTierStats(
         health_reason="the bucket answers 503",
         reasons={(JobKind.STORE, Reason.OK): 16},
     ),
-    bucket=ObjectStats(
+    bucket=BucketStats(
         requests={"get": 19},
-        num_retries=20,
         bytes_in=0,
         bytes_out=0,
-        breaker="running",
-        breaker_reason="",
         num_breaker_opened=0,
-        num_objects=0,
-        num_objects_stored=0,
-        object_bytes=0,
-        staged_bytes=0,
+        num_passes=0,
+        num_full_listings=0,
+        last_pass_s=0.0,
+        num_pages_vanished=0,
+        trouble="",
+        refused={"put": 0, "delete": 0},
+        listed_bytes=20,
+        last_error="",
     ),
     moved=StackStats(
         num_promoted=1,

@@ -6,8 +6,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.object import ObjectEngine
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -42,8 +40,6 @@ def finished(job: Job) -> list[Reason]:
 def drained(tier: ReadTier, timeout_s: float) -> bool:
     """Wait until no job of a tier is under way; false when the time ran out."""
     deadline = time.monotonic() + timeout_s
-    if isinstance(tier, ObjectEngine) and timeout_s:
-        tier.flush(timeout_s)  # what is being filled lingers
     while True:
         stats: Any = tier.stats()
         if not stats.num_inflight_jobs:

@@ -262,7 +262,7 @@ class Job:
 class Erasure:
     """What to erase: the pages of these ``keys`` (of none, if there are none), or all of a
     ``tenant``, or with neither all there is. Other servers come to know it by its ``id``, and apply
-    it once: 16 random bytes, or the name of its tombstone in a bucket.
+    it once: 16 random bytes.
 
     ``spread``: tell the servers that share a remote tier. False for what one of them told.
     """

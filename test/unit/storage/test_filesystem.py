@@ -13,8 +13,8 @@ import pytest
 
 from kit.waiting import finished
 from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.bucket.directory import Directory
 from sglang_tiered.storage.filesystem import filesystem_type
-from sglang_tiered.storage.object.directory import Directory
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
@@ -73,15 +73,13 @@ def test_a_tier_directory_is_prepared_without_syncs(tmp_path: Path, refused: int
 def test_a_bucket_directory_works_without_syncs(
     tmp_path: Path, refused: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
     directory = Directory(tmp_path)
     for name in ("one", "two"):
-        (tmp_path / "a" / "b" / name).write_bytes(b"x")
         if refused == errno.EIO:
             with pytest.raises(OSError, match="Input/output"):
-                directory.sync(f"a/b/{name}")
+                directory.write(f"a/b/{name}", b"x")
         else:
-            directory.sync(f"a/b/{name}")
+            directory.write(f"a/b/{name}", b"x")
     assert caplog.text.count("cannot make names durable") == (refused != errno.EIO)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import EngineStats
-    from sglang_tiered.storage.object.stats import ObjectStats
+    from sglang_tiered.storage.bucket.stats import BucketStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = [
@@ -68,7 +68,7 @@ class ObjectTierStats:
     """Says what this process did with the object tier, and what its index says is there."""
 
     engine: EngineStats
-    bucket: ObjectStats
+    bucket: BucketStats
     moved: StackStats
     reads: TierReads
 
@@ -124,10 +124,12 @@ class ProcessStats:
         return _build()
 
     def health_reasons(self) -> dict[str, str]:
-        """Return why tiers are not running: one clause each, by the tier's name."""
+        """Return why tiers are not running, or a bucket refuses changes: one clause each, by the
+        tier's name."""
         found = {"nvme": self.nvme.health_reason}
         if self.object is not None:
-            found["object"] = self.object.engine.health_reason
+            below = self.object
+            found["object"] = below.engine.health_reason or below.bucket.trouble
         if self.peer is not None:
             found["peer"] = self.peer.tier.health_reason
         return {name: reason for name, reason in found.items() if reason}

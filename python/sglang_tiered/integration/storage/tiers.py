@@ -22,7 +22,7 @@ from sglang_tiered.config import (
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.identity.namespace_search import recall_namespace
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
-from sglang_tiered.storage.object.settings import OBJECT_BYTES, ObjectSettings
+from sglang_tiered.storage.bucket.settings import BucketSettings
 from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.engine import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 from sglang_tiered.storage.region.format import min_region_bytes
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.storage.bucket_collector import BucketCollector
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Erasure, RemoteTier, Tier
-    from sglang_tiered.storage.object import ObjectEngine
+    from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = [
     "OpenTiers",
@@ -53,12 +52,13 @@ __all__ = [
     "rank_settings",
 ]
 
-_OBJECTS_PER_CAP = 8  # at least
-
 logger = logging.getLogger(__name__)
 
 QUEUED_PAGES = 2 * STORAGE_BATCH_SIZE
 """The queue holds what SGLang stores in one call and as much of others, however large a page."""
+
+SMALL_PAGE_BYTES = 1 << 20
+"""Smaller pages cost many requests to a bucket."""
 
 PROMOTED_PAGES = 8
 """So many pages from remote tiers may wait in memory for NVMe, however large one is."""
@@ -66,23 +66,17 @@ PROMOTED_PAGES = 8
 
 @dataclass(slots=True)
 class OpenTiers:
-    """Holds the stack, and what keeps its bucket in bounds."""
+    """Holds the stack, and its bucket."""
 
     stack: TierStack
-    bucket: ObjectEngine | None = None
-    settings: ObjectSettings | None = None
-    collector: BucketCollector | None = None
+    bucket: BucketEngine | None = None
 
     def collect(self) -> None:
         """Keep the bucket in bounds from now on: the namespace is known."""
-        if self.bucket is not None and self.settings is not None:
-            from sglang_tiered.integration.storage.bucket_collector import BucketCollector
-
-            self.collector = BucketCollector(self.settings, self.bucket.namespace)
+        if self.bucket is not None:
+            self.bucket.start_collecting()
 
     def close(self) -> None:
-        if self.collector is not None:
-            self.collector.close()
         self.stack.close()
 
 
@@ -186,6 +180,14 @@ def open_remote_tiers(
     miss until they answer. ``rank`` is this process's among those of the server,
     ``page_bytes`` the largest page of any pool. ``on_told`` erases what another server did."""
     bucket = _open_object_tier(config, namespace, host_pool)
+    if bucket is not None and rank == 0 and page_bytes < SMALL_PAGE_BYTES:
+        logger.info(
+            "each page of %s is a request to the bucket, %d for a GiB; --page-size %d makes it %s",
+            format_bytes(page_bytes),
+            (1 << 30) // page_bytes,
+            host_pool.page_size * -(-SMALL_PAGE_BYTES // page_bytes),
+            format_bytes(page_bytes * -(-SMALL_PAGE_BYTES // page_bytes)),
+        )
     remote: list[RemoteTier] = []
     if config.index is not None:
         assert on_told is not None
@@ -197,24 +199,24 @@ def open_remote_tiers(
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
     stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote)
     stack.on_told = on_told
-    return OpenTiers(stack, bucket, object_settings(config))
+    return OpenTiers(stack, bucket)
 
 
 def _open_object_tier(
     config: TieredConfig, namespace: bytes, host_pool: Any
-) -> ObjectEngine | None:
+) -> BucketEngine | None:
     settings = object_settings(config)
     if settings is None or config.object is None:
         return None
     # Imported late: without an object tier its libraries are not needed.
     from sglang_tiered.codecs import NO_CODEC, make_codec
     from sglang_tiered.integration.storage.page_layout import page_layout
-    from sglang_tiered.storage.object import ObjectEngine
+    from sglang_tiered.storage.bucket import BucketEngine
 
     codec = None
     if settings.codec != NO_CODEC:
         codec = make_codec(settings.codec, page_layout(host_pool))
-    engine = ObjectEngine(settings, namespace=namespace, page_codec=codec)
+    engine = BucketEngine(settings, namespace=namespace, page_codec=codec)
     logger.info(
         "object tier open at %s: namespace %s", config.object.shown_url, namespace.hex()[:16]
     )
@@ -249,23 +251,20 @@ def lossy_codec(config: TieredConfig) -> str | None:
     return config.object.codec
 
 
-def object_settings(config: TieredConfig) -> ObjectSettings | None:
+def object_settings(config: TieredConfig) -> BucketSettings | None:
     """Return the settings of one rank: its own namespace in the bucket, its share of all limits."""
     return None if config.object is None else rank_settings(config.object, config.num_ranks)
 
 
-def rank_settings(config: ObjectConfig, num_ranks: int) -> ObjectSettings:
+def rank_settings(config: ObjectConfig, num_ranks: int) -> BucketSettings:
     """Return the share of one rank in the bucket and in all limits."""
 
     def share(value: int | None) -> int | None:
         return None if value is None else max(1, value // num_ranks)
 
-    capacity_bytes = max(1, config.capacity_bytes // num_ranks)
-    return ObjectSettings(
+    return BucketSettings(
         url=config.url,
-        # The cap goes by whole objects: one that holds few of them would keep next to nothing.
-        object_bytes=max(1, min(OBJECT_BYTES, capacity_bytes // _OBJECTS_PER_CAP)),
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=max(1, config.capacity_bytes // num_ranks),
         ttl_s=config.ttl_s,
         writes_per_day=share(config.writes_per_day),
         requests_per_day=share(config.requests_per_day),

@@ -392,7 +392,7 @@ class TierStack(WriteTier):
 
 class AppliedErasures:
     """Erases here, once, what other servers erased through a bucket: every start reads all
-    tombstones that are left. ``erase`` erases on this server; it may be asked again for what is not
+    records that are left. ``erase`` erases on this server; it may be asked again for what is not
     known to be durable. ``told`` is called on one thread, and waits for the disk."""
 
     def __init__(self, nvme: RegionEngine, erase: Callable[[Erasure], Future[bool]]) -> None:

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.object.client import open_client
-from sglang_tiered.storage.object.failures import Failure, RequestError
-from sglang_tiered.storage.object.names import ROOT, namespace_of
-from sglang_tiered.storage.object.settings import ObjectSettings
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.names import ERASED, OLD_ROOTS, ROOT, namespace_of
+from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.settings import BucketSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from sglang_tiered.storage.object.client import ObjectClient
-
 
 __all__ = ["BucketTarget", "open_bucket", "refuse_flags", "requests_end"]
 
@@ -28,7 +25,7 @@ _WAY_OUT = "pass the URL of a server's object tier"
 @dataclass(frozen=True)
 class BucketTarget:
     url: str
-    client: ObjectClient
+    requests: Requests
     namespaces: list[bytes]
     notes: list[str] = field(default_factory=list)
 
@@ -42,18 +39,21 @@ def open_bucket(url: str) -> BucketTarget:
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     if parts.scheme == "memory":
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
-    client = open_client(ObjectSettings(url=url))
+    requests = Requests(BucketSettings(url=url))
     namespaces, notes = [], []
     with requests_end(url):
-        for folder in client.folders(ROOT):
+        for folder in requests.folders(ROOT):
             namespace = namespace_of(folder)
-            if namespace is None:
-                notes.append(f"{folder!a} does not belong to the store and is left alone")
-            else:
+            if namespace is not None:
                 namespaces.append(namespace)
-    if not namespaces:
+            elif folder.rstrip("/") != ERASED:
+                notes.append(f"{folder!a} does not belong to the store and is left alone")
+        is_old = any(requests.folders(root) for root in OLD_ROOTS)
+    if not namespaces and not is_old:
         raise StoreError(f"{url} holds nothing of an object tier; {_WAY_OUT}")
-    return BucketTarget(url, client, sorted(namespaces), notes)
+    if is_old:
+        notes.append("an earlier version wrote objects there, which nothing reads; gc removes them")
+    return BucketTarget(url, requests, sorted(namespaces), notes)
 
 
 @contextlib.contextmanager

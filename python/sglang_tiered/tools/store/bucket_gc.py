@@ -1,5 +1,5 @@
-"""``gc`` of a URL: one run of the collector over every namespace. Plans only, unless told to
-delete."""
+"""``gc`` of a URL: one run of the collector over every namespace, and what earlier formats left.
+Plans only, unless told to delete."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import msgspec
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.flags import parse_bytes, parse_duration
-from sglang_tiered.storage.object.collector import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import (
+    Collector,
+    CollectorReport,
+    CollectorSettings,
+    old_objects,
+)
+from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.tools.store.bucket import open_bucket, refuse_flags, requests_end
-from sglang_tiered.tools.store.report import MAX_LISTED, age_text
+from sglang_tiered.tools.store.report import MAX_LISTED
 from sglang_tiered.tools.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
 
-    from sglang_tiered.storage.object.collector import CollectorReport
+    from sglang_tiered.storage.bucket.requests import Requests
 
 __all__ = ["run"]
-
-_BUDGET = 100_000
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,17 +38,20 @@ def run(arguments: argparse.Namespace) -> int:
         else parse_bytes("--max-bytes", arguments.max_bytes, otherwise="leave it out for no cap"),
     )
     target = open_bucket(arguments.place)
+    # It is no server: its marker must not make a namespace look used. So by this machine's clock.
+    collector = Collector(target.requests, settings, clock=time.time)
     reports: dict[str, CollectorReport] = {}
     with requests_end(target.url):
+        old = old_objects(target.requests, delete=arguments.delete)
+        # Of the namespaces the one that was used last stays, however long ago that is.
+        used = {name: _last_used(target.requests, name) for name in target.namespaces}
         for name in target.namespaces:
-            collector = Collector(
-                target.client,
+            reports[name.hex()] = collector.run_once(
                 name,
-                settings,
-                # Asking the store for its time would write to it.
-                clock=None if arguments.delete else time.time,
+                delete=arguments.delete,
+                is_server=False,
+                old_namespaces=name == max(used, key=lambda each: used[each]),
             )
-            reports[name.hex()] = collector.run_once(_BUDGET, delete=arguments.delete)
     report = {
         "url": target.url,
         "deleted": arguments.delete,
@@ -52,34 +59,36 @@ def run(arguments: argparse.Namespace) -> int:
         "namespaces": [
             {"namespace": name, **msgspec.to_builtins(found)} for name, found in reports.items()
         ],
+        "old_format": msgspec.to_builtins(old),
         "notes": target.notes,
     }
     if arguments.json:
         write_json(report)
     else:
-        _show(report, settings)
+        _show(report)
     return 0
 
 
-def _show(report: dict[str, Any], settings: CollectorSettings) -> None:
+def _last_used(requests: Requests, namespace: bytes) -> float:
+    return requests.modified(Layout(namespace).collected) or 0.0
+
+
+def _show(report: dict[str, Any]) -> None:
     print_lines([f"{report['url']}: object tier", ""])
-    for entry in report["namespaces"]:
-        print_lines(
-            [
-                f"{entry['namespace'][:16]}: {entry['num_objects']:,} objects, "
-                f"{format_bytes(entry['object_bytes'])}; {entry['num_buried']:,} wait for their "
-                f"removal, {entry['num_orphans']:,} have no manifest"
-            ]
-        )
-        removals = entry["removals"]
-        if not removals:
-            continue
+    print_lines(
+        f"{entry['namespace'][:16]}: {entry['num_pages']:,} pages, "
+        f"{format_bytes(entry['page_bytes'])}"
+        for entry in report["namespaces"]
+    )
+    of_namespaces = [each for entry in report["namespaces"] for each in entry["removals"]]
+    removals = [*of_namespaces, *report["old_format"]]
+    if removals:
         print_table(
             ["what", "path", "why", "bytes"],
             [
                 [
                     removal["kind"],
-                    removal["path"].rpartition("/")[2],
+                    removal["path"].rpartition("/")[2][:48],
                     removal["reason"],
                     format_bytes(removal["nbytes"]),
                 ]
@@ -87,26 +96,16 @@ def _show(report: dict[str, Any], settings: CollectorSettings) -> None:
             ],
             left=3,
         )
-        if len(removals) > MAX_LISTED:
-            print_lines([f"and {len(removals) - MAX_LISTED:,} more; --json lists all"])
+    if len(removals) > MAX_LISTED:
+        print_lines([f"and {len(removals) - MAX_LISTED:,} more; --json lists all"])
     print_lines([""])
     print_lines(f"note: {text}" for text in report["notes"])
     if not all(entry["is_complete"] for entry in report["namespaces"]):
         print_lines(["note: there is more than one run removes; run it again"])
-    removals = [removal for entry in report["namespaces"] for removal in entry["removals"]]
     nbytes = format_bytes(sum(removal["nbytes"] for removal in removals))
     if not removals:
         print_lines(["nothing to give back"])
     elif not report["deleted"]:
         print_lines([f"{len(removals):,} could go, {nbytes}; nothing was deleted (--delete does)"])
     else:
-        freed = sum(entry["removed_bytes"] for entry in report["namespaces"])
-        done = sum(entry["num_removed"] for entry in report["namespaces"])
-        buried = sum(entry["num_buried"] for entry in report["namespaces"])
-        line = f"deleted {done:,}, {format_bytes(freed)} given back"
-        if buried:
-            line += (
-                f"; {buried:,} are no longer found and go in {age_text(settings.grace_s)}, with "
-                "the next gc"
-            )
-        print_lines([line])
+        print_lines([f"deleted {len(removals):,}, {nbytes} given back"])

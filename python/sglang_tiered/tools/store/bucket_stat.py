@@ -6,14 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.storage.object.format import (
-    PAGE_DTYPE,
-    TAIL_BYTES,
-    manifest_bytes,
-    num_forgotten,
-)
-from sglang_tiered.storage.object.listings import IdFilter
-from sglang_tiered.storage.object.names import Layout, parse_path
+from sglang_tiered.storage.bucket.erased import Erased, read_records
+from sglang_tiered.storage.bucket.names import Layout, parse_page
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.bucket import open_bucket, requests_end
@@ -25,33 +19,27 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from sglang_tiered.storage.object.client import ObjectClient
+    from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.region.notes import PageSize
 
 __all__ = ["run"]
 
-_SUMMED = (
-    "objects",
-    "unannounced_objects",
-    "pages",
-    "payload_bytes",
-    "object_bytes",
-    "manifest_bytes",
-    "purges",
-    "forgotten_pages",
-    "pins",
-    "waiting_for_removal",
-    "foreign",
-)
+_SUMMED = ("pages", "page_bytes", "stored_bytes", "erased_pages", "pins", "foreign")
 
 
 def run(arguments: argparse.Namespace) -> int:
     sizes = {} if arguments.tier_dir is None else _noted_sizes(arguments.tier_dir)
     target = open_bucket(arguments.place)
     with requests_end(target.url):
-        namespaces = [_collect(target.client, Layout(name)) for name in target.namespaces]
+        records = read_records(target.requests, 0, (), set())
+        erased = Erased()
+        for record in records:
+            if record.what is not None:
+                erased.add(record)
+        namespaces = [_collect(target.requests, Layout(name), erased) for name in target.namespaces]
     for entry in namespaces:
-        entry["tokens"] = _num_tokens(entry, sizes.get(bytes.fromhex(entry["namespace"])))
+        size = sizes.get(bytes.fromhex(entry["namespace"]))
+        entry["tokens"] = _num_tokens(entry, size)
     report = {
         "url": target.url,
         "namespaces": namespaces,
@@ -60,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
             "oldest_age_s": max(_ages(namespaces, "oldest_age_s"), default=None),
             "newest_age_s": min(_ages(namespaces, "newest_age_s"), default=None),
         },
-        "requests": target.client.requests,
+        "erasures": len(records),
+        "requests": target.requests.requests,
         "notes": target.notes,
     }
     if arguments.json:
@@ -80,9 +69,9 @@ def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
 
 
 def _num_tokens(entry: dict[str, Any], size: PageSize | None) -> int | None:
-    """Return the tokens of a namespace; None where nobody noted its pages, where they are stored
-    encoded, or where some are of other pools, which a listing does not tell apart."""
-    if size is None or entry["payload_bytes"] != entry["pages"] * size.nbytes:
+    """Return the tokens of a namespace; None where nobody noted its pages, or where some are of
+    other pools, which a listing does not tell apart."""
+    if size is None or entry["page_bytes"] != entry["pages"] * size.nbytes:
         return None
     return int(entry["pages"]) * size.num_tokens // size.num_pools
 
@@ -91,71 +80,49 @@ def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in namespaces if entry[key] is not None]
 
 
-def _collect(client: ObjectClient, layout: Layout) -> dict[str, Any]:
-    """Derive pages and payload from the lengths of manifests, which the listing tells."""
+def _collect(requests: Requests, layout: Layout, erased: Erased) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-    times: list[float] = []
-    announced = IdFilter()
-    tags = set()
-    for chunk in client.listing(layout.manifests):
-        for entry in chunk:
-            object_id = parse_path(entry.path)
-            if object_id is None:
+    oldest, newest, tenants = float("inf"), 0.0, set()
+    for chunk in requests.listing(layout.pages):
+        for path, nbytes, modified, _ in chunk:
+            name = parse_page(path)
+            if name is None:
                 found["foreign"] += 1
                 continue
-            announced.add(str(object_id))
-            tags.add(object_id.tenant_tag)
-            found["manifest_bytes"] += entry.size
-            found["pages"] += max(entry.size - manifest_bytes(0), 0) // PAGE_DTYPE.itemsize
-        if chunk:
-            changed = [entry.modified for entry in chunk]
-            times = [min([*times, *changed]), max([*times, *changed])]
-    for chunk in client.listing(layout.objects):
-        for entry in chunk:
-            object_id = parse_path(entry.path)
-            if object_id is None:
-                found["foreign"] += 1
-                continue
-            found["objects"] += 1
-            found["object_bytes"] += entry.size
-            found["unannounced_objects"] += str(object_id) not in announced
-            if str(object_id) in announced:
-                found["payload_bytes"] += entry.size - TAIL_BYTES
-    # Every announced object ends with a copy of its manifest.
-    found["payload_bytes"] = max(found["payload_bytes"] - found["manifest_bytes"], 0)
-    for chunk in client.listing(layout.purges):
-        found["purges"] += len(chunk)
-        found["forgotten_pages"] += sum(num_forgotten(entry.size) for entry in chunk)
-    found["pins"] = sum(len(chunk) for chunk in client.listing(layout.pins))
-    graves = client.listing(f"{layout.folder}/graves")
-    found["waiting_for_removal"] = sum(len(chunk) for chunk in graves)
+            found["pages"] += 1
+            found["page_bytes"] += name.length
+            found["stored_bytes"] += nbytes
+            found["erased_pages"] += erased.kills(
+                layout.namespace, name.tenant, name.key, name.stamp
+            )
+            tenants.add(name.tenant)
+            oldest, newest = min(oldest, modified), max(newest, modified)
+    found["pins"] = sum(len(chunk) for chunk in requests.listing(layout.pins))
     now = time.time()
     return {
         "namespace": layout.namespace.hex(),
         **found,
-        "tenants": len(tags - {0}),
-        "oldest_age_s": max(now - times[0], 0.0) if times else None,
-        "newest_age_s": max(now - times[1], 0.0) if times else None,
+        "tenants": sum(any(tenant) for tenant in tenants),
+        "oldest_age_s": max(now - oldest, 0.0) if tenants else None,
+        "newest_age_s": max(now - newest, 0.0) if tenants else None,
     }
 
 
 def _show(report: dict[str, Any]) -> None:
     print_lines([f"{report['url']}: object tier", ""])
-    entries = list(report["namespaces"])
+    total, entries = report["total"], list(report["namespaces"])
     shown = entries[:MAX_LISTED]
     if len(entries) != 1:
-        shown.append({"namespace": "total", "tenants": None, "tokens": None, **report["total"]})
-    ends = ("payload", "in the store", "tenants", "oldest", "newest")
+        shown.append({"namespace": "total", "tenants": None, "tokens": None, **total})
     print_table(
-        ["namespace", "objects", "pages", "tokens", *ends],
+        ["namespace", "pages", "tokens", "payload", "in the store", "tenants", "oldest", "newest"],
         [
             [
                 entry["namespace"][:16],
-                f"{entry['objects']:,}",
                 f"{entry['pages']:,}",
                 number_text(entry["tokens"]),
-                format_bytes(entry["payload_bytes"]),
-                format_bytes(entry["object_bytes"] + entry["manifest_bytes"]),
+                format_bytes(entry["page_bytes"]),
+                format_bytes(entry["stored_bytes"]),
                 number_text(entry["tenants"]),
                 age_text(entry["oldest_age_s"]),
                 age_text(entry["newest_age_s"]),
@@ -163,21 +130,14 @@ def _show(report: dict[str, Any]) -> None:
             for entry in shown
         ],
     )
-    total = report["total"]
-    lines = []
-    if total["unannounced_objects"]:
-        lines.append(
-            f"note: {total['unannounced_objects']:,} objects have no manifest: being uploaded, "
-            "waiting for their removal, or left by a writer that died"
-        )
-    if total["foreign"]:
-        lines.append(
-            f"note: {total['foreign']:,} names do not belong to the store and are left alone"
-        )
-    if total["pins"]:
-        lines.append(f"note: {total['pins']:,} pins keep what they name from the cap and its age")
-    if total["forgotten_pages"]:
-        lines.append(f"note: {total['forgotten_pages']:,} pages are forgotten, and hidden if left")
-    requests = sum(report["requests"].values())
-    lines.append(f"note: this took {requests:,} requests")
-    print_lines(["", *lines, *(f"note: {text}" for text in report["notes"])])
+    lines = {
+        "names do not belong to the store and are left alone": total["foreign"],
+        "pins keep what they name from the cap and its age": total["pins"],
+        "erasures are remembered": report["erasures"],
+        "pages are erased: no server finds them, and the next collector removes them": total[
+            "erased_pages"
+        ],
+    }
+    print_lines(["", *(f"note: {number:,} {text}" for text, number in lines.items() if number)])
+    print_lines(f"note: {text}" for text in report["notes"])
+    print_lines([f"note: this took {sum(report['requests'].values()):,} requests"])

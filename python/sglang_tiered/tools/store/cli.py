@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
-from sglang_tiered.storage.object.names import ROOT, namespace_of
+from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser"]
 
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
 _GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
@@ -55,8 +57,8 @@ stored them noted how many a page holds; the ranks of one server hold the same o
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
 
-Of a URL: objects, pages, bytes and age by namespace, from listings alone; tokens with
---tier-dir, of pages that are stored as they are and of one pool.
+Of a URL: pages, bytes and age by namespace, from listings alone; tokens with
+--tier-dir, of pages that are of one pool.
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
@@ -67,7 +69,7 @@ What a server is writing at the moment, or a crash cut short, is a note, not dam
 so is a checkpoint that does not verify, which only speeds up the next start. A
 server never serves a damaged page: it is a miss, and computed again.
 
-Of a URL: every manifest, and every page of every object. This reads all there is,
+Of a URL: every page against the checksum in its name. This reads all there is,
 which a bucket may charge for.
 """
 _DUMP = """\
@@ -85,10 +87,10 @@ that died; and shards for other parallel sizes than those used last. Prints the 
 --delete takes the locks a server takes, plans again, and deletes; files that do
 not belong to the store stay.
 
-Of a URL: what servers collect in the background as well. Objects older than --ttl, the
-oldest beyond --max-bytes of each namespace, purged ones, those that were never
-announced, manifests without an object. Manifests go at once; their objects five
-minutes later, with the next run of any collector. Safe beside servers and other runs.
+Of a URL: what servers collect in the background as well. Pages older than --ttl, the
+oldest beyond --max-bytes of each namespace, erased ones, pins that are over, and
+namespaces that no server has used for seven days; and beside that all that versions
+with another format wrote. Safe beside servers and other runs.
 """
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
@@ -123,11 +125,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _is_bucket(directory: Path) -> bool:
     """Whether a directory is an object tier, which a server takes by its path."""
-    try:
-        names = os.listdir(directory / ROOT)
-    except OSError:
-        return False
-    return any(namespace_of(f"{ROOT}/{name}") is not None for name in names)
+    for root in (ROOT, *OLD_ROOTS):
+        with contextlib.suppress(OSError):
+            if any(_NAMESPACE.fullmatch(name) for name in os.listdir(directory / root)):
+                return True
+    return False
 
 
 def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -228,7 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
         "all are kept",
     )
     gc.add_argument(
-        "--ttl", metavar="AGE", help="of a URL: objects older than this go; as 14d, 12h or 30m"
+        "--ttl", metavar="AGE", help="of a URL: pages older than this go; as 14d, 12h or 30m"
     )
     gc.add_argument(
         "--max-bytes",

@@ -347,15 +347,6 @@ def test_ranks_share_the_limits_of_the_bucket(resolve: Any) -> None:
     assert settings.ttl_s == 7 * 86400
 
 
-@pytest.mark.parametrize("cap", ["1MiB", "40MiB", "200MiB", "1TiB"])
-def test_several_objects_fit_under_a_small_cap(resolve: Any, cap: str) -> None:
-    """It goes by whole objects, so several must fit, with tensor parallelism too."""
-    line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
-    settings = tiers.object_settings(resolve(f"{line} --tier-object-bytes {cap}").config)
-    assert settings is not None and settings.capacity_bytes is not None
-    assert settings.object_bytes <= min(32 << 20, settings.capacity_bytes // 8)
-
-
 @pytest.mark.parametrize(
     ("codec", "lossy"), [("none", None), ("zstd", None), ("fp8", "fp8"), ("int8", "int8")]
 )

@@ -13,7 +13,7 @@ from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.samples import samples, state_of
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
-from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations
+from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations, Kind
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision
 from sglang_tiered.policy.hints import HintEnd
@@ -82,6 +82,7 @@ def test_known_label_values_are_those_of_the_code() -> None:
         ("hints_ended",): {(each.value,) for each in HintEnd},
         ("host_left_pages",): {(each.value,) for each in EvictionOutcome},
         ("object_requests",): {(kind,) for kind in ("put", "get", "list", "delete", "head")},
+        ("object_refused",): {(kind,) for kind in ("put", "delete")},
         ("peer_purges",): {(each,) for each in FULL.peer.purges},
     }
 
@@ -198,7 +199,8 @@ def test_reason_has_a_series_before_it_happens(value: Callable[..., float | None
         for source in metric.sources:
             for key in source.known:
                 labels = dict(zip(metric.labels, (*source.labels, *key), strict=True))
-                assert value(f"{metric.name}_total", **labels) is not None, labels
+                name = f"{metric.name}_total" if metric.kind is Kind.COUNTER else metric.name
+                assert value(name, **labels) is not None, labels
 
 
 def test_histogram_equals_what_was_recorded(value: Callable[..., float | None]) -> None:

@@ -575,9 +575,9 @@ def test_nameless_pages_of_guessed_weights_skip_the_bucket(
 def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
-    assert storage._tiers.collector is None, "it would collect for nobody"
+    assert storage._tiers.bucket._collector is None, "it would collect for nobody"
     weights.are_read(storage)
-    assert storage._tiers.collector is not None
+    assert storage._tiers.bucket._collector is not None
     assert storage._tiers.bucket.namespace == storage._namespace
     keys = hashes("a")
     storage.batch_set_v1(keys, slots(0))

@@ -11,7 +11,7 @@ import pytest
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
-from sglang_tiered.storage.object import ObjectEngine, ObjectSettings
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
@@ -38,14 +38,12 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
             region_bytes=1 << 18,
             num_readers=2,
         )
-        settings = ObjectSettings(
+        settings = BucketSettings(
             url=(tmp_path / "shared").as_uri(),
-            object_bytes=1 << 16,
             staging_bytes=1 << 22,
-            linger_s=0.01,
             num_connections=2,
         )
-        engine = TierStack(nvme, [ObjectEngine(settings, namespace=NAMESPACE)])
+        engine = TierStack(nvme, [BucketEngine(settings, namespace=NAMESPACE)])
         made.append(engine)
         return engine
 

@@ -1,0 +1,9 @@
+"""A bucket: one object a page, in a bucket or a shared directory. ``README.md`` has the format, the
+flow and what happens when something fails."""
+
+from __future__ import annotations
+
+from sglang_tiered.storage.bucket.engine import BucketEngine
+from sglang_tiered.storage.bucket.settings import BucketSettings
+
+__all__ = ["BucketEngine", "BucketSettings"]

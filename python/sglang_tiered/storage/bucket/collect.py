@@ -1,0 +1,351 @@
+"""What goes from a bucket: pages over age or beyond the cap, the erased, and namespaces that no
+server uses any more. Any number of servers run one each, beside any number that write and read; it
+can be killed at any moment and started again. A reader meets a deletion as a miss.
+
+What it cannot do: ``obstore`` does not list multipart uploads that were never finished, so a bucket
+needs its own lifecycle rule for them (AbortIncompleteMultipartUpload after a day).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.storage.bucket.directory import STAGED
+from sglang_tiered.storage.bucket.erased import Erased, read_records
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
+from sglang_tiered.storage.bucket.pins import alive, pin_share, unpack_pin
+from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+    from sglang_tiered.storage.bucket.directory import Listed
+    from sglang_tiered.storage.bucket.requests import Requests
+
+__all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal", "old_objects"]
+
+logger = logging.getLogger(__name__)
+
+BUDGET = 100_000
+_FIRST_RUN_S = 60.0
+_DELETED_AT_ONCE = 1000
+_DAY_S = 86_400.0
+
+
+class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    capacity_bytes: int | None = None
+    """Of all pages of the namespace; the oldest go beyond it."""
+
+    ttl_s: float | None = None
+    """Pages older than this go."""
+
+    unused_s: float = 7 * _DAY_S
+    """A namespace that no server has collected or written to for so long goes, or for ``ttl_s``
+    where that is longer."""
+
+    record_s: float = 30 * _DAY_S
+    """An erasure is remembered so long: a server that was off for longer may still hold pages."""
+
+    staged_s: float = 6 * 3600.0
+    """Files of a directory whose writer died go after this."""
+
+    interval_s: float = 600.0
+    """Between runs in the background, of all servers of a namespace together."""
+
+
+class Removal(msgspec.Struct):
+    path: str
+    kind: str  # page, pin, erasure, staged file, old namespace, old format
+    nbytes: int
+    reason: str
+    is_done: bool = False
+
+
+class CollectorReport(msgspec.Struct):
+    """What one run saw and did. ``removals`` holds at most the run's budget."""
+
+    num_pages: int = 0
+    page_bytes: int = 0  # as listed, before anything was removed
+    num_foreign: int = 0  # foreign names; left alone
+    num_unreadable: int = 0  # erasures and pins that do not verify; left alone
+    num_removed: int = 0
+    removed_bytes: int = 0
+    is_complete: bool = True  # false: stopped, or the budget ended it
+    seconds: float = 0.0
+    removals: list[Removal] = msgspec.field(default_factory=list)
+
+
+class Collector:
+    """Collects namespaces of a bucket. Every method blocks on the network: not for a scheduler
+    thread. ``clock``: the time in seconds since 1970; by default the store's own."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        settings: CollectorSettings,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._requests = requests
+        self._settings = settings
+        self._clock = clock
+        self.last: CollectorReport | None = None  # of the last run that was complete
+
+    def run_once(
+        self,
+        namespace: bytes,
+        budget: int = BUDGET,
+        *,
+        delete: bool = True,
+        is_server: bool = True,
+        old_namespaces: bool = True,
+        stop: threading.Event | None = None,
+    ) -> CollectorReport:
+        """Remove at most ``budget`` things, or only plan to. Ends early once ``stop`` is set.
+        ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
+        those that no server uses, of all others. Raises ``RequestError``;
+        whatever was done stands, and the next run goes on from there."""
+        layout = Layout(namespace)
+        if delete and is_server:  # others wait for their turn, and see that the namespace is used
+            self._requests.put(layout.collected, b"collected")
+        now = self._store_time(layout) if self._clock is None else self._clock()
+        run = _Run(self._requests, layout, self._settings, now, budget, delete, stop)
+        report = run.run(old_namespaces=old_namespaces)
+        if report.is_complete:
+            self.last = report
+        return report
+
+    def _store_time(self, layout: Layout) -> float:
+        """Return the store's time: the marker was written just now."""
+        return self._requests.modified(layout.collected) or time.time()
+
+    def _is_due(self, namespace: bytes) -> bool:
+        """Return whether no server collected the namespace within the interval."""
+        modified = self._requests.modified(Layout(namespace).collected)
+        now = time.time() if self._clock is None else self._clock()
+        # A marker from ahead of this clock is no reason to wait for ever.
+        return modified is None or not 0 <= now - modified < self._settings.interval_s
+
+    def run_in_background(self, stop: threading.Event, namespace: Callable[[], bytes]) -> None:
+        """Collect until ``stop`` is set, on a thread of the owner. Servers take turns."""
+        log = OnceLog(logger)
+        source = random.Random()
+        wait_s = min(_FIRST_RUN_S, self._settings.interval_s)
+        while not stop.wait(wait_s * source.uniform(0.5, 1.5)):
+            wait_s = self._settings.interval_s
+            try:
+                name = namespace()
+                if not self._is_due(name):
+                    continue
+                report = self.run_once(name, stop=stop)
+            except Exception as error:  # of the network, or a bug: a server lives without it
+                log.report("collect", "object tier: collection failed (%s); it is retried", error)
+                continue
+            log.settle("collect")
+            if report.num_removed:
+                logger.info(
+                    "object tier: removed %d objects, %d bytes; %d pages were listed",
+                    report.num_removed,
+                    report.removed_bytes,
+                    report.num_pages,
+                )
+
+
+class _Enough(Exception):  # noqa: N818
+    """Raised when the budget is spent, or the caller wants an end."""
+
+
+class _Run:
+    """One run over one namespace."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        layout: Layout,
+        settings: CollectorSettings,
+        now: float,
+        budget: int,
+        delete: bool,
+        stop: threading.Event | None,
+    ) -> None:
+        self._requests = requests
+        self._layout = layout
+        self._settings = settings
+        self._now = now
+        self._budget = budget
+        self._delete = delete
+        self._stop = stop
+        self._erased = Erased()
+        self._pinned: set[bytes] = set()
+        self._left_bytes = 0  # that pins may still keep
+        self._batch: list[Removal] = []
+        self.report = CollectorReport()
+
+    def run(self, *, old_namespaces: bool = True) -> CollectorReport:
+        began = time.monotonic()
+        try:
+            records = self._records()
+            self._read_pins()
+            bytes_by_hour = self._look_at_pages()
+            self._hold_the_cap(bytes_by_hour)
+            self._remove_records(records)
+            if old_namespaces:
+                self._remove_old_namespaces()
+        except _Enough:
+            self.report.is_complete = False
+        self._remove_batch()
+        self.report.seconds = time.monotonic() - began
+        return self.report
+
+    def _listing(self, folder: str) -> Iterator[Listed]:
+        for chunk in self._requests.listing(folder):
+            if self._stop is not None and self._stop.is_set():
+                raise _Enough
+            yield from chunk
+
+    def _records(self) -> list[tuple[int, str, float]]:
+        """Learn what was erased. What cannot be read says nothing of what to delete."""
+        records = read_records(self._requests, 0, (), set())
+        for record in records:
+            if record.what is None:
+                self.report.num_unreadable += 1
+            else:
+                self._erased.add(record)
+        return [(record.number, record.path, record.modified) for record in records]
+
+    def _read_pins(self) -> None:
+        namespace = self._layout.namespace
+        for listed in self._listing(self._layout.pins):
+            try:
+                data = bytes(self._requests.get(listed.path, min(listed.size, MAX_PIN_BYTES)))
+            except RequestError as error:
+                if error.failure is Failure.NOT_FOUND:
+                    continue
+                raise
+            found = unpack_pin(data)
+            if found is None:
+                self.report.num_unreadable += 1
+                continue
+            pin = alive(*found, self._erased, namespace)
+            if pin is None:
+                self._remove(listed.path, "pin", listed.size, "its pages were erased")
+            elif pin.until_s is not None and pin.until_s <= self._now:
+                self._remove(listed.path, "pin", listed.size, "it is over")
+            else:
+                self._pinned.update(pin.keys)
+
+    def _keeps(self, key: bytes, nbytes: int) -> bool:
+        """Return whether a page stays for a pin: the oldest do, up to what pins may keep."""
+        if key not in self._pinned:
+            return False
+        self._left_bytes -= nbytes
+        return self._left_bytes >= 0
+
+    def _look_at_pages(self) -> Counter[str]:
+        """Remove what is erased or over age; returns the bytes that are left, by hour folder."""
+        report, ttl_s = self.report, self._settings.ttl_s
+        self._left_bytes = pin_share(self._settings.capacity_bytes)
+        left: Counter[str] = Counter()
+        for path, nbytes, modified, _ in self._listing(self._layout.pages):
+            age_s = self._now - modified
+            name = parse_page(path)
+            if name is None:
+                if STAGED in path and age_s > self._settings.staged_s:
+                    self._remove(path, "staged file", nbytes, "its writer never finished it")
+                else:
+                    report.num_foreign += 1
+                continue
+            report.num_pages += 1
+            report.page_bytes += nbytes
+            if self._erased.kills(self._layout.namespace, name.tenant, name.key, name.stamp):
+                self._remove(path, "page", nbytes, "it was erased")
+                continue
+            is_kept = self._keeps(name.key, nbytes)
+            if ttl_s is not None and age_s > ttl_s and not is_kept:
+                self._remove(path, "page", nbytes, "it is too old")
+            else:
+                left[path.rpartition("/")[0]] += nbytes
+        return left
+
+    def _hold_the_cap(self, bytes_by_hour: Counter[str]) -> None:
+        """Remove the oldest pages beyond the cap, hour by hour."""
+        capacity = self._settings.capacity_bytes
+        if capacity is None:
+            return
+        over = bytes_by_hour.total() - capacity
+        self._left_bytes = pin_share(capacity)
+        gone = {removal.path for removal in self.report.removals}
+        for hour in sorted(bytes_by_hour):
+            if over <= 0:
+                return
+            for path, nbytes, _, _ in self._listing(hour):
+                name = parse_page(path)
+                if over <= 0 or name is None or path in gone or self._keeps(name.key, nbytes):
+                    continue
+                self._remove(path, "page", nbytes, "the namespace is beyond its cap")
+                over -= nbytes
+
+    def _remove_records(self, records: list[tuple[int, str, float]]) -> None:
+        """Remove old records, but never the last: its number is where the next goes on from."""
+        last = max((number for number, _, _ in records), default=0)
+        for number, path, modified in records:
+            if number < last and self._now - modified > self._settings.record_s:
+                self._remove(path, "erasure", 0, "every server has applied it")
+
+    def _remove_old_namespaces(self) -> None:
+        """Remove what no server has written to, or collected, for long."""
+        unused_s = max(self._settings.unused_s, self._settings.ttl_s or 0.0)
+        for folder in self._requests.folders(ROOT):
+            namespace = namespace_of(folder)
+            if namespace in (None, self._layout.namespace):
+                continue
+            collected = self._requests.modified(Layout(namespace or b"").collected)
+            if collected is not None and self._now - collected <= unused_s:
+                continue
+            found = [(each.path, each.size, each.modified) for each in self._listing(folder)]
+            if found and self._now - max(modified for _, _, modified in found) > unused_s:
+                for path, nbytes, _ in found:
+                    self._remove(path, "old namespace", nbytes, "no server uses its namespace")
+
+    def _remove(self, path: str, kind: str, nbytes: int, reason: str) -> None:
+        if len(self.report.removals) >= self._budget:
+            raise _Enough
+        removal = Removal(path, kind, nbytes, reason)
+        self.report.removals.append(removal)
+        self._batch.append(removal)
+        if len(self._batch) >= _DELETED_AT_ONCE:
+            self._remove_batch()
+
+    def _remove_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        if self._delete and batch:
+            self._requests.delete([removal.path for removal in batch])
+            for removal in batch:
+                removal.is_done = True
+                self.report.num_removed += 1
+                self.report.removed_bytes += removal.nbytes
+
+
+def old_objects(requests: Requests, *, delete: bool) -> list[Removal]:
+    """Return what earlier formats wrote, which nothing reads any more; with ``delete`` it is gone.
+    Raises ``RequestError``."""
+    removals = [
+        Removal(each.path, "old format", each.size, "nothing reads its format any more")
+        for root in OLD_ROOTS
+        for chunk in requests.listing(root)
+        for each in chunk
+    ]
+    if delete:
+        requests.delete([removal.path for removal in removals])
+        for removal in removals:
+            removal.is_done = True
+    return removals

@@ -1,0 +1,225 @@
+"""How an engine learns of what others do: one thread that lists, and waits for nothing else.
+
+A pass lists the records of erasures, the pins, and the pages from a cursor on: the store's own time
+of the newest page seen, less a look-back for uploads that take long and for clocks that differ. A
+full listing now and then finds what came later still, and notices what is gone. Its passes are the
+probes of an open breaker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.names import PageName, parse_page
+from sglang_tiered.storage.bucket.pins import alive, unpack_pin
+from sglang_tiered.storage.promises import keep
+from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES, Pin
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.bucket.directory import Listed
+    from sglang_tiered.storage.bucket.erasing import Records
+    from sglang_tiered.storage.bucket.limits import Breaker
+    from sglang_tiered.storage.bucket.names import Layout
+    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.state import BucketState, RefreshOrder
+
+__all__ = ["Discovery"]
+
+logger = logging.getLogger(__name__)
+
+FULL_LISTING_S = 600.0
+LOOK_BACK_S = 120.0
+_SWEPT_AT_ONCE = 10_000
+
+
+class _PassOver(Exception):  # noqa: N818
+    """Raised when the namespace changed or the engine was closed: what was found does not count."""
+
+
+class Discovery:
+    """Looks for what other servers did; ``run`` is the body of the discovery thread."""
+
+    def __init__(
+        self, state: BucketState, requests: Requests, breaker: Breaker, records: Records
+    ) -> None:
+        self._state = state
+        self._requests = requests
+        self._breaker = breaker
+        self._records = records
+        self._epoch = -1  # of the namespace that the cursor is of
+        self._newest_s = 0.0  # by the store's clock
+        self._last_full = 0.0
+        self._next_at = state.clock()
+
+    def run(self) -> None:
+        state = self._state
+        while True:
+            orders = self._await_work()
+            if orders is None:
+                return
+            started = time.monotonic()
+            succeeded = False
+            try:
+                self._pass(any(order.full for order in orders))
+                succeeded = True
+            except (RequestError, _PassOver):
+                pass  # counted by the client; the breaker knows
+            except BaseException:  # a panic of the library is no Exception
+                logger.exception("internal error while listing pages; known ones stay")
+            for order in orders:
+                keep(order.succeeded, succeeded)
+            with state.lock:
+                state.num_passes += 1
+                state.last_pass_s = time.monotonic() - started
+            self._next_at = state.clock() + state.settings.refresh_s
+
+    def _await_work(self) -> list[RefreshOrder] | None:
+        """Return the orders that the pass now due is for; None when the engine is closed."""
+        state = self._state
+        while True:
+            self._sweep()
+            self._records.tell()  # an owner that came late
+            with state.lock:
+                if state.closed:
+                    return None
+                wait_s = self._next_at - state.clock()
+                if self._breaker.is_open:
+                    wait_s = self._breaker.wait_s()
+                elif self._epoch != state.epoch:
+                    wait_s = 0.0
+                if state.refresh_orders or wait_s <= 0:
+                    orders, state.refresh_orders = state.refresh_orders, []
+                    return orders
+                state.discovery_ready.wait(wait_s)
+
+    def _sweep(self) -> None:
+        """Remove hidden pages from the index, with the lock let go in between."""
+        state = self._state
+        with state.lock:
+            keys = state.index.keys() if state.index.sweep(()) else []
+        for start in range(0, len(keys), _SWEPT_AT_ONCE):
+            with state.lock:
+                state.index.sweep(keys[start : start + _SWEPT_AT_ONCE])
+
+    # ---- A pass ----
+
+    def _pass(self, full: bool) -> None:
+        state = self._state
+        with state.lock:
+            epoch, layout = state.epoch, state.layout
+        full = full or epoch != self._epoch
+        full = full or state.clock() - self._last_full >= FULL_LISTING_S
+        self._records.learn(full=full)
+        self._look_at_pins(layout, epoch)
+        newest_s = self._look_at_pages(layout, epoch, full=full)
+        self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
+        self._epoch = epoch
+        if full:
+            self._last_full = state.clock()
+            with state.lock:
+                state.num_full_listings += 1
+
+    def _check(self, epoch: int) -> None:
+        """End the pass when the namespace changed or the engine was closed. Needs the lock."""
+        if self._state.closed or self._state.epoch != epoch:
+            raise _PassOver
+
+    def _look_at_pages(self, layout: Layout, epoch: int, *, full: bool) -> float:
+        """List pages; returns the time of the newest one, by the store's clock."""
+        state = self._state
+        after = None
+        if not full and self._newest_s:
+            from_s = max(int(self._newest_s - LOOK_BACK_S), 0)
+            after = PageName(b"", b"", 0, 0, from_s).stem(layout).partition("-")[0]
+        ttl_s = state.settings.ttl_s
+        oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
+        with state.lock:
+            state.index.expire(oldest_s)
+            unseen = set(state.index.keys()) if full else set()
+        newest_s = 0.0
+        for chunk in self._requests.listing(layout.pages, after=after):
+            named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
+            newest_s = max([newest_s, *(each.modified for each in chunk)])
+            with state.lock:
+                self._check(epoch)
+                for each, name in named:
+                    is_old = each.modified < oldest_s and not state.pins.is_wanted(name.key)
+                    if not is_old and self._learn(each, name, layout) and full:
+                        unseen.discard(name.key)
+        with state.lock:
+            self._check(epoch)
+            for key in unseen:
+                state.num_pages_vanished += state.index.drop(key)
+        return newest_s
+
+    def _learn(self, listed: Listed, name: PageName, layout: Layout) -> bool:
+        """Enter a page that is alive and whole; returns whether a lookup finds it there."""
+        state = self._state
+        page = layout.namespace, name.tenant, name.key, name.stamp
+        if state.erased.hides(*page):
+            if name.stamp < state.seen and state.erased.kills(*page):
+                state.doom(listed.path)
+            return False
+        if state.orders and state.order_before(name.key, name.tenant) is not None:
+            return False  # it may be from before
+        if state.codec is None and listed.size != name.length:
+            return False  # damaged
+        if listed.path in state.skipped:
+            return False
+        if not state.index.is_at(name):
+            state.index.put(name, listed.size)
+        return state.index.is_at(name)
+
+    # ---- Pins ----
+
+    def _look_at_pins(self, layout: Layout, epoch: int) -> None:
+        """Read the pins that other servers wrote."""
+        state, pins = self._state, self._state.pins
+        with state.lock:
+            self._check(epoch)
+            changes, unsettled = dict(pins.changes), set(pins.unsettled)
+        listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
+        read = {
+            path: self._read_pin(each)
+            for path, each in listed.items()
+            if pins.found.get(path, ("", ""))[0] != each.tag
+        }
+        with state.lock:
+            self._check(epoch)
+
+            def is_ours(name: str) -> bool:
+                changed = pins.changes.get(name, 0) != changes.get(name, 0)
+                return changed or name in unsettled or name in pins.unsettled
+
+            for path, found in read.items():
+                pin = None if found is None else self._living(*found, layout)
+                name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
+                if name and is_ours(name):
+                    continue
+                pins.found[path] = listed[path].tag, name
+                if pin is not None and found is not None:
+                    pins.take_up(pin, found[1])
+                elif name:
+                    pins.drop(name)
+            for path in [path for path in pins.found if path not in listed]:
+                name = pins.found[path][1]
+                if not is_ours(name):
+                    del pins.found[path]
+                    pins.drop(name)
+            pins.expire()
+
+    def _living(self, pin: Pin, stamp: int, layout: Layout) -> Pin | None:
+        return alive(pin, stamp, self._state.erased, layout.namespace)
+
+    def _read_pin(self, listed: Listed) -> tuple[Pin, int] | None:
+        if listed.size > MAX_PIN_BYTES:
+            return None
+        try:
+            return unpack_pin(bytes(self._requests.get(listed.path, max(listed.size, 1))))
+        except RequestError as error:
+            if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
+                return None
+            raise

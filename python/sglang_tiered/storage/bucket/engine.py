@@ -1,0 +1,392 @@
+"""``BucketEngine``: the tier engine over a bucket or a shared directory.
+
+Threads: ``num_connections`` load pages, half as many store them, one finishes loads at their
+deadlines, one looks for what other servers did, one makes erasures and pins durable, and on demand
+one collects. What they share, and its one lock, is in ``state``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.base import (
+    NO_TENANT,
+    BucketTier,
+    Health,
+    JobKind,
+    LookupResult,
+    Reason,
+    Stop,
+)
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.discovery import Discovery
+from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
+from sglang_tiered.storage.bucket.limits import Breaker
+from sglang_tiered.storage.bucket.loading import DeadlineClock, Loader, submit_load
+from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
+from sglang_tiered.storage.bucket.pins import PinOrder
+from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.settings import NO_CODEC
+from sglang_tiered.storage.bucket.state import BucketState, RefreshOrder
+from sglang_tiered.storage.bucket.stats import BucketStats, bucket_stats, engine_stats
+from sglang_tiered.storage.bucket.storing import Uploader, submit_store
+from sglang_tiered.storage.promises import all_true, ended, is_true
+from sglang_tiered.storage.region.pinning.pins import Pin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
+
+    from sglang_tiered.codecs.base import PageCodec
+    from sglang_tiered.storage.base import (
+        EngineStats,
+        Erasure,
+        Job,
+        PinInfo,
+        PinRefusal,
+        Run,
+        TenantUsage,
+    )
+    from sglang_tiered.storage.bucket.failures import RequestError
+    from sglang_tiered.storage.bucket.settings import BucketSettings
+
+__all__ = ["BucketEngine"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLOSE_S = 10.0
+
+
+class BucketEngine(BucketTier):
+    """The pages of one namespace under one URL, shared with every engine that has both.
+
+    Opening touches nothing and returns at once: what is in the bucket becomes known in the
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
+    invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
+
+    ``namespace`` digests everything that gives the bytes their meaning. With ``page_codec``, which
+    must be the one that the settings name, pages are encoded, and live under a namespace of their
+    own. ``clock`` times deadlines and pauses, ``wall_clock`` the names of pages.
+    """
+
+    def __init__(
+        self,
+        settings: BucketSettings,
+        *,
+        namespace: bytes,
+        page_codec: PageCodec | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        name = NO_CODEC if page_codec is None else page_codec.name
+        if name != settings.codec:
+            raise ConfigError(f"the object tier is set to codec {settings.codec}, not {name}")
+        self._codec = page_codec
+        self._settings = settings
+        self._breaker = breaker = Breaker(clock)
+        self._requests = requests = Requests(settings, on_outcome=self._note)
+        self._state = state = BucketState(
+            settings, self._own(namespace), page_codec, clock, wall_clock
+        )
+        self._deadlines = DeadlineClock(state)
+        self._collector: Collector | None = None
+        self._stop = threading.Event()
+        records = Records(state, requests)
+        discovery = Discovery(state, requests, breaker, records)
+        keeper = Keeper(state, requests, records)
+        uploader = Uploader(state, requests, breaker, self._fault)
+        loader = Loader(state, requests, self._fault)
+        num_loaders, num_uploaders = settings.num_connections, -(-settings.num_connections // 2)
+        self._threads = [
+            _thread("bucket-deadlines", self._deadlines.run),
+            _thread("bucket-discovery", discovery.run),
+            _thread("bucket-keeper", keeper.run),
+            *(_thread(f"bucket-uploader-{i}", uploader.run) for i in range(num_uploaders)),
+            *(_thread(f"bucket-loader-{i}", loader.run) for i in range(num_loaders)),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def namespace(self) -> bytes:
+        """Return the namespace of what is in the bucket."""
+        return self._state.namespace
+
+    @property
+    def health(self) -> Health:
+        return self._diagnosis()[0]
+
+    def start_collecting(self) -> None:
+        """Keep the namespace in bounds from now on, in turn with the other servers that have it.
+        By requests of its own, whose failures are not those of loads."""
+        settings = self._settings
+        self._collector = Collector(
+            Requests(settings),
+            CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
+        )
+
+        def collect() -> None:
+            assert self._collector is not None
+            self._collector.run_in_background(self._stop, lambda: self.namespace)
+
+        thread = _thread("bucket-collector", collect)
+        self._threads.append(thread)
+        thread.start()
+
+    def _own(self, namespace: bytes) -> bytes:
+        """Return the namespace in the bucket: encoded bytes never share one with exact ones."""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
+        if self._codec is None:
+            return namespace
+        return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
+
+    def _note(self, error: RequestError | None) -> None:
+        """Note the outcome of a request that reads."""
+        was_open = self._breaker.is_open
+        if error is None:
+            self._breaker.succeeded()
+            if was_open:
+                logger.info("%s answers again", self._settings.url)
+            return
+        self._breaker.failed(error.clause)
+        if self._breaker.is_open and not was_open:
+            with self._state.lock:  # its probes are the discovery's
+                self._state.discovery_ready.notify_all()
+            logger.warning(
+                "%s: %s; every lookup misses until it works again",
+                self._settings.url,
+                error.clause,
+            )
+
+    def _fault(self, what: str) -> None:
+        """Report an exception of one of the engine's threads, which goes on."""
+        logger.exception(
+            "%s: internal error while %s; every lookup misses until the bucket has answered",
+            self._settings.url,
+            what,
+        )
+        self._breaker.fault(f"internal error while {what}")
+        with self._state.lock:  # its probes are the discovery's
+            self._state.discovery_ready.notify_all()
+
+    # ---- Lookups ----
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        state = self._state
+        if state.closed or self._breaker.is_open:
+            return LookupResult(0, Stop.UNHEALTHY)
+        with state.lock:
+            num_hits = state.index.num_leading(keys)
+            if num_hits == len(keys):
+                return LookupResult(num_hits, Stop.END)
+            stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
+            return LookupResult(num_hits, stop)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._state.closed or self._breaker.is_open:
+            return [False] * len(keys)
+        with self._state.lock:
+            return self._state.index.holds(keys)
+
+    def some_keys(self, limit: int) -> list[bytes]:
+        if self._state.closed or self._breaker.is_open:
+            return []
+        with self._state.lock:
+            return self._state.index.some_keys(limit)
+
+    # ---- Jobs ----
+
+    def submit_store(self, run: Run) -> Job:
+        return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
+
+    def flush(self, timeout_s: float) -> bool:
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return False
+            jobs = [job for job in state.jobs.inflight if job.kind is JobKind.STORE]
+        failed = {Reason.IO_ERROR, Reason.REJECTED}
+        return is_true(all_true([], jobs), timeout_s) and not any(
+            failed & set(job.reasons) for job in jobs
+        )
+
+    def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
+        return submit_load(
+            self._state,
+            run,
+            deadlines=self._deadlines,
+            deadline_s=deadline_s,
+            answers=not self._breaker.is_open,
+        )
+
+    # ---- Others ----
+
+    def refresh(self, timeout_s: float, *, full: bool = False) -> bool:
+        """Look for what others did now; with ``full`` also for what was deleted. True when done;
+        false when the time ran out, the bucket refused or the engine is closed."""
+        state = self._state
+        order = RefreshOrder(full, state.promises.make())
+        with state.lock:
+            if state.closed:
+                return False
+            state.refresh_orders.append(order)
+            state.discovery_ready.notify_all()
+        return is_true(order.succeeded, timeout_s)
+
+    def set_namespace(self, namespace: bytes) -> None:
+        own, state = self._own(namespace), self._state
+        with state.lock:
+            if own == state.namespace:
+                return
+            state.namespace = own
+            state.epoch += 1
+            state.index.clear()
+            state.pending.clear()
+            state.skipped.clear()
+            state.pins.clear()
+            state.untold.extend(state.elsewhere.pop(own, ()))
+            state.discovery_ready.notify_all()
+
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
+        """Erase as the contract says: everything is what this namespace has."""
+        return erase(self._state, what, local)
+
+    def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
+        state = self._state
+        with state.lock:
+            state.on_erased = told
+            if state.untold:
+                state.seen = 0  # what the owner stores may be from before any of them
+            state.discovery_ready.notify_all()
+
+    # ---- Pins ----
+
+    def pin(
+        self,
+        name: str,
+        keys: Iterable[bytes],
+        tenant: bytes = NO_TENANT,
+        until_s: float | None = None,
+        data: bytes = b"",
+    ) -> Future[bool] | PinRefusal:
+        state, wanted = self._state, Pin.checked(name, keys, tenant, until_s, data)
+        with state.lock:
+            if state.closed:
+                return ended(False)
+            state.pins.expire()
+            refusal = state.pins.refusal(wanted, state.index)
+            return refusal or self._change_pin(name, wanted)
+
+    def unpin(self, name: str) -> Future[bool]:
+        with self._state.lock:
+            return ended(False) if self._state.closed else self._change_pin(name, None)
+
+    def _change_pin(self, name: str, pin: Pin | None) -> Future[bool]:
+        state = self._state
+        state.pins.change(name, pin)
+        durable = state.promises.make()
+        state.pins.orders.append(PinOrder(name, state.epoch, durable))
+        state.keeper_ready.notify()
+        return durable
+
+    def has_pin(self, name: str) -> bool:
+        with self._state.lock:
+            self._state.pins.expire()
+            return self._state.pins.book.get(name) is not None
+
+    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
+        with self._state.lock:
+            return self._state.pins.book.notes_of(tenant)
+
+    def pins(self) -> list[PinInfo]:
+        state = self._state
+        with state.lock:
+            state.pins.expire()
+            names = state.pins.book.of_tenant(None)
+        infos = []
+        for name in names:
+            with state.lock:
+                info = state.pins.info(name, state.index)
+            if info is not None:
+                infos.append(info)
+        return infos
+
+    @property
+    def pinned_bytes(self) -> int:
+        with self._state.lock:
+            return self._state.pins.pinned_bytes(self._state.index)
+
+    @property
+    def pin_bound_bytes(self) -> int:
+        return self._state.pins.bound_bytes
+
+    # ---- What there is ----
+
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        with self._state.lock:
+            usage = self._state.index.usage()
+        return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
+
+    def stats(self) -> EngineStats:
+        return engine_stats(self._state, *self._diagnosis())
+
+    def object_stats(self) -> BucketStats:
+        """Return what ``stats`` has no place for: requests, discovery, what is refused."""
+        collected = None if self._collector is None else self._collector.last
+        return bucket_stats(self._state, self._requests, self._breaker, collected)
+
+    def _diagnosis(self) -> tuple[Health, str]:
+        if self._state.closed:
+            return Health.FAILED, "closed"
+        return self._breaker.diagnosis()
+
+    def close(self) -> None:
+        """Close as the contract says. Requests under way are waited for, ten seconds at most, then
+        left to their threads."""
+        state = self._state
+        self._stop.set()
+        with state.lock:
+            if state.closed:
+                return
+            state.closed = True
+            for upload in (*state.uploads, *state.held):
+                state.settle(upload, Reason.CANCELLED)
+            state.uploads.clear()
+            state.held.clear()
+            state.notify_all()
+        state.promises.close()
+        deadline = time.monotonic() + min(self._settings.request_timeout_s, _MAX_CLOSE_S)
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in self._threads):
+            return
+        logger.warning(
+            "%s does not answer; the engine is closed without waiting for it", self._settings.url
+        )
+        with state.lock:
+            for upload in [each for each in state.uploading if each.is_copied]:
+                state.settle(upload, Reason.CANCELLED)
+            tickets = list(state.load_tickets)
+        for ticket in tickets:
+            if ticket.expire():
+                with state.lock:
+                    state.finish_load(ticket)
+
+    def check_integrity(self) -> None:
+        state = self._state
+        with state.lock:
+            state.index.check_integrity()
+            left = state.jobs.num_inflight
+            assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
+            assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
+            assert left or not state.load_tickets, f"{len(state.load_tickets)} loads, no job"
+
+
+def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)

@@ -1,0 +1,327 @@
+"""How erasures of a bucket become known and durable, and pins with them.
+
+``erase`` hides at once, on any thread. The keeper's thread makes it durable: the record first, then
+what is listed goes. It also writes pins and deletes what is dead; what is refused is tried again,
+and holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.base import Erasure, JobKind
+from sglang_tiered.storage.bucket.erased import (
+    MAX_RECORD_KEYS,
+    read_records,
+    record_data,
+    record_path,
+)
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse_page
+from sglang_tiered.storage.bucket.pins import PinOrder, pack_pin
+from sglang_tiered.storage.bucket.state import EraseOrder, selects
+from sglang_tiered.storage.promises import all_true, ended, is_true, keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.state import BucketState, OnErased
+
+__all__ = ["Keeper", "Records", "erase"]
+
+logger = logging.getLogger(__name__)
+
+_LOCAL_S = 10.0
+_MAX_RENUMBERED = 16
+_TOLD_AT_ONCE = 64
+_DELETED_AT_ONCE = 1000
+
+
+def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Future[bool]:
+    """Hide pages; with ``spread`` the keeper makes it durable, for every server. Memory only."""
+    with state.lock:
+        if state.closed or what.is_empty:
+            return ended(what.is_empty)
+        if not what.spread:
+            _hide_told(state, what)
+            return ended(True)
+        parts = [what]
+        if what.keys is not None and len(what.keys) > MAX_RECORD_KEYS:
+            split = range(0, len(what.keys), MAX_RECORD_KEYS)
+            parts = [Erasure(what.keys[at : at + MAX_RECORD_KEYS]) for at in split]
+        selected = frozenset(what.keys or ())
+        jobs = [job for job in state.jobs.inflight if _concerns(job, what, selected)]
+        orders = [
+            EraseOrder(part, state.namespace, state.promises.make(), local, selects(part))
+            for part in parts
+        ]
+        for order in orders:
+            state.own[order.what.id] = None
+            state.hide(order.what)
+            for name in state.pins.erase(order.what):
+                state.pins.unsettled.add(name)
+                state.pins.orders.append(PinOrder(name, state.epoch, None))
+        state.orders.extend(orders)
+        state.keeper_ready.notify()
+    return state.promises.watch(all_true([order.durable for order in orders], jobs))
+
+
+def _concerns(job: Job, what: Erasure, keys: frozenset[bytes]) -> bool:
+    """Return whether what is erased must wait for a job: a load names no tenant."""
+    if what.keys is not None:
+        return not keys.isdisjoint(job.run.keys)
+    return job.kind is JobKind.LOAD or what.tenant in (None, job.run.tenant)
+
+
+def _hide_told(state: BucketState, what: Erasure) -> None:
+    """Hide what another server makes durable; by its record that has been done."""
+    if what.id in state.told:
+        return
+    state.erased.note(what, state.namespace, state.erased.top + 1)
+    state.pins.erase(what)
+    state.hide(what)
+
+
+class Records:
+    """Learns records, and tells the owner of them before anything that it stores counts as younger.
+    One thread at a time."""
+
+    def __init__(self, state: BucketState, requests: Requests) -> None:
+        self._state = state
+        self._requests = requests
+        self._lock = threading.Lock()
+
+    def learn(self, *, full: bool = False) -> None:
+        """Read what is new; ``full``: also what is gone. Raises ``RequestError``."""
+        state = self._state
+        with self._lock:
+            with state.lock:
+                after, known = (0 if full else state.erased.top), dict(state.erased.known)
+            listed: set[int] = set()
+            records = read_records(self._requests, after, known, listed)
+            with state.lock:
+                if state.closed:
+                    return
+                for record in records:
+                    state.apply(record)
+                if full and listed:
+                    state.erased.keep_only(min(listed))
+                top = state.erased.top
+            self._tell()
+            with state.lock:
+                state.seen = max(state.seen, top)
+
+    def tell(self) -> None:
+        with self._lock:
+            self._tell()
+
+    def note_own(self, order: EraseOrder) -> None:
+        """Have the owner know its own erasure when it starts again, where its tiers have erased
+        it."""
+        if order.local is not None and is_true(order.local, _LOCAL_S):
+            with self._state.lock:
+                self._state.untold.append(Erasure((), None, order.what.id, spread=False))
+            self.tell()
+
+    def _tell(self) -> None:
+        """Tell the owner, many records at once: it writes to its disk."""
+        state = self._state
+        while True:
+            with state.lock:
+                told: OnErased | None = state.on_erased
+                if told is None or not state.untold or state.closed:
+                    return
+                num_records = min(len(state.untold), _TOLD_AT_ONCE)
+                batch = [state.untold.popleft() for _ in range(num_records)]
+            try:
+                told(batch)
+            except BaseException:
+                with state.lock:
+                    state.untold.extendleft(reversed(batch))
+                raise
+
+
+class Keeper:
+    """Makes this server's changes durable; ``run`` is the body of its thread."""
+
+    def __init__(self, state: BucketState, requests: Requests, records: Records) -> None:
+        self._state = state
+        self._requests = requests
+        self._records = records
+        self._backoff = Backoff()
+        self._unfinished: list[EraseOrder] = []
+        self._pins_left: dict[str, int] = {}  # epochs by name
+
+    def run(self) -> None:
+        while True:
+            orders = self._await_work()
+            if orders is None:
+                return
+            failed = not self._tried(self._erase, orders)
+            failed |= not self._tried(self._settle_pins)
+            failed |= not self._tried(self._delete_doomed)
+            for order in orders:  # all that was asked before is durable too, or none
+                keep(order.durable, not self._unfinished)
+            if failed:
+                self._backoff.fail(self._state.clock())
+            else:
+                self._backoff.succeed()
+
+    def _tried(self, step: Callable[..., None], *arguments: object) -> bool:
+        """Return whether a step succeeded; it is tried again."""
+        try:
+            step(*arguments)
+        except RequestError:
+            return False  # the requests know, and say so
+        except BaseException:  # a panic of the library is no Exception
+            logger.exception("internal error while erasing or pinning; it is tried again")
+            return False
+        return True
+
+    def _await_work(self) -> list[EraseOrder] | None:
+        """Return the erasures to make durable, those that failed before too; None when closed."""
+        state = self._state
+        with state.lock:
+            while True:
+                if state.closed:
+                    return None
+                new = [order for order in state.orders if order not in self._unfinished]
+                pauses_s = self._backoff.wait_s(state.clock())
+                has_work = self._unfinished or self._pins_left or state.doomed
+                if new or state.pins.orders or (has_work and not pauses_s):
+                    self._unfinished += new
+                    return list(self._unfinished)
+                state.keeper_ready.wait(pauses_s if has_work else None)
+
+    # ---- Erasures ----
+
+    def _erase(self, orders: Sequence[EraseOrder]) -> None:
+        """Make erasures durable, all by one listing. Raises ``RequestError``."""
+        if not orders:
+            return
+        state = self._state
+        try:
+            self._record([order for order in orders if not order.number])
+        finally:
+            with state.lock:
+                for is_recorded in (True, False):
+                    some = [order for order in orders if bool(order.number) is is_recorded]
+                    state.release(some, recorded=is_recorded)
+        with state.lock:  # a store under way may still arrive
+            under_way = [upload for upload in state.uploading if upload.dropped]
+            state.upload_done.wait_for(
+                lambda: state.closed or not any(each in state.uploading for each in under_way)
+            )
+        everywhere = any(not order.what.is_everything for order in orders)
+        names = {order.namespace for order in orders}
+        if everywhere:
+            found = (namespace_of(folder) for folder in self._requests.folders(ROOT))
+            names |= {name for name in found if name is not None}
+        for namespace in names:
+            self._delete_dead(Layout(namespace))
+        for order in orders:
+            self._records.note_own(order)
+        with state.lock:
+            state.orders = [order for order in state.orders if order not in orders]
+        self._unfinished = []
+
+    def _record(self, orders: Sequence[EraseOrder]) -> None:
+        """Write records behind all that are there. Where another came between, its writer's or ours
+        must be the later one: who stored in the knowledge of the first did not know the second."""
+        state = self._state
+        if not orders:
+            return
+        for attempt in range(_MAX_RENUMBERED):
+            self._records.learn()
+            with state.lock:  # of several at once, the one with the longest step is done
+                number = state.erased.top + (random.randrange(64 << attempt) if attempt else 0)
+            replaced = [order.path for order in orders if order.path]
+            for order in orders:
+                number += 1
+                order.path = record_path(number, order.what, order.namespace)
+                self._requests.put(order.path, record_data(order.what))
+            ours = {order.path for order in orders}
+            first = number - len(orders) + 1
+            self._records.learn()
+            if replaced:
+                self._requests.delete(replaced)
+            with state.lock:
+                known = state.erased.known
+                if not any(n >= first and path not in ours for path, n in known.items()):
+                    for each, order in enumerate(orders):
+                        order.number = first + each
+                    return
+        raise RequestError(Failure.UNAVAILABLE, "put came late again and again")
+
+    def _delete_dead(self, layout: Layout) -> None:
+        """Delete the pages of a namespace that any record names."""
+        state = self._state
+        for chunk in self._requests.listing(layout.pages):
+            named = [(each.path, parse_page(each.path)) for each in chunk]
+            with state.lock:
+                gone = [
+                    path
+                    for path, name in named
+                    if name is not None
+                    and state.erased.kills(layout.namespace, name.tenant, name.key, name.stamp)
+                ]
+            if gone:
+                self._requests.delete(gone)
+
+    def _delete_doomed(self) -> None:
+        state = self._state
+        with state.lock:
+            paths = list(state.doomed)[:_DELETED_AT_ONCE]
+        if paths:
+            self._requests.delete(paths)
+            with state.lock:
+                for path in paths:
+                    state.doomed.pop(path, None)
+
+    # ---- Pins ----
+
+    def _settle_pins(self) -> None:
+        state = self._state
+        with state.lock:
+            orders = list(state.pins.orders)
+            state.pins.orders.clear()
+            epoch = state.epoch
+        self._pins_left |= {order.name: order.epoch for order in orders}
+        failed: RequestError | None = None
+        for name, of in list(self._pins_left.items()):
+            try:
+                if of == epoch:
+                    self._settle_pin(name)
+                del self._pins_left[name]
+            except RequestError as error:
+                failed = error
+        for order in orders:
+            if order.durable is not None:
+                done = order.name not in self._pins_left and order.epoch == epoch
+                keep(order.durable, done)
+        if failed is not None:
+            raise failed
+
+    def _settle_pin(self, name: str) -> None:
+        """Write the pin in force, or delete it. Raises ``RequestError``."""
+        state = self._state
+        with state.lock:
+            layout, pins = state.layout, state.pins
+            pin, change, stamp = pins.book.get(name), pins.changes.get(name, 0), state.seen
+        if pin is None:
+            self._requests.delete([layout.pin(name)])
+        else:
+            self._requests.put(layout.pin(name), pack_pin(pin, stamp))
+        with state.lock:
+            if state.layout == layout and pins.changes.get(name, 0) == change:
+                pins.unsettled.discard(name)
+                if pin is not None:
+                    pins.stamps[name] = stamp
+                    pins.found[layout.pin(name)] = "", name  # until it is listed

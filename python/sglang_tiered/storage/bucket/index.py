@@ -1,0 +1,263 @@
+"""What is held: the pages that a bucket lists, in memory. No I/O.
+
+A page takes about 200 bytes: its key, a row of 28 bytes, and their place in a table that the
+collector of garbage need not look into. Nothing here locks: the owner's lock guards every call.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_tiered.storage.base import TenantUsage
+from sglang_tiered.storage.bucket.names import PageName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["Held", "PageIndex"]
+
+_ROW = struct.Struct("<IIIIQI")
+
+
+class Held(NamedTuple):
+    """A row of the index."""
+
+    share: int
+    unix_s: int
+    stored: int
+    length: int
+    checksum: int
+    stamp: int
+
+
+class _Share:
+    """What one tenant has. One that was erased is dead, and its rows are swept later."""
+
+    def __init__(self, tenant: bytes) -> None:
+        self.tenant = tenant
+        self.num_pages = self.num_bytes = 0
+
+
+class PageIndex:
+    """At most ``max_pages``, ``capacity_bytes``, and ``max_tenant_bytes`` for one tenant, if these
+    are set; the oldest go first, but none that ``is_pinned``. Of two pages of one key the later
+    counts."""
+
+    def __init__(
+        self,
+        max_pages: int,
+        capacity_bytes: int | None,
+        max_tenant_bytes: int | None,
+        is_pinned: Callable[[bytes], bool],
+    ) -> None:
+        self._max_pages = max_pages
+        self._capacity_bytes = capacity_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._is_pinned = is_pinned
+        self.num_pages_evicted = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows: dict[bytes, bytes] = {}  # by age, roughly
+        self._shares: list[_Share | None] = []  # None: dead
+        self._free: list[int] = []  # dead ones without a row
+        self._numbers: dict[bytes, int] = {}  # of the living ones, by tenant
+        self._num_dead = 0  # rows of dead shares
+        self.num_pages = self.stored_bytes = 0
+
+    # ---- What there is ----
+
+    def get(self, key: bytes) -> Held | None:
+        row = self._rows.get(key)
+        if row is None:
+            return None
+        held = Held(*_ROW.unpack(row))
+        return None if self._shares[held.share] is None else held
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._num_dead:
+            return [self.get(key) is not None for key in keys]
+        return [key in self._rows for key in keys]
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        held = self.holds(keys)
+        return held.index(False) if False in held else len(keys)
+
+    def some_keys(self, limit: int) -> list[bytes]:
+        found: list[bytes] = []
+        for key in self._rows:
+            if len(found) == limit:
+                break
+            if not self._num_dead or self.get(key) is not None:
+                found.append(key)
+        return found
+
+    def keys(self) -> list[bytes]:
+        """Return all keys, those of rows not swept yet included."""
+        return list(self._rows)
+
+    def name_of(self, key: bytes, held: Held) -> PageName:
+        share = self._shares[held.share]
+        assert share is not None, "a row of a dead share was returned"
+        return PageName(key, share.tenant, held.length, held.stamp, held.unix_s, held.checksum)
+
+    def is_at(self, name: PageName) -> bool:
+        """Return whether this is the object that a lookup finds."""
+        held = self.get(name.key)
+        return held is not None and self.name_of(name.key, held) == name
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._numbers)
+
+    def usage(self) -> list[TenantUsage]:
+        shares = (share for share in self._shares if share is not None)
+        return [TenantUsage(s.tenant, s.num_pages, s.num_bytes, s.num_bytes) for s in shares]
+
+    def bytes_of(self, keys: Iterable[bytes]) -> int:
+        return sum(held.stored for key in keys if (held := self.get(key)) is not None)
+
+    # ---- Changes ----
+
+    def put(self, name: PageName, stored: int) -> None:
+        """Enter a page that is in the bucket, unless a later one of its key is known."""
+        known = self.get(name.key)
+        if known is not None:
+            if known.unix_s > name.unix_s:
+                return
+            self.drop(name.key)
+        elif self._rows.pop(name.key, None) is not None:
+            self._num_dead -= 1
+        number = self._numbers.get(name.tenant)
+        if number is None:
+            if not self._free:
+                self._free.append(len(self._shares))
+                self._shares.append(None)
+            number = self._numbers[name.tenant] = self._free.pop()
+            self._shares[number] = _Share(name.tenant)
+        share = self._shares[number]
+        assert share is not None
+        row = (number, name.unix_s, stored, name.length, name.checksum, name.stamp)
+        self._rows[name.key] = _ROW.pack(*row)
+        self._count(share, 1, stored)
+        if self._max_tenant_bytes is not None and any(name.tenant):
+            self._evict_of_share(number, share, self._max_tenant_bytes)
+        self._evict()
+
+    def _count(self, share: _Share, num_pages: int, num_bytes: int) -> None:
+        share.num_pages += num_pages
+        share.num_bytes += num_bytes
+        self.num_pages += num_pages
+        self.stored_bytes += num_bytes
+        if not share.num_pages and (number := self._numbers.get(share.tenant)) is not None:
+            self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        share = self._shares[number]
+        assert share is not None
+        del self._numbers[share.tenant]
+        self._shares[number] = None
+        self._num_dead += share.num_pages
+        if not share.num_pages:
+            self._free.append(number)
+        if not self._rows:
+            self._reset()
+
+    def drop(self, key: bytes) -> bool:
+        """Forget a page; returns whether it was found."""
+        held = self.get(key)
+        if held is None:
+            return False
+        del self._rows[key]
+        share = self._shares[held.share]
+        assert share is not None
+        self._count(share, -1, -held.stored)
+        return True
+
+    def drop_tenant(self, tenant: bytes) -> int:
+        """Forget a tenant's pages at once; ``sweep`` gives their memory back."""
+        number = self._numbers.get(tenant)
+        if number is None:
+            return 0
+        share = self._shares[number]
+        assert share is not None
+        num_pages = share.num_pages
+        self.num_pages -= num_pages
+        self.stored_bytes -= share.num_bytes
+        self._kill(number)
+        return num_pages
+
+    def clear(self) -> int:
+        num_pages = self.num_pages
+        self._reset()
+        return num_pages
+
+    def sweep(self, keys: Iterable[bytes]) -> bool:
+        """Remove rows of dead shares among these; returns whether there are others."""
+        if self._num_dead:
+            for key in keys:
+                row = self._rows.get(key)
+                if row is not None and self._shares[_ROW.unpack(row)[0]] is None:
+                    del self._rows[key]
+                    self._num_dead -= 1
+            if not self._rows:
+                self._reset()
+        return self._num_dead > 0
+
+    def expire(self, oldest_s: float) -> None:
+        """Forget what was uploaded before that time."""
+
+        self._drop_oldest(lambda held: held.unix_s >= oldest_s)
+
+    def _evict(self) -> None:
+        capacity = self._capacity_bytes
+
+        def fits(_: object = None) -> bool:
+            return self.num_pages <= self._max_pages and (
+                capacity is None or self.stored_bytes <= capacity
+            )
+
+        if not fits():
+            self.num_pages_evicted += self._drop_oldest(fits)
+
+    def _drop_oldest(self, is_enough: Callable[[Held], bool]) -> int:
+        """Drop from the oldest on until it is enough. What is pinned goes to the end."""
+        num_dropped = 0
+        for _ in range(len(self._rows)):
+            if not self._rows:
+                break
+            key = next(iter(self._rows))
+            held = Held(*_ROW.unpack(self._rows[key]))
+            if self._shares[held.share] is None:
+                self.sweep([key])
+            elif is_enough(held):
+                break
+            elif self._is_pinned(key):
+                self._rows[key] = self._rows.pop(key)
+            else:
+                num_dropped += self.drop(key)
+        return num_dropped
+
+    def _evict_of_share(self, number: int, share: _Share, limit: int) -> None:
+        if share.num_bytes <= limit:
+            return
+        for key in list(self._rows):
+            if share.num_bytes <= limit:
+                return
+            row = self._rows[key]
+            if _ROW.unpack(row)[0] == number and not self._is_pinned(key):
+                self.num_pages_evicted += self.drop(key)
+
+    def check_integrity(self) -> None:
+        """Recount everything."""
+        rows = [Held(*_ROW.unpack(row)) for row in self._rows.values()]
+        living = [held for held in rows if self._shares[held.share] is not None]
+        assert len(rows) - len(living) == self._num_dead, f"{self._num_dead} rows counted dead"
+        counted = (self.num_pages, self.stored_bytes)
+        found = (len(living), sum(held.stored for held in living))
+        assert counted == found, f"pages and bytes {found}, counted {counted}"
+        usage = self.usage()
+        shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
+        assert shares == found, f"tenants have {shares} of {found}"
+        assert self.num_pages <= self._max_pages, f"{self.num_pages} > {self._max_pages}"

@@ -1,0 +1,113 @@
+"""When the bucket is asked, and what may be spent on it. Pure state; the clock is passed in."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.base import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Breaker", "DailyBudget"]
+
+_FAILURES_TOLERATED = 2
+_DAY_S = 24 * 3600
+_BURST_SHARE = 0.1
+
+
+class Breaker:
+    """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread; from then on only the
+    discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
+    RUNNING back. (A ``HealthMonitor`` lets loads be the probes, which may take seconds here.)
+
+    Failed stores pause stores only. A bucket that never answered yet gets no benefit of the doubt:
+    its first failure opens. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_failures = _FAILURES_TOLERATED  # in a row
+        self._probes = Backoff()  # open while one failed
+        self._cause = ""
+        self._stores = Backoff()
+        self.num_opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._probes.num_failures > 0
+
+    def diagnosis(self) -> tuple[Health, str]:
+        """Return the state of now and why; the reason is empty while RUNNING."""
+        with self._lock:
+            if not self.is_open:
+                return Health.RUNNING, ""
+            return Health.MISS_ONLY, self._cause
+
+    def wait_s(self) -> float:
+        """Return how long until the next probe is due; 0 when it is, or when it is closed."""
+        with self._lock:
+            return self._probes.wait_s(self._clock())
+
+    def succeeded(self) -> None:
+        """Note that a request was answered, if only by "not found"."""
+        with self._lock:
+            self._num_failures = 0
+            self._probes.succeed()
+
+    def failed(self, cause: str) -> None:
+        """Note that a request failed after its retries."""
+        with self._lock:
+            self._num_failures += 1
+            self._cause = cause
+            if not self.is_open:
+                if self._num_failures <= _FAILURES_TOLERATED:
+                    return
+                self.num_opened += 1
+            self._probes.fail(self._clock())  # but for one under way since before it opened
+
+    def fault(self, cause: str) -> None:
+        """Answer misses until a probe succeeds: the engine failed, not the bucket."""
+        with self._lock:
+            self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
+        self.failed(cause)
+
+    def accepts_stores(self) -> bool:
+        with self._lock:
+            return not self.is_open and self._stores.is_over(self._clock())
+
+    def store_failed(self) -> None:
+        """Pause stores; loads go on."""
+        with self._lock:
+            self._stores.fail(self._clock())
+
+    def store_succeeded(self) -> None:
+        with self._lock:
+            self._stores.succeed()
+
+
+class DailyBudget:
+    """A token bucket that keeps what is spent in any 24 hours within ``per_day``; without one
+    everything may be spent. A tenth is the largest burst, nine tenths flow in evenly. It starts
+    full and may go below zero, as more can be spent than was foreseen. The owner's lock guards
+    every call."""
+
+    def __init__(self, per_day: int | None, clock: Callable[[], float]) -> None:
+        self._per_day = per_day
+        self._clock = clock
+        self._content = (per_day or 0) * _BURST_SHARE
+        self._at = clock()
+
+    @property
+    def available(self) -> float:
+        """Return what may be spent now."""
+        if self._per_day is None:
+            return float("inf")
+        inflow = (self._clock() - self._at) * self._per_day * (1 - _BURST_SHARE) / _DAY_S
+        return min(self._per_day * _BURST_SHARE, self._content + inflow)
+
+    def spend(self, amount: int) -> None:
+        self._content, self._at = self.available, self._clock()
+        self._content -= amount

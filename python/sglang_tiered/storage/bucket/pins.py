@@ -1,0 +1,180 @@
+"""Pins of a bucket in memory, this server's and others', and their objects. No I/O, no locks: the
+owner's lock guards every call.
+
+A pin is one object, under the digest of its name: who writes last counts. It carries a stamp as
+pages do. What was erased since is in none, whatever it says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
+from sglang_tiered.storage.region.pinning.book import MAX_NOTES_BYTES, PinBook
+from sglang_tiered.storage.region.pinning.pins import Pin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.bucket.erased import Erased
+    from sglang_tiered.storage.bucket.index import PageIndex
+
+__all__ = ["MAX_PINS", "BucketPins", "PinOrder", "pack_pin", "pin_share", "unpack_pin"]
+
+MAX_PINS = 1 << 12
+MAX_KEYS = 1 << 19  # of all pins together: some 200 bytes each
+
+
+class _PinFile(msgspec.Struct, frozen=True, array_like=True):
+    stamp: int
+    name: str
+    tenant: bytes
+    until_s: float | None
+    keys: bytes  # one behind the other
+    data: bytes
+
+
+class PinOrder(NamedTuple):
+    """Write the pin of that name, or delete it where it is gone."""
+
+    name: str
+    epoch: int  # of the namespace
+    durable: Future[bool] | None
+
+
+def pack_pin(pin: Pin, stamp: int) -> bytes:
+    keys = b"".join(pin.keys)
+    return seal(_PinFile(stamp, pin.name, pin.tenant, pin.until_s, keys, pin.data))
+
+
+def unpack_pin(data: bytes) -> tuple[Pin, int] | None:
+    """Return a pin and its stamp; None for bytes that are none."""
+    file = unseal(data, _PinFile)
+    if file is None:
+        return None
+    keys = [file.keys[at : at + KEY_BYTES] for at in range(0, len(file.keys), KEY_BYTES)]
+    try:
+        return Pin.checked(file.name, keys, file.tenant, file.until_s, file.data), file.stamp
+    except ValueError:
+        return None
+
+
+def pin_share(capacity_bytes: int | None) -> int:
+    """Return how many bytes pins may keep: half the cap, everything without one."""
+    return (1 << 62) if capacity_bytes is None else capacity_bytes // 2
+
+
+def alive(pin: Pin, stamp: int, erased: Erased, namespace: bytes) -> Pin | None:
+    """Return a pin of those of its pages that were not erased since, without its data where some
+    were, as that may tell what was there; None if none is left."""
+    keys = tuple(key for key in pin.keys if not erased.kills(namespace, pin.tenant, key, stamp))
+    if keys == pin.keys:
+        return pin
+    return replace(pin, keys=keys, data=b"") if keys else None
+
+
+class BucketPins:
+    """The pins of one namespace. What they keep is counted in bytes as stored."""
+
+    def __init__(self, capacity_bytes: int | None, clock: Callable[[], float]) -> None:
+        self.bound_bytes = pin_share(capacity_bytes)
+        self._clock = clock
+        self.orders: deque[PinOrder] = deque()
+        self.clear()
+
+    def clear(self) -> None:
+        self.book = PinBook(self.bound_bytes, self._clock)
+        self.stamps: dict[str, int] = {}  # of those in the bucket
+        self.found: dict[str, tuple[str, str]] = {}  # tags and names, by path, as last listed
+        self.changes: dict[str, int] = {}  # of names, by this server
+        self.unsettled: set[str] = set()  # changed here, and not yet in the bucket
+
+    def is_wanted(self, key: bytes) -> bool:
+        return bool(self.book.wanted((key,)))
+
+    def pinned_bytes(self, index: PageIndex) -> int:
+        return index.bytes_of({key for pin in self.book for key in pin.keys})
+
+    def refusal(self, pin: Pin, index: PageIndex) -> PinRefusal | None:
+        """Return why a pin cannot be taken, in the place of one of its name."""
+        others = {key for each in self.book if each.name != pin.name for key in each.keys}
+        pinned = index.bytes_of(others)
+        asked = index.bytes_of(set(pin.keys) - others)
+        before = self.book.get(pin.name)
+        num_keys = len(others.union(pin.keys))
+        notes = self.book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
+        why = ""
+        if pinned + asked > self.bound_bytes:
+            why = (
+                f"pages of {asked} bytes cannot be pinned beside {pinned}: at most "
+                f"{self.bound_bytes}"
+            )
+        elif before is None and len(self.book) >= MAX_PINS:
+            why = f"there are {MAX_PINS} pins already: unpin some"
+        elif num_keys > MAX_KEYS:
+            why = f"pins would name {num_keys} pages, at most {MAX_KEYS}: unpin some"
+        elif notes > MAX_NOTES_BYTES:
+            why = f"pins would note {notes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
+        return PinRefusal(asked, pinned, self.bound_bytes, why) if why else None
+
+    def change(self, name: str, pin: Pin | None) -> None:
+        """Set a pin of this server in force, or let one go."""
+        self.book.remove(name)
+        self.stamps.pop(name, None)
+        if pin is not None:
+            self.book.add(pin)
+        self.changes[name] = self.changes.get(name, 0) + 1
+        self.unsettled.add(name)
+
+    def take_up(self, pin: Pin, stamp: int) -> None:
+        """Set a pin in force that was read."""
+        self.book.remove(pin.name)
+        self.stamps.pop(pin.name, None)
+        if pin.until_s is None or pin.until_s > self._clock():
+            self.book.add(pin)
+            self.stamps[pin.name] = stamp
+
+    def drop(self, name: str) -> None:
+        """Forget a pin that is no longer in the bucket, or over."""
+        self.book.remove(name)
+        self.stamps.pop(name, None)
+        self.changes.pop(name, None)
+
+    def expire(self) -> None:
+        for name in self.book.expired():
+            self.drop(name)
+
+    def erase(self, what: Erasure | None, number: int | None = None) -> list[str]:
+        """Take erased pages out of the pins that are older than a record (None: out of all);
+        returns the names of those that changed."""
+        if what is not None and what.keys is not None:
+            gone = frozenset(what.keys)
+            hit = self.book.with_any(gone)
+        else:
+            gone = frozenset()
+            tenant = None if what is None else what.tenant
+            hit = [pin for pin in self.book if tenant in (None, pin.tenant)]
+        changed = []
+        for pin in hit:
+            if number is not None and self.stamps.get(pin.name, -1) >= number:
+                continue
+            left = tuple(key for key in pin.keys if key not in gone) if gone else ()
+            self.book.remove(pin.name)
+            if left:
+                self.book.add(replace(pin, keys=left, data=b""))
+            changed.append(pin.name)
+        return changed
+
+    def info(self, name: str, index: PageIndex) -> PinInfo | None:
+        pin = self.book.get(name)
+        if pin is None:
+            return None
+        num_held = sum(index.holds(pin.keys))
+        return PinInfo(name, pin.tenant, num_held, index.bytes_of(pin.keys), pin.until_s, pin.data)

@@ -1,0 +1,309 @@
+"""What the threads of a bucket's engine share, and the one lock that guards it. No I/O under it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.base import Erasure, Reason
+from sglang_tiered.storage.bucket.erased import Erased
+from sglang_tiered.storage.bucket.index import PageIndex
+from sglang_tiered.storage.bucket.limits import DailyBudget
+from sglang_tiered.storage.bucket.names import Layout
+from sglang_tiered.storage.bucket.pins import BucketPins
+from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.promises import Promises
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from sglang_tiered.codecs.base import PageCodec
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.bucket.erased import Record
+    from sglang_tiered.storage.bucket.settings import BucketSettings
+    from sglang_tiered.storage.bucket.tickets import LoadTicket, PageLoad
+
+__all__ = ["BucketState", "EraseOrder", "OnErased", "OnFault", "RefreshOrder", "Upload", "selects"]
+
+_MAX_SKIPPED = 8192
+_MAX_DOOMED = 65_536
+
+OnErased = Callable[[Sequence[Erasure]], None]
+"""What the owner of an engine wants to be told of."""
+
+OnFault = Callable[[str], None]
+"""A thread calls it with what it was doing when an unforeseen exception ended that; the thread goes
+on, or jobs would wait for it forever. Called without the lock held."""
+
+
+@dataclass(eq=False, slots=True)
+class RefreshOrder:
+    """Look for news now."""
+
+    full: bool
+    succeeded: Future[bool]
+
+
+@dataclass(eq=False, slots=True)
+class EraseOrder:
+    """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
+    has one. ``local``: whether this server's own tier has erased."""
+
+    what: Erasure
+    namespace: bytes
+    durable: Future[bool]
+    local: Future[bool] | None
+    selects: Callable[[bytes, bytes], bool]  # whether it names a key and its tenant
+    number: int = 0
+    path: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Upload:
+    """A page on its way. Its buffer is the caller's until ``BucketState.settle``. ``awaits``: it
+    was submitted behind an erasure that names it, and gets the number of that as its stamp."""
+
+    job: Job
+    position: int
+    namespace: bytes
+    epoch: int
+    stamp: int
+    num_bytes: int
+    awaits: EraseOrder | None = None
+    dropped: bool = False  # erased meanwhile
+    is_copied: bool = False  # its buffer is not touched any more
+    is_settled: bool = False
+
+    @property
+    def key(self) -> bytes:
+        return self.job.run.keys[self.position]
+
+
+def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
+    """Return what says of a key and its tenant whether an erasure (None: of everything) names
+    it."""
+    if what is not None and what.keys is not None:
+        gone = frozenset(what.keys)
+        return lambda key, _: key in gone
+    tenant = None if what is None else what.tenant
+    return lambda _, of: tenant in (None, of)
+
+
+class BucketState:
+    """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
+
+    def __init__(
+        self,
+        settings: BucketSettings,
+        namespace: bytes,
+        codec: PageCodec | None,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.codec = codec
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.lock = threading.Lock()
+        self.load_ready = threading.Condition(self.lock)
+        self.upload_ready = threading.Condition(self.lock)
+        self.upload_done = threading.Condition(self.lock)
+        self.discovery_ready = threading.Condition(self.lock)
+        self.keeper_ready = threading.Condition(self.lock)
+        self.deadline_ready = threading.Condition(self.lock)
+        self.closed = False
+        self.namespace = namespace
+        self.epoch = 0  # of the namespace
+        self.pins = BucketPins(settings.capacity_bytes, wall_clock)
+        self.index = PageIndex(
+            settings.max_pages,
+            settings.capacity_bytes,
+            settings.max_tenant_bytes,
+            self.pins.is_wanted,
+        )
+        self.jobs = JobBook()
+        self.promises = Promises()
+        # Stores
+        self.pending: dict[bytes, Upload] = {}
+        self.uploads: deque[Upload] = deque()
+        self.held: list[Upload] = []  # behind an erasure that has no record yet
+        self.uploading: dict[Upload, None] = {}
+        self._left: dict[Job, int] = {}  # pages of stores that are not settled
+        self.staged_bytes = 0
+        self.write_budget = DailyBudget(settings.writes_per_day, clock)
+        self.request_budget = DailyBudget(settings.requests_per_day, clock)
+        self.skew_s = 0.0  # of the store's clock, ahead of this one's
+        # Loads
+        self.loads: deque[PageLoad] = deque()
+        self.load_tickets: dict[LoadTicket, None] = {}  # whose jobs are not done
+        self.skipped: OrderedDict[str, None] = OrderedDict()  # pages that are damaged
+        # Erasures
+        self.erased = Erased()
+        self.seen = 0  # all records up to this one are applied, by the owner's other tiers too
+        self.orders: list[EraseOrder] = []  # not durable yet
+        self.own: dict[bytes, None] = {}  # ids of this server's erasures
+        self.told: dict[bytes, None] = {}  # ids of others' that are applied by their records
+        self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
+        self.on_erased: OnErased | None = None
+        self.untold: deque[Erasure] = deque()
+        self.elsewhere: dict[bytes, list[Erasure]] = {}  # of everything, by other namespaces
+        self.refresh_orders: list[RefreshOrder] = []
+        # Counters
+        self.num_passes = 0
+        self.num_full_listings = 0
+        self.last_pass_s = 0.0
+        self.num_pages_stored = 0
+        self.num_pages_loaded = 0
+        self.num_pages_erased = 0
+        self.num_pages_vanished = 0
+        self.bytes_stored = 0
+        self.bytes_written = 0
+        self.bytes_loaded = 0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.namespace)
+
+    def notify_all(self) -> None:
+        for ready in (
+            self.load_ready,
+            self.upload_ready,
+            self.upload_done,
+            self.discovery_ready,
+            self.keeper_ready,
+            self.deadline_ready,
+        ):
+            ready.notify_all()
+
+    def skip(self, path: str) -> None:
+        """Do not find a page again while its path is remembered."""
+        self.skipped[path] = None
+        if len(self.skipped) > _MAX_SKIPPED:
+            self.skipped.popitem(last=False)
+
+    def doom(self, path: str) -> None:
+        """Have a page deleted."""
+        if len(self.doomed) < _MAX_DOOMED:
+            self.doomed[path] = None
+            self.keeper_ready.notify()
+
+    # ---- Erasing ----
+
+    def hide(self, what: Erasure | None) -> None:
+        """Hide what an erasure of this namespace names, on its way or held."""
+        self.drop_uploads(what)
+        index = self.index
+        if what is None or what.is_everything:
+            num_pages = index.clear()
+        elif what.keys is not None:
+            num_pages = sum(index.drop(key) for key in what.keys)
+        else:
+            assert what.tenant is not None
+            num_pages = index.drop_tenant(what.tenant)
+        self.num_pages_erased += num_pages
+        self.discovery_ready.notify_all()  # it sweeps
+
+    def apply(self, record: Record) -> None:
+        """Hide what a record names and was stored without knowing it, and have the owner told."""
+        self.erased.add(record)
+        what = record.what
+        if what is not None and what.id in self.own:
+            return  # done, and what is held behind it is younger
+        if what is not None and what.is_everything and record.namespace != self.namespace:
+            self.elsewhere.setdefault(record.namespace, []).append(what)
+            return
+        if what is not None:
+            self.told[what.id] = None
+            self.untold.append(what)
+        self.pins.erase(what, record.number)
+        if what is None or what.keys is None:
+            self.hide(what)  # what is alive is listed again
+            return
+        self.drop_uploads(what)
+        for key in what.keys:
+            held = self.index.get(key)
+            if held is not None and held.stamp < record.number:
+                self.num_pages_erased += self.index.drop(key)
+
+    def drop_uploads(self, what: Erasure | None) -> None:
+        """Keep what is on its way of an erasure invisible. An uploader that has a page deletes it
+        again."""
+        names = selects(what)
+        namespace = self.namespace if what is not None and what.is_everything else None
+
+        def is_gone(upload: Upload) -> bool:
+            if namespace not in (None, upload.namespace):
+                return False
+            return names(upload.key, upload.job.run.tenant)
+
+        for upload in self.uploading:
+            if is_gone(upload):
+                upload.dropped = True
+                self._no_longer_pending(upload)
+        gone = [upload for upload in (*self.uploads, *self.held) if is_gone(upload)]
+        if gone:
+            self.uploads = deque(upload for upload in self.uploads if not is_gone(upload))
+            self.held = [upload for upload in self.held if not is_gone(upload)]
+            for upload in gone:
+                self.settle(upload, Reason.CANCELLED)
+
+    def release(self, orders: Sequence[EraseOrder], *, recorded: bool) -> None:
+        """Let go of the stores behind erasures: these have records now, or can have none."""
+        waiting = [upload for upload in self.held if upload.awaits in orders]
+        self.held = [upload for upload in self.held if upload.awaits not in orders]
+        for upload in waiting:
+            assert upload.awaits is not None
+            if recorded:
+                upload.stamp = max(upload.stamp, upload.awaits.number)
+                self.uploads.append(upload)
+                self.upload_ready.notify()
+            else:
+                self.settle(upload, Reason.REJECTED)
+
+    def order_before(self, key: bytes, tenant: bytes) -> EraseOrder | None:
+        """Return the last erasure without a record that names a page."""
+        named = (o for o in reversed(self.orders) if not o.number and o.selects(key, tenant))
+        return next(named, None)
+
+    # ---- Ends of stores and loads ----
+
+    def add(self, upload: Upload) -> None:
+        self.pending[upload.key] = upload
+        self.staged_bytes += upload.num_bytes
+        self._left[upload.job] = self._left.get(upload.job, 0) + 1
+        if upload.awaits is not None:
+            self.held.append(upload)
+        else:
+            self.uploads.append(upload)
+            self.upload_ready.notify()
+
+    def settle(self, upload: Upload, reason: Reason) -> None:
+        """Say what became of a page, whose buffer no thread touches any more."""
+        if upload.is_settled:
+            return
+        upload.is_settled = True
+        self._no_longer_pending(upload)
+        self.staged_bytes -= upload.num_bytes
+        job = upload.job
+        job.reasons[upload.position] = reason
+        self._left[job] -= 1
+        if not self._left[job]:
+            del self._left[job]
+            self.jobs.finish(job)
+
+    def _no_longer_pending(self, upload: Upload) -> None:
+        if self.pending.get(upload.key) is upload:
+            del self.pending[upload.key]
+
+    def finish_load(self, ticket: LoadTicket) -> None:
+        """Finish a load; called by the thread that its ticket told to."""
+        job = ticket.job
+        del self.load_tickets[ticket]
+        for is_ok, page in zip(job.ok, job.run.pages, strict=True):
+            if is_ok:
+                self.num_pages_loaded += 1
+                self.bytes_loaded += sum(segment.nbytes for segment in page)
+        self.jobs.finish(job)

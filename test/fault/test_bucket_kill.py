@@ -1,0 +1,132 @@
+"""``kill -9`` on real processes that store into a directory and over a real S3 API: what they said
+was durable is a hit for the next server, and nothing half done is served."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from bucket_child import BucketChild, child_run
+from bucket_engines import TIMEOUT_S, is_held, load, opened, run_of, store
+
+from kit.runs import NAMESPACE
+from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.bucket import BucketSettings
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.directory import STAGED
+from sglang_tiered.storage.bucket.requests import Requests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OK = {Reason.OK}
+
+
+def kill_writers(url: str, *, seed: int, num_kills: int, up_to: int) -> list[int]:
+    """Kill a writer after a seeded number of acknowledgements, over and over, and expect of a
+    fresh engine every run that any of them acknowledged."""
+    source = random.Random(seed)
+    acknowledged: list[int] = []
+    first = 0
+    for _ in range(num_kills):
+        with BucketChild(url, first) as child:
+            assert child.line() == "open"
+            lines = [child.line() for _ in range(source.randint(1, up_to))]
+            lines += child.kill()
+        numbers = [int(line.removeprefix("stored ")) for line in lines]
+        acknowledged += numbers
+        with opened(url) as engine:
+            for number in acknowledged:
+                run = child_run(number)
+                assert is_held(engine, run), f"run {number} is lost"
+                assert load(engine, run) == OK
+            for number in range(max(numbers) + 1, max(numbers) + 10):
+                load(engine, child_run(number))  # under way at the end: whole or not at all
+            engine.check_integrity()
+        first = max(numbers) + 100
+    return acknowledged
+
+
+def test_no_kill_loses_acknowledged_pages(tmp_path: Path) -> None:
+    assert len(kill_writers(tmp_path.as_uri(), seed=0, num_kills=3, up_to=20)) > 10
+    # What the dead left behind is collected, and what they stored stays.
+    (tmp_path / "v2" / NAMESPACE.hex() / "pages" / f"left{STAGED}1.1").write_bytes(b"half")
+    kept = {path for path in tmp_path.rglob("pages/*/*") if STAGED not in path.name}
+    requests = Requests(BucketSettings(url=tmp_path.as_uri()))
+    Collector(requests, CollectorSettings(), clock=lambda: 4e9).run_once(NAMESPACE)
+    assert set(tmp_path.rglob("pages/*/*")) == kept
+    assert not list(tmp_path.rglob(f"*{STAGED}*"))
+
+
+def test_no_kill_loses_what_was_acknowledged_over_s3(s3_url: str) -> None:
+    assert len(kill_writers(s3_url, seed=1, num_kills=2, up_to=10)) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", ["directory", "s3"])
+def test_many_kills(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
+    url = tmp_path.as_uri() if place == "directory" else request.getfixturevalue("s3_url")
+    kill_writers(url, seed=2, num_kills=20, up_to=60)
+
+
+def test_killed_writers_and_collectors_leave_the_bucket_working(tmp_path: Path) -> None:
+    url = tmp_path.as_uri()
+    mix_and_kill(url, seed=3, num_rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", ["directory", "s3"])
+def test_three_writers_and_two_collectors_for_a_while(
+    tmp_path: Path, place: str, request: pytest.FixtureRequest
+) -> None:
+    url = tmp_path.as_uri() if place == "directory" else request.getfixturevalue("s3_url")
+    mix_and_kill(url, seed=4, num_rounds=8)
+
+
+def mix_and_kill(url: str, *, seed: int, num_rounds: int) -> None:
+    """Three writers and two collectors with a small cap, beside a reader here;
+    then all of them are killed. Pages may go at any time, and what is served is right."""
+    source = random.Random(seed)
+    for number in range(num_rounds):
+        firsts = [10_000 * (3 * number + writer) for writer in range(3)]
+        writers = [BucketChild(url, first, "paced") for first in firsts]
+        collectors = [BucketChild(url, "collect") for _ in range(2)]
+        children = [*writers, *collectors]
+        try:
+            for child in children:
+                assert child.line() == "open"
+            with opened(url, refresh_s=0.05) as reader:
+                step, num_steps, num_served = 0, source.randint(25, 40), 0
+                # On a busy machine the writers may have stored nothing before the last step.
+                while step < num_steps or not num_served:
+                    if step < num_steps:
+                        for child in writers:
+                            child.go_on()
+                        step += 1
+                        deadline = time.monotonic() + TIMEOUT_S
+                    assert time.monotonic() < deadline, "nothing was ever served"
+                    assert reader.refresh(TIMEOUT_S)
+                    known = [
+                        run
+                        for first in firsts
+                        for run in map(child_run, range(first + max(step - 20, 0), first + step))
+                        if is_held(reader, run)
+                    ]
+                    num_served += sum(load(reader, run) == OK for run in known)
+                reader.check_integrity()
+            # On a busy machine the writers may still be at it, and not have filled the cap before.
+            deadline = time.monotonic() + TIMEOUT_S
+            while all(child.line() == "collected 0" for child in collectors):
+                assert time.monotonic() < deadline, "nothing was ever collected"
+            for child in collectors:
+                child.kill()
+        finally:
+            for child in children:
+                child.__exit__(None, None, None)
+        with opened(url) as fresh:
+            assert store(fresh, run_of(number + 1_000_000)) <= {Reason.OK, Reason.DUPLICATE}
+            assert load(fresh, run_of(number + 1_000_000)) == OK

@@ -1,0 +1,224 @@
+"""One engine and an S3 API that fails in every way a request can: never wrong bytes, every job
+ends, and it works again once the fault is gone."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from bucket_engines import TIMEOUT_S, Clock, is_held, load, open_descriptors, opened, run_of, store
+from object_proxy import (
+    drop_upload,
+    flip,
+    lose_response,
+    reset,
+    shorten,
+    status,
+    truncate,
+)
+
+from kit.waiting import eventually
+from sglang_tiered.storage.base import Health, Reason
+
+if TYPE_CHECKING:
+    from object_proxy import Fault, FaultProxy
+    from object_server import ObjectServer
+
+    from sglang_tiered.storage.bucket import BucketEngine
+
+OK = {Reason.OK}
+SUCCESS = {Reason.OK, Reason.DUPLICATE}
+
+PASSING = {
+    "500": status(500),
+    "503 slow down": status(503, "SlowDown"),
+    "429": status(429, "TooManyRequests"),
+    "reset": reset(),
+    "truncated at once": truncate(0),
+    "truncated": truncate(100),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+def test_a_read_that_fails_once_is_tried_again(
+    s3_url: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+        rule = proxy.add("get", "/pages/", fault, count=1)
+        assert load(engine, run_of(1)) == OK
+        assert rule.num_hit == 1
+
+
+LASTING = {
+    **PASSING,
+    "404 without a body": status(404, "NoSuchKey"),
+    "403": status(403, "AccessDenied"),
+    "fewer bytes than asked for": shorten(1000),
+    "no bytes": shorten(0),
+    "first bit flipped": flip(0),
+    "last bit flipped": flip(-1, 7),
+    "200 instead of the range": status(200),
+}
+
+
+@pytest.mark.parametrize("fault", LASTING.values(), ids=LASTING)
+def test_a_read_failing_on_serves_no_bytes(s3_url: str, proxy: FaultProxy, fault: Fault) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1), run_of(2)) == OK
+        proxy.add("get", "/pages/", fault)
+        for _ in range(5):
+            load(engine, run_of(1))  # asserts the bytes of what it says is OK
+        assert load(engine, run_of(1)) != OK
+        proxy.clear()
+        assert engine.refresh(TIMEOUT_S, full=True)
+        # Whatever was forgotten can be stored again, and the rest is there.
+        assert store(engine, run_of(1), run_of(2)) <= SUCCESS
+        assert load(engine, run_of(1)) == load(engine, run_of(2)) == OK
+        engine.check_integrity()
+
+
+def test_a_flipped_bit_costs_that_page_alone(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as engine:
+        run = run_of(1)
+        assert store(engine, run) == OK
+        proxy.add("get", f"-{run.keys[1].hex()}-", flip(500), count=1)
+        assert load(engine, run) == {Reason.OK, Reason.CORRUPT}
+        assert engine.contains(run.keys) == [True, False, True, True]
+        assert engine.lookup(run.keys).num_hits == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [status(503, "SlowDown"), reset(), lose_response(), drop_upload(20)],
+    ids=["throttled", "reset", "response lost", "half sent"],
+)
+def test_a_write_that_fails_once_is_tried_again(
+    s3_url: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    with opened(s3_url) as engine:
+        rule = proxy.add("put", "/pages/", fault, count=1)
+        assert store(engine, run_of(1)) == OK
+        assert rule.num_hit == 1
+        assert load(engine, run_of(1)) == OK
+    with opened(s3_url) as other:
+        assert load(other, run_of(1)) == OK
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [status(500), status(403, "AccessDenied"), reset(), lose_response(), drop_upload(20)],
+    ids=["500", "denied", "reset", "response lost", "half sent"],
+)
+def test_a_write_failing_on_leaves_loads_working(
+    s3_url: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    clock = Clock()
+    with opened(s3_url, clock=clock) as engine:
+        assert store(engine, run_of(1)) == OK
+        proxy.add("put", "/pages/", fault)
+        reasons = store(engine, run_of(2))
+        assert reasons <= {Reason.IO_ERROR, Reason.REJECTED}
+        assert not is_held(engine, run_of(2))
+        assert not engine.flush(0.0) or store(engine, run_of(2)) <= {Reason.REJECTED, *reasons}
+        assert load(engine, run_of(1)) == OK
+        assert engine.stats().health is Health.RUNNING
+        proxy.clear()
+        assert store(engine, run_of(3)) == {Reason.REJECTED}, "stores pause after a failure"
+        clock.ahead_s += 60
+        assert store(engine, run_of(3)) == OK
+        engine.check_integrity()
+    with opened(s3_url) as other:
+        assert is_held(other, run_of(1))
+        load(other, run_of(2))  # announced or not: never other bytes
+
+
+def test_a_broken_upload_is_never_seen_in_part(
+    s3_url: str, proxy: FaultProxy, object_server: ObjectServer
+) -> None:
+    large = run_of(1, num_pages=1, page_bytes=65 << 20)
+    with opened(s3_url, staging_bytes=256 << 20, request_timeout_s=10.0) as engine:
+        once = proxy.add("part", "", drop_upload(1 << 20), count=1)
+        assert store(engine, large) == OK
+        assert once.num_hit == 1
+        assert load(engine, large) == OK
+        proxy.add("part", "partNumber=2", drop_upload(1 << 20))
+        other = run_of(2, num_pages=1, page_bytes=65 << 20)
+        assert store(engine, other) == {Reason.IO_ERROR}
+        assert not is_held(engine, other)
+    proxy.clear()
+    with opened(s3_url) as fresh:
+        assert is_held(fresh, large)
+        assert not is_held(fresh, other)
+    bucket = s3_url.split("/")[2]
+    listed = object_server.client.list_objects_v2(Bucket=bucket)
+    assert sum("/pages/" in entry["Key"] for entry in listed["Contents"]) == 1
+    uploads = object_server.client.list_multipart_uploads(Bucket=bucket)
+    assert not uploads.get("Uploads"), "it was not aborted either"
+
+
+def test_looking_for_others_fails_and_works_again(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as writer, opened(s3_url) as reader:
+        assert store(writer, run_of(1)) == OK
+        rule = proxy.add("list", "", status(503, "SlowDown"))
+        assert not reader.refresh(TIMEOUT_S)
+        assert not is_held(reader, run_of(1))
+        proxy.remove(rule)
+        assert reader.refresh(TIMEOUT_S)
+        assert load(reader, run_of(1)) == OK
+
+
+# -- a bucket that is away ----------------------------------------------------------------------
+
+
+def test_the_breaker_opens_and_closes(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+        proxy.add("*", "", status(503, "SlowDown"))
+        eventually(
+            lambda: load(engine, run_of(1)) and engine.stats().health is Health.MISS_ONLY,
+            "the breaker opens",
+        )
+        assert engine.stats().health_reason
+        seen = sum(proxy.seen.values())
+        for _ in range(50):
+            assert load(engine, run_of(1)) == {Reason.MISS}
+            assert not is_held(engine, run_of(1))
+            assert set(engine.submit_store(run_of(2)).reasons) == {Reason.REJECTED}
+        assert sum(proxy.seen.values()) - seen <= 4, "an open breaker is asked"
+        proxy.clear()
+        eventually(lambda: engine.stats().health is Health.RUNNING, "it closes by itself")
+        assert load(engine, run_of(1)) == OK
+        assert store(engine, run_of(2)) == OK
+
+
+def test_a_bucket_absent_at_opening_works_once_back(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as writer:
+        assert store(writer, run_of(1)) == OK
+    proxy.add("*", "", reset())
+    with opened(s3_url) as engine:
+        eventually(lambda: engine.stats().health is Health.MISS_ONLY, "it noticed")
+        assert not is_held(engine, run_of(1))
+        assert store(engine, run_of(2)) == {Reason.REJECTED}
+        proxy.clear()
+        eventually(lambda: is_held(engine, run_of(1)), "what is there is found")
+        assert load(engine, run_of(1)) == OK
+
+
+def serves_the_run(engine: BucketEngine) -> bool:
+    """On a busy machine its first look into the bucket may come too late."""
+    return load(engine, run_of(1)) == OK
+
+
+def test_a_server_gone_altogether_leaks_no_descriptors(s3_url: str) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+    before = open_descriptors()
+    for _ in range(5):
+        with opened(s3_url) as engine:
+            eventually(partial(serves_the_run, engine), "it is not found")
+    del engine
+    gc.collect()
+    eventually(lambda: open_descriptors() <= before + 2, "connections are closed with the engine")

@@ -1,0 +1,430 @@
+"""Two servers and one bucket: what one stores, purges or loses, the other sees or misses, and never
+takes for something else. Listings that lag, objects that are gone, credentials that expire."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
+from object_proxy import HOST, expire, hang, status
+
+from kit.waiting import eventually
+from sglang_tiered.storage.base import Erasure, Health, Reason
+from sglang_tiered.storage.promises import is_true
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from object_proxy import FaultProxy
+    from object_server import ObjectServer
+
+OK = {Reason.OK}
+SUCCESS = {Reason.OK, Reason.DUPLICATE}
+TENANT, OTHER = b"\x22" * 16, b"\x33" * 16
+
+
+@pytest.fixture(params=["directory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "directory":
+        return tmp_path.as_uri()
+    found: str = request.getfixturevalue("s3_url")
+    return found
+
+
+def objects_of(object_server: ObjectServer, url: str, folder: str) -> list[str]:
+    bucket = url.split("/")[2]
+    listed = object_server.client.list_objects_v2(Bucket=bucket).get("Contents", [])
+    return [entry["Key"] for entry in listed if f"/{folder}/" in entry["Key"]]
+
+
+def test_two_writers_of_the_same_pages_at_once(url: str) -> None:
+    runs = [run_of(number) for number in range(6)]
+    with opened(url) as first, opened(url) as second, opened(url) as reader:
+        jobs = [engine.submit_store(run) for run in runs for engine in (first, second)]
+        assert first.flush(TIMEOUT_S)
+        assert second.flush(TIMEOUT_S)
+        assert {reason for job in jobs for reason in job.reasons} == OK
+        for engine in (first, second, reader):
+            assert engine.refresh(TIMEOUT_S)
+            for run in runs:
+                assert load(engine, run) == OK
+            engine.check_integrity()
+
+
+def test_deleting_an_older_copy_leaves_the_newer(
+    s3_url: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the collector does; a server that knows both must not depend on the older."""
+    run = run_of(1)
+    with opened(s3_url) as first, opened(s3_url, wall_clock=lambda: time.time() + 9) as second:
+        assert store(first, run) == OK
+        monkeypatch.setattr(second._requests, "modified", lambda _: None)  # it keeps its clock
+        assert store(second, run) == OK
+    with opened(s3_url) as reader:
+        for older in sorted(objects_of(object_server, s3_url, "pages"))[: run.num_pages]:
+            object_server.client.delete_object(Bucket=s3_url.split("/")[2], Key=older)
+        assert load(reader, run) == OK
+        assert reader.refresh(TIMEOUT_S, full=True)
+        assert load(reader, run) == OK
+        reader.check_integrity()
+
+
+def test_both_copies_of_a_page_are_deleted(s3_url: str, object_server: ObjectServer) -> None:
+    run = run_of(1)
+    with opened(s3_url) as first, opened(s3_url) as second:
+        assert store(first, run) == store(second, run) == OK
+    with opened(s3_url) as reader:
+        for key in objects_of(object_server, s3_url, "pages"):
+            object_server.client.delete_object(Bucket=s3_url.split("/")[2], Key=key)
+        assert load(reader, run) == {Reason.MISS}
+        assert not is_held(reader, run)
+        assert store(reader, run) == OK
+        assert load(reader, run) == OK
+
+
+# -- purges -------------------------------------------------------------------------------------
+
+
+def test_a_purge_reaches_running_and_starting_servers(url: str) -> None:
+    mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
+    with opened(url) as first, opened(url) as second:
+        assert store(first, mine, theirs) == OK
+        assert second.refresh(TIMEOUT_S)
+        assert load(second, mine) == OK
+        assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        assert not is_held(first, mine)
+        assert second.refresh(TIMEOUT_S)
+        for engine in (first, second):
+            assert load(engine, mine) == {Reason.MISS}
+            assert load(engine, theirs) == OK
+        with opened(url) as third:
+            assert not is_held(third, mine)
+            assert load(third, theirs) == OK
+        # What is stored after the purge is there for everyone.
+        assert store(second, mine) == OK
+        assert first.refresh(TIMEOUT_S)
+        assert load(first, mine) == OK
+
+
+def test_a_purge_hides_while_the_bucket_is_away(s3_url: str, proxy: FaultProxy) -> None:
+    mine = run_of(1, tenant=TENANT)
+    with opened(s3_url) as engine:
+        assert store(engine, mine) == OK
+        rule = proxy.add("put", "/erased/", hang(), count=1)
+        assert not is_true(engine.erase(Erasure(tenant=TENANT)), 0.2), "it cannot be durable"
+        assert not is_held(engine, mine)
+        assert rule.hit.wait(TIMEOUT_S)
+        proxy.clear()
+        eventually(
+            lambda: (
+                engine.refresh(TIMEOUT_S)
+                and any(
+                    kind == "put" and "/erased/" in target for kind, target in proxy.targets[-20:]
+                )
+            ),
+            "it is tried again",
+        )
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    with opened(s3_url) as fresh:
+        assert not is_held(fresh, mine)
+
+
+def test_a_store_in_flight_never_lands_behind_purge(s3_url: str, proxy: FaultProxy) -> None:
+    mine = run_of(1, tenant=TENANT)
+    released = threading.Event()
+    with opened(s3_url, request_timeout_s=20.0) as engine:
+        rule = proxy.add("put", "/pages/", hang(released), count=1)
+        job = engine.submit_store(mine)
+        assert rule.hit.wait(TIMEOUT_S)
+        forgetting = engine.erase(Erasure(tenant=TENANT))
+        released.set()
+        assert is_true(forgetting, TIMEOUT_S)
+        assert job.wait(TIMEOUT_S)
+        assert Reason.OK not in job.reasons[:1]
+        assert not is_held(engine, mine)
+    with opened(s3_url) as fresh:
+        assert not is_held(fresh, mine), "it landed behind the purge"
+
+
+def test_a_late_store_of_another_is_dead(
+    s3_url: str, proxy: FaultProxy, object_server: ObjectServer
+) -> None:
+    """It was read before the erasure, whatever its writer's clock says, and whether or not it lives
+    to hear of it."""
+    mine = run_of(1, tenant=TENANT)
+    released = threading.Event()
+    ahead = {"wall_clock": lambda: time.time() + 300, "request_timeout_s": 20.0}
+    late = open_engine(s3_url, **ahead)
+    with opened(s3_url) as engine:
+        assert late.refresh(TIMEOUT_S)
+        rule = proxy.add("put", "/pages/", hang(released), count=1)
+        late.submit_store(mine)
+        assert rule.hit.wait(TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        proxy.clear()
+        released.set()
+        eventually(lambda: is_held(late, mine), "it has not heard of it")
+        with opened(s3_url) as third:
+            assert engine.refresh(TIMEOUT_S, full=True)
+            for other in (engine, third):
+                assert not any(other.contains(mine.keys)), "what was erased came back"
+            eventually(lambda: not objects_of(object_server, s3_url, "pages"), "it stays there")
+        assert late.refresh(TIMEOUT_S)
+        assert not any(late.contains(mine.keys))
+        assert store(late, mine) == OK
+        assert engine.refresh(TIMEOUT_S)
+        assert load(engine, mine) == OK, "what is stored since counts"
+    late.close()
+
+
+def test_erasures_at_the_same_time_are_all_heard(url: str) -> None:
+    """Each is numbered behind the others, so whoever stores in the knowledge of one alone stores
+    nothing that another names."""
+    runs = [run_of(number, tenant=bytes([number]) * 16) for number in range(1, 5)]
+    engines = [open_engine(url) for _ in runs]
+    try:
+        for engine, run in zip(engines, runs, strict=True):
+            assert engine.refresh(TIMEOUT_S)
+            assert store(engine, run) == OK
+        begun = [
+            engine.erase(Erasure(tenant=run.tenant))
+            for engine, run in zip(engines, runs, strict=True)
+        ]
+        assert all(is_true(each, TIMEOUT_S) for each in begun)
+        numbers = [n for n in engines[0]._state.erased.known.values() if n]
+        for engine in engines:
+            assert engine.refresh(TIMEOUT_S)
+            assert engine._state.seen >= max(numbers)
+            for run in runs:
+                assert not any(engine.contains(run.keys))
+        for engine, run in zip(engines, runs, strict=True):
+            assert store(engine, run) == OK
+        for engine in engines:
+            assert engine.refresh(TIMEOUT_S, full=True)
+            assert all(is_held(engine, run) for run in runs)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_a_store_behind_an_erasure_awaits_its_record(s3_url: str, proxy: FaultProxy) -> None:
+    run = run_of(1)
+    released = threading.Event()
+    with opened(s3_url, request_timeout_s=20.0) as engine, opened(s3_url) as other:
+        assert store(engine, run) == OK
+        rule = proxy.add("put", "/erased/", hang(released), count=1)
+        begun = engine.erase(Erasure.of(run.keys))
+        assert rule.hit.wait(TIMEOUT_S)
+        job = engine.submit_store(run)
+        released.set()
+        assert is_true(begun, TIMEOUT_S)
+        assert job.wait(TIMEOUT_S)
+        assert set(job.reasons) == OK
+        for each in (engine, other):
+            assert each.refresh(TIMEOUT_S, full=True)
+            assert load(each, run) == OK
+
+
+def test_what_cannot_be_recorded_is_not_stored_again(s3_url: str, proxy: FaultProxy) -> None:
+    run = run_of(1)
+    with opened(s3_url) as first, opened(s3_url) as second:
+        assert store(first, run) == OK
+        proxy.add("put", "/erased/", status(403, "AccessDenied"))
+        begun = first.erase(Erasure.of(run.keys))
+        assert store(first, run) == {Reason.REJECTED}
+        assert not is_true(begun, TIMEOUT_S)
+        assert not any(first.contains(run.keys))
+        assert first.object_stats().refused == {"put": 1, "delete": 0}
+        proxy.clear()
+        assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
+        assert second.refresh(TIMEOUT_S)
+        assert not any(second.contains(run.keys))
+        assert store(first, run) == OK
+
+
+def test_refused_deletes_hold_up_nothing_else(s3_url: str, proxy: FaultProxy) -> None:
+    mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
+    with opened(s3_url, refresh_s=0.05) as first, opened(s3_url, refresh_s=0.05) as second:
+        assert store(first, mine) == OK
+        proxy.add("delete", "", status(403, "AccessDenied"))
+        assert not is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S), "its bytes are there"
+        assert "delete was refused" in first.object_stats().trouble
+        assert first.object_stats().refused["delete"] == 1
+        assert store(second, theirs) == OK
+        eventually(lambda: load(first, theirs) == OK, "discovery stopped")
+        assert not any(second.contains(mine.keys))
+        seen = proxy.seen["list"]
+        passes = first.object_stats().num_passes
+        eventually(lambda: first.object_stats().num_passes > passes + 5)
+        assert proxy.seen["list"] - seen < 100, "it lists without pause"
+        proxy.clear()
+        assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        assert not first.object_stats().trouble
+
+
+def test_without_bulk_deletes_all_are_single(
+    s3_url: str, proxy: FaultProxy, object_server: ObjectServer
+) -> None:
+    mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
+    proxy.add("POST", "delete", status(501, "NotImplemented"))
+    with opened(s3_url) as engine:
+        assert store(engine, mine, theirs) == OK
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        assert not engine.object_stats().trouble
+        assert len(objects_of(object_server, s3_url, "pages")) == 4
+        assert load(engine, theirs) == OK
+
+
+def test_bulk_reads_hold_up_no_discovery(s3_url: str, proxy: FaultProxy) -> None:
+    runs = [run_of(number) for number in range(3, 9)]
+    with opened(s3_url) as first, opened(s3_url, request_timeout_s=20.0) as second:
+        assert store(first, *runs) == OK
+        assert second.refresh(TIMEOUT_S)
+        hanging = proxy.add("get", "/pages/", hang())
+        jobs = [start_load(second, run, deadline_s=60.0)[0] for run in runs]
+        assert hanging.hit.wait(TIMEOUT_S)
+        assert is_true(first.erase(Erasure.of(runs[0].keys)), TIMEOUT_S)
+        assert second.refresh(TIMEOUT_S)
+        assert not any(second.contains(runs[0].keys))
+        assert not any(job.done for job in jobs), "nothing was being read"
+        proxy.close()
+
+
+def test_a_damaged_tombstone_hides_older_pages_only(
+    s3_url: str, object_server: ObjectServer
+) -> None:
+    with opened(s3_url) as writer:
+        assert store(writer, run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)) == OK
+        assert is_true(writer.erase(Erasure.of(run_of(1).keys)), TIMEOUT_S)
+    bucket = s3_url.split("/")[2]
+    (tombstone,) = objects_of(object_server, s3_url, "erased")
+    object_server.client.put_object(Bucket=bucket, Key=tombstone, Body=b"nonsense")
+    with opened(s3_url) as reader:
+        assert not is_held(reader, run_of(1, tenant=TENANT))
+        assert store(reader, run_of(3, tenant=OTHER)) == OK
+        assert load(reader, run_of(3, tenant=OTHER)) == OK
+
+
+# -- credentials --------------------------------------------------------------------------------
+
+
+class _Credentials:
+    """The endpoint from which a container gets its credentials: a new token each time it asks,
+    which is to be renewed before long."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.expired: set[str] = set()
+        numbers = itertools.count()
+        outer = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                token = f"token-{next(numbers)}"
+                outer.tokens.append(token)
+                body = json.dumps(
+                    {
+                        "AccessKeyId": "key",
+                        "SecretAccessKey": "not-a-secret",
+                        "Token": token,
+                        "Expiration": "2020-01-01T00:00:00Z",
+                    }
+                ).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((HOST, 0), Answer)
+        self.url = f"http://{HOST}:{self._server.server_port}/credentials"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def credentials() -> Iterator[_Credentials]:
+    server = _Credentials()
+    yield server
+    server.close()
+
+
+def test_expired_credentials_are_misses_until_renewed(
+    s3_url: str,
+    proxy: FaultProxy,
+    credentials: _Credentials,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "token").write_text("for the endpoint")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", credentials.url)
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    proxy.add("*", "", expire(credentials.expired))
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+        assert load(engine, run_of(1)) == OK
+        # All tokens so far and to come: it cannot but miss.
+        proxy.add("*", "", expire(_Everything()))
+        eventually(
+            lambda: load(engine, run_of(1)) != OK and engine.stats().health is Health.MISS_ONLY,
+            "it gives up",
+        )
+        assert "credentials" in engine.stats().health_reason
+        assert load(engine, run_of(1)) == {Reason.MISS}
+        proxy.clear()
+        credentials.expired.update(credentials.tokens)
+        proxy.add("*", "", expire(credentials.expired))
+        assert engine.refresh(TIMEOUT_S)
+        assert engine.stats().health is Health.RUNNING
+        assert load(engine, run_of(1)) == OK
+        said = caplog.text + repr(engine.object_stats())
+        for secret in (*credentials.tokens, "not-a-secret"):
+            assert secret not in said
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def test_a_refused_user_gets_one_warning_without_secret(
+    s3_url: str,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-mine")
+    proxy.add("*", "", expire(["token-of-mine"]))
+    engine = open_engine(s3_url)
+    try:
+        for _ in range(5):
+            assert not engine.refresh(TIMEOUT_S)
+        assert engine.stats().health is Health.MISS_ONLY
+        assert not is_held(engine, run_of(1))
+        assert set(engine.submit_store(run_of(1)).reasons) == {Reason.REJECTED}
+        job, _ = start_load(engine, run_of(1))
+        assert set(job.reasons) == {Reason.MISS}
+    finally:
+        engine.close()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "credentials" in warnings[0]
+    for secret in ("token-of-mine", "not-a-secret", "key-of-tests"):
+        assert secret not in caplog.text + engine.stats().health_reason

@@ -1,0 +1,52 @@
+"""Engines over one directory or one memory, closed and checked when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.runs import NAMESPACE
+from kit.waiting import drained
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MakeEngine = Callable[..., BucketEngine]
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
+    """``make_engine(**settings)``: engines that share what they store. Nothing is looked for
+    unless the test says so."""
+    made: list[BucketEngine] = []
+
+    def make(
+        *, namespace: bytes = NAMESPACE, page_codec: Any = None, clocks: Any = None, **changes: Any
+    ) -> BucketEngine:
+        settings = BucketSettings(
+            **{
+                "url": f"memory://{tmp_path}",
+                "staging_bytes": 4 << 20,
+                "refresh_s": 3600.0,
+                "num_connections": 2,
+                "request_timeout_s": 5.0,
+                **changes,
+            }
+        )
+        engine = BucketEngine(
+            settings, namespace=namespace, page_codec=page_codec, **(clocks or {})
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        drained(engine, TIMEOUT_S)
+        engine.check_integrity()
+        engine.close()
+        assert not [thread.name for thread in engine._threads if thread.is_alive()]

@@ -1,0 +1,216 @@
+"""Reads of a directory: what memory holds straight to its pages, the rest by way of other memory,
+because a disk or a network may take longer than a load's deadline."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.bucket.directory import Directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kit.runs import Blank, MakeRun, PageData
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+Read = Callable[[int, Sequence[Any], int, int], int]
+
+SIZES = [70_000, (3000, 1, 5000), 4096, 9000, (20_000, 20_000), 12_345]
+_preadv = os.preadv
+
+
+def stored(make_engine: MakeEngine, make_run: MakeRun, folder: Path) -> tuple[BucketEngine, Run]:
+    """A run in a directory."""
+    engine = make_engine(url=folder.as_uri())
+    run = make_run(1, SIZES)
+    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+    return engine, run
+
+
+def object_of(folder: Path, key: bytes) -> Path:
+    (file,) = folder.glob(f"v2/*/pages/*/*-{key.hex()}-*")
+    return file
+
+
+def holds_up_to(num_bytes: int) -> Read:
+    """As if memory held no more of any file."""
+
+    def read(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        if not flags:
+            return _preadv(fd, buffers, offset)
+        room = num_bytes - offset
+        if room <= 0:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        held = bytearray(min(room, sum(len(buffer) for buffer in buffers)))
+        num_read = _preadv(fd, [held], offset)
+        view = memoryview(held)[:num_read]
+        for buffer in buffers:
+            part, view = view[: len(buffer)], view[len(buffer) :]
+            buffer[: len(part)] = part
+        return num_read
+
+    return read
+
+
+def offers_nothing(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+    if flags:
+        raise OSError(errno.EOPNOTSUPP, "not on this file system")
+    return _preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [holds_up_to(1 << 30), *map(holds_up_to, (0, 1, 70_000, 75_000, 90_000)), offers_nothing],
+    ids=["all in memory", "none", "a byte", "a page", "half a page", "most", "cannot tell"],
+)
+@pytest.mark.parametrize("wanted", [range(6), (0, 2, 5), (1, 3, 4)], ids=["run", "gaps", "later"])
+def test_every_page_is_right_however_much_is_cached(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    page_data: PageData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: Read,
+    wanted: Sequence[int],
+) -> None:
+    engine, run = stored(make_engine, make_run, tmp_path)
+    part = Run(tuple(run.keys[i] for i in wanted), tuple(run.pages[i] for i in wanted))
+    monkeypatch.setattr(os, "preadv", read)
+    for _ in range(2):
+        target = blank(part)
+        assert finished(engine.submit_load(target)) == [Reason.OK] * len(wanted)
+        assert page_data(target) == page_data(part)
+
+
+def test_no_read_that_waits_fills_the_callers_pages(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    page_data: PageData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read that hangs (a server of a shared directory that went away) past the deadline."""
+    engine, run = stored(make_engine, make_run, tmp_path)
+    reached, opened = threading.Event(), threading.Event()
+    hold = holds_up_to(0)
+
+    def hangs(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        if not flags:
+            reached.set()
+            assert opened.wait(TIMEOUT_S)
+        return hold(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", hangs)
+    target = blank(run)
+    job = engine.submit_load(target, deadline_s=0.05)
+    assert reached.wait(TIMEOUT_S)
+    assert finished(job) == [Reason.IO_ERROR] * run.num_pages
+    opened.set()
+    again = blank(run)
+    assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * run.num_pages
+    assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "longer", "another's"])
+def test_damage_costs_its_page_alone(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, what: str
+) -> None:
+    engine, run = stored(make_engine, make_run, tmp_path)
+    file = object_of(tmp_path, run.keys[1])
+    data = bytearray(file.read_bytes())
+    if what == "flipped":
+        data[100] ^= 1
+    elif what == "cut":
+        del data[-1]
+    elif what == "another's":
+        data = bytearray(object_of(tmp_path, run.keys[3]).read_bytes()[: len(data)])
+    file.write_bytes(data + b"?" * (what == "longer"))
+    expected = [Reason.OK] * run.num_pages
+    expected[1] = Reason.OK if what == "longer" else Reason.CORRUPT  # its bytes are there
+    assert finished(engine.submit_load(blank(run))) == expected
+    other = make_engine(url=tmp_path.as_uri())
+    assert other.refresh(TIMEOUT_S)
+    assert other.contains(run.keys) == [
+        position != 1 or what in ("flipped", "another's") for position in range(run.num_pages)
+    ]
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_page_under_another_name_is_refused(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, part: int
+) -> None:
+    """Of another key, tenant, namespace, time, or with a later stamp: that is how it was stored."""
+    engine, run = stored(make_engine, make_run, tmp_path)
+    file = object_of(tmp_path, run.keys[3])
+    fields = file.name.split("-")
+    namespace = b"\x77" * 32 if part == 5 else engine._state.namespace
+    if part < 5:
+        digit = "1" if fields[part][-1] != "1" else "2"
+        length = run.pages[3][0].nbytes
+        fields[part] = f"{length:x}" if part == 4 else fields[part][:-1] + digit
+    folder = tmp_path / "v2" / namespace.hex() / "pages" / "2023111422"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "-".join(fields)).write_bytes(file.read_bytes())
+    if part == 4:
+        file.unlink()
+    other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
+    assert other.refresh(TIMEOUT_S)
+    key = bytes.fromhex(fields[3])
+    if part in (0, 1, 2, 4):  # beside the true one, which is younger or as good
+        file.unlink(missing_ok=True)
+        other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
+        assert other.refresh(TIMEOUT_S)
+    assert other.contains([key]) == [True]
+    target = blank(Run((key,), (run.pages[3],)))
+    assert finished(other.submit_load(target)) == [Reason.CORRUPT]
+    assert other.contains([key]) == [False]
+
+
+def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
+    folder = Directory(tmp_path)
+    names = sorted(f"v2/n/pages/{hour}/{second:04d}-x" for hour in range(3) for second in range(9))
+    for name in reversed(names):
+        folder.write(name, b"12")
+    listed = [each for chunk in folder.listing("v2/n/pages", None) for each in chunk]
+    assert [each.path for each in listed] == names
+    assert {each.size for each in listed} == {2}
+    for at in range(len(names)):
+        after = [e.path for chunk in folder.listing("v2/n/pages", names[at]) for e in chunk]
+        assert after == names[at + 1 :]
+    assert [e.path for c in folder.listing("v2/n/pages", "v2/n/pages/1/0004") for e in c] == names[
+        13:
+    ]
+    for name in names:
+        folder.remove(name)
+    assert folder.folders("v2/n/pages") == [], "empty folders are left"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])
+def test_what_is_no_file_is_a_prompt_miss(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, kind: str
+) -> None:
+    engine, run = stored(make_engine, make_run, tmp_path / "bucket")
+    file = object_of(tmp_path / "bucket", run.keys[2])
+    file.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    reasons = finished(engine.submit_load(blank(run)))
+    assert [reason is Reason.OK for reason in reasons] == [True, True, False, True, True, True]
+    assert reasons[2] is Reason.MISS
+    assert not engine.contains(run.keys[2:3])[0]
+    assert engine.stats().health.value == "running"

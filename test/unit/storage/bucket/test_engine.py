@@ -1,0 +1,346 @@
+"""One engine: what it writes, deadlines, budgets, and what a bucket that fails does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import xxhash
+
+from kit.runs import NAMESPACE
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.codecs import make_codec
+from sglang_tiered.codecs.base import PageLayout
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kit.runs import Blank, MakeRun, PageData
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def of(tenant: bytes, run: Run) -> Run:
+    return Run(run.keys, run.pages, tenant)
+
+
+def paths(engine: BucketEngine, folder: str) -> list[str]:
+    place = getattr(engine._state.layout, folder)
+    return sorted(entry.path for chunk in engine._requests.listing(place) for entry in chunk)
+
+
+class Gate:
+    """Holds the requests of one kind until it is opened."""
+
+    def __init__(self, engine: BucketEngine, kind: str) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self._inner = getattr(engine._requests, kind)
+        setattr(engine._requests, kind, self._held)
+
+    def _held(self, *arguments: Any, **named: Any) -> Any:
+        self.reached.set()
+        assert self.opened.wait(TIMEOUT_S), "the gate stayed closed"
+        return self._inner(*arguments, **named)
+
+
+def fail(
+    engine: BucketEngine, monkeypatch: pytest.MonkeyPatch, kind: str, failure: Failure
+) -> list[bool]:
+    """Let every request of a kind fail, until the list is emptied."""
+    inner, failing = getattr(engine._requests, kind), [True]
+
+    def request(*arguments: Any, **named: Any) -> Any:
+        if not failing:
+            return inner(*arguments, **named)
+        error = RequestError(failure, "get was answered with status 503")
+        if kind != "put":
+            engine._note(None if failure is Failure.NOT_FOUND else error)
+        raise error
+
+    monkeypatch.setattr(engine._requests, kind, request)
+    return failing
+
+
+def test_a_page_is_one_object_and_nothing_else(
+    make_engine: MakeEngine, make_run: MakeRun, page_data: PageData
+) -> None:
+    engine = make_engine(clocks={"wall_clock": lambda: 1_700_000_000.0})
+    engine._requests.modified = lambda _: None  # type: ignore[method-assign]
+    run = of(A, make_run(1, [4096, 5000]))
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
+    found = paths(engine, "pages")
+    for key, data in zip(run.keys, page_data(run), strict=True):
+        (path,) = (path for path in found if key.hex() in path)
+        named = f"v2/{NAMESPACE.hex()}/pages/2023111422/1320-0-{A.hex()}-{key.hex()}-{len(data):x}-"
+        checksum = xxhash.xxh3_64_intdigest(named.encode() + data)
+        assert path == f"{named}{checksum:016x}"
+        assert bytes(engine._requests.get(path, len(data))) == data
+    assert len(found) == 2
+    assert engine.object_stats().requests["put"] == 2
+
+
+def poll_until(condition: Callable[[], bool]) -> None:
+    turn = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        turn.wait(0.01)
+    pytest.fail("it did not come to pass")
+
+
+def test_stores_beyond_staging_are_rejected_at_once(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    engine = make_engine()
+    gate = Gate(engine, "put")
+    jobs = [engine.submit_store(make_run(seed, [250_000])) for seed in range(40)]
+    rejected = [job for job in jobs if job.done]
+    assert all(job.reasons == [Reason.REJECTED] for job in rejected)
+    assert 20 <= len(rejected) < 40
+    assert engine.stats().queued_store_bytes <= 4 << 20
+    gate.opened.set()
+    assert drained(engine, TIMEOUT_S)
+    assert {job.reasons[0] for job in jobs} == {Reason.OK, Reason.REJECTED}
+    assert engine.stats().queued_store_bytes == 0
+
+
+def test_a_store_beyond_staging_keeps_its_leading_pages(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [250_000] * 20)
+    assert finished(engine.submit_store(run)) == [Reason.OK] * 16 + [Reason.REJECTED] * 4
+    assert finished(engine.submit_store(run)) == [Reason.DUPLICATE] * 16 + [Reason.OK] * 4
+
+
+def test_a_late_load_leaves_its_buffers_untouched(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [4096] * 4)
+    finished(engine.submit_store(run))
+    gate = Gate(engine, "get")
+    target = blank(run)
+    job = engine.submit_load(target, deadline_s=0.05)
+    assert gate.reached.wait(TIMEOUT_S)
+    assert finished(job) == [Reason.IO_ERROR] * 4
+    gate.opened.set()
+    again = blank(run)
+    assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * 4
+    poll_until(lambda: not engine._state.load_tickets)
+    assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
+    assert finished(engine.submit_load(target, deadline_s=0.0)) == [Reason.IO_ERROR] * 4
+
+
+def test_a_deadline_does_not_cost_what_already_arrived(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    engine = make_engine(num_connections=1)
+    first, second = make_run(1, [4096]), make_run(2, [4096])
+    for run in (first, second):
+        finished(engine.submit_store(run))
+    inner, served = engine._requests.get, threading.Event()
+    opened = threading.Event()
+
+    def second_hangs(*arguments: Any, **named: Any) -> Any:
+        if served.is_set():
+            assert opened.wait(TIMEOUT_S)
+        served.set()
+        return inner(*arguments, **named)
+
+    engine._requests.get = second_hangs  # type: ignore[method-assign]
+    both = Run(first.keys + second.keys, first.pages + second.pages)
+    target = blank(both)
+    reasons = finished(engine.submit_load(target, deadline_s=0.3))
+    opened.set()
+    assert reasons == [Reason.OK, Reason.IO_ERROR]
+    assert page_data(target)[0] == page_data(first)[0]
+
+
+def test_failing_requests_are_errors_then_misses_until_recovery(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [4096])
+    finished(engine.submit_store(run))
+    assert engine.refresh(TIMEOUT_S)
+    failing = fail(engine, monkeypatch, "get", Failure.UNAVAILABLE)
+    for _ in range(3):
+        assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
+    stats = engine.stats()
+    assert stats.health is Health.MISS_ONLY
+    assert "503" in stats.health_reason
+    assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
+    assert engine.contains(run.keys) == [False]
+    assert finished(engine.submit_load(blank(run))) == [Reason.MISS]
+    assert finished(engine.submit_store(make_run(2, [4096]))) == [Reason.REJECTED]
+    failing.clear()
+    poll_until(lambda: engine.stats().health is Health.RUNNING)  # by its own probe
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK]
+    assert engine.object_stats().num_breaker_opened == 1
+
+
+def test_failed_uploads_are_errors_and_pause_stores_only(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    held = make_run(1, [4096])
+    finished(engine.submit_store(held))
+    failing = fail(engine, monkeypatch, "put", Failure.UNAVAILABLE)
+    run = make_run(2, [4096])
+    assert finished(engine.submit_store(run)) == [Reason.IO_ERROR]
+    assert finished(engine.submit_store(run)) == [Reason.REJECTED]
+    assert engine.lookup(run.keys).stop is Stop.MISS
+    assert finished(engine.submit_load(blank(held))) == [Reason.OK]
+    failing.clear()
+    poll_until(lambda: finished(engine.submit_store(run)) == [Reason.OK])
+
+
+def test_the_budgets_of_a_day_reject_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    engine = make_engine(writes_per_day=500_000)  # bursts of a tenth
+    assert finished(engine.submit_store(make_run(1, [40_000]))) == [Reason.OK]
+    assert finished(engine.submit_store(make_run(2, [40_000]))) == [Reason.REJECTED]
+    engine = make_engine(requests_per_day=20)
+    results = [finished(engine.submit_store(make_run(seed, [100])))[0] for seed in range(10, 14)]
+    assert results == [Reason.OK, Reason.OK, Reason.REJECTED, Reason.REJECTED]
+
+
+def test_a_directory_that_cannot_be_made_only_misses(
+    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    engine = make_engine(url=(tmp_path / "file" / "store").as_uri())
+    poll_until(lambda: engine.stats().health is Health.MISS_ONLY)
+    assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.REJECTED]
+    (tmp_path / "file").unlink()
+    poll_until(lambda: engine.stats().health is Health.RUNNING)
+    assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.OK]
+    assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
+
+
+def test_closing_is_bounded_while_a_request_hangs(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+) -> None:
+    engine = make_engine(request_timeout_s=0.2)
+    run = make_run(1, [4096])
+    finished(engine.submit_store(run))
+    gets, puts = Gate(engine, "get"), Gate(engine, "put")
+    target = blank(run)
+    load, store = engine.submit_load(target), engine.submit_store(make_run(2, [4096]))
+    assert gets.reached.wait(TIMEOUT_S)
+    assert puts.reached.wait(TIMEOUT_S)
+    engine.close()
+    assert load.done
+    assert store.done
+    assert store.reasons == [Reason.CANCELLED]
+    gets.opened.set()
+    puts.opened.set()
+    for thread in engine._threads:
+        thread.join(TIMEOUT_S)
+    assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
+
+
+def test_pages_past_their_time_to_live_are_misses(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    now = [1_000_000.0]
+    engine = make_engine(ttl_s=60.0, clocks={"wall_clock": lambda: now[0]})
+    old, young = make_run(1, [100]), make_run(2, [100])
+    finished(engine.submit_store(old))
+    now[0] += 50
+    finished(engine.submit_store(young))
+    now[0] += 20
+    assert engine.refresh(TIMEOUT_S)
+    assert engine.contains([*old.keys, *young.keys]) == [False, True]
+
+
+def test_a_codec_not_in_the_settings_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="codec zstd, not none"):
+        make_engine(codec="zstd")
+
+
+def test_a_namespace_of_wrong_length_raises(make_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="a namespace has 3 bytes"):
+        make_engine(namespace=b"abc")
+    engine = make_engine()
+    with pytest.raises(ValueError, match="a namespace has 3 bytes"):
+        engine.set_namespace(b"abc")
+
+
+def test_what_it_asked_for_is_counted(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    engine = make_engine()
+    run = make_run(1, [4096] * 8)
+    finished(engine.submit_store(run))
+    finished(engine.submit_load(blank(run)))
+    stats = engine.object_stats()
+    assert (stats.requests["put"], stats.requests["get"]) == (8, 8)
+    assert stats.bytes_in == stats.bytes_out == run.num_bytes
+    assert (stats.last_error, stats.trouble) == ("", "")
+    assert stats.refused == {"put": 0, "delete": 0}
+
+
+def test_stores_under_way_finish_under_the_old_namespace(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a = make_engine()
+    held, under_way = make_run(1, [100]), make_run(2, [100])
+    finished(a.submit_store(held))
+    gate = Gate(a, "put")
+    job = a.submit_store(under_way)
+    assert gate.reached.wait(TIMEOUT_S)
+    a.set_namespace(b"\x22" * 32)
+    gate.opened.set()
+    assert finished(job) == [Reason.OK]
+    assert a.refresh(TIMEOUT_S)
+    assert a.contains([*held.keys, *under_way.keys]) == [False, False]
+    finished(a.submit_store(held))
+    a.set_namespace(NAMESPACE)
+    assert a.refresh(TIMEOUT_S)
+    assert a.contains([*held.keys, *under_way.keys]) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["zstd", "int8"])
+def test_coded_pages_live_apart_from_exact_ones(
+    make_engine: MakeEngine, blank: Blank, page_data: PageData, name: str
+) -> None:
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=4, num_heads=2, head_dim=16)
+    codec = make_codec(name, layout)
+    page = (memoryview(bytes(layout.page_bytes // 2)), memoryview(bytes(layout.page_bytes // 2)))
+    run = Run((b"k" * 32, b"l" * 32), (page, page))
+    exact = make_engine()
+    a, b = (make_engine(codec=name, page_codec=codec) for _ in range(2))
+    finished(a.submit_store(run))
+    for engine in (b, exact):
+        assert engine.refresh(TIMEOUT_S)
+    assert (b.lookup(run.keys).num_hits, exact.lookup(run.keys).num_hits) == (2, 0)
+    target = blank(run)
+    assert finished(b.submit_load(target)) == [Reason.OK] * 2
+    assert page_data(target) == page_data(run)
+    short = Run(run.keys[:1], ((memoryview(bytearray(10)),),))
+    assert finished(b.submit_load(short)) == [Reason.MISS]
+    assert b.stats().stored_bytes < run.num_bytes
+
+
+def test_a_first_start_takes_no_get(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    a = make_engine(staging_bytes=64 << 20)
+    runs = [make_run(seed, [10] * 100) for seed in range(25)]
+    for job in [a.submit_store(run) for run in runs]:
+        finished(job)
+    b = make_engine()
+    assert b.refresh(TIMEOUT_S, full=True)
+    assert all(all(b.contains(run.keys)) for run in runs)
+    assert "get" not in b.object_stats().requests
+    seen = b.object_stats().requests["list"]
+    assert b.refresh(TIMEOUT_S)
+    assert b.object_stats().requests["list"] - seen <= 8, "a pass lists everything again"

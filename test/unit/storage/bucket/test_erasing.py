@@ -1,0 +1,242 @@
+"""Records of erasures, who is told of them, and what is stored meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.bucket import erased as records
+from sglang_tiered.storage.bucket import erasing
+from sglang_tiered.storage.bucket.erased import Erased, Record
+from sglang_tiered.storage.promises import is_true
+
+if TYPE_CHECKING:
+    from kit.runs import MakeRun
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+
+A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
+PAGES = [100, 200, 300]
+
+
+def store(engine: BucketEngine, run: Run) -> None:
+    assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
+
+
+def one(run: Run, position: int) -> Run:
+    return Run(run.keys[position : position + 1], run.pages[position : position + 1])
+
+
+def listed(engine: BucketEngine, folder: str) -> list[str]:
+    return [each.path for chunk in engine._requests.listing(folder) for each in chunk]
+
+
+@pytest.mark.parametrize(
+    ("what", "namespace", "dead"),
+    [
+        (Erasure(tenant=A), b"", lambda of, tenant, key: tenant == A),
+        (Erasure.of([b"k" * 32]), b"", lambda of, tenant, key: key == b"k" * 32),
+        (Erasure(), N, lambda of, tenant, key: of == N),
+    ],
+)
+def test_a_record_kills_what_did_not_know_it(
+    what: Erasure, namespace: bytes, dead: Callable[[bytes, bytes, bytes], bool]
+) -> None:
+    erased = Erased()
+    erased.add(Record(5, what, namespace, "5", 0.0))
+    erased.add(Record(3, Erasure(what.keys, what.tenant), namespace, "3", 0.0))
+    for page in [(of, t, k) for of in (N, M) for t in (A, B) for k in (b"k" * 32, b"l" * 32)]:
+        assert erased.kills(*page, 4) == erased.hides(*page, 4) == dead(*page)
+        assert not erased.kills(*page, 5)
+    assert erased.top == 5
+    erased.keep_only(6)
+    assert not erased.kills(N, A, b"k" * 32, 0)
+
+
+def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_MAX_KEYS", 4)
+    erased = Erased()
+    for number in range(1, 11):
+        erased.note(Erasure.of([bytes([number]) * 32]), b"", number)
+    for number in range(1, 11):
+        assert erased.hides(N, A, bytes([number]) * 32, number - 1)
+    assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
+    assert not erased.kills(N, A, b"x" * 32, 1), "nothing is deleted for it"
+    assert not erased.hides(N, A, b"x" * 32, 10)
+
+
+def test_many_pages_take_several_records(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasing, "MAX_RECORD_KEYS", 2)
+    a, b = make_engine(), make_engine()
+    run = make_run(1, PAGES)
+    store(a, run)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert len(listed(a, records.ERASED)) == 2
+    assert listed(a, a._state.layout.pages) == []
+    assert b.refresh(TIMEOUT_S)
+    assert b.contains(run.keys) == [False] * 3
+
+
+def test_the_owner_hears_before_anything_counts_as_younger(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, b, c = make_engine(), make_engine(), make_engine()
+    run = make_run(1, PAGES)
+    told: list[Erasure] = []
+
+    def hear(whats: Sequence[Erasure]) -> None:
+        told.extend(whats)
+        assert finished(b.submit_store(one(run, 0))) == [Reason.OK]  # its NVMe still had it
+
+    b.report_erased(hear)
+    store(a, run)
+    assert is_true(a.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    assert [what.keys for what in told] == [run.keys[:2]]
+    for engine in (a, c):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert engine.contains(run.keys) == [False, False, True], "it is from before"
+    b._state.index.drop(run.keys[0])
+    store(b, one(run, 0))
+    for engine in (a, c):
+        assert engine.refresh(TIMEOUT_S)
+        assert engine.contains(run.keys) == [True, False, True]
+    done = Erasure.of(run.keys)
+    assert is_true(b.erase(done, local=b.erase(Erasure(()))), TIMEOUT_S)
+    eventually(lambda: len(told) == 2, "its own is not reported")
+    assert (told[1].keys, told[1].id) == ((), done.id)
+
+
+def test_a_start_tells_many_records_at_once(make_engine: MakeEngine) -> None:
+    a, b = make_engine(), make_engine()
+    for number in range(20):
+        assert is_true(a.erase(Erasure(tenant=bytes([number + 1]) * 16)), TIMEOUT_S)
+    told: list[Sequence[Erasure]] = []
+    b.report_erased(told.append)
+    assert b.refresh(TIMEOUT_S)
+    eventually(lambda: sum(map(len, told)) == 20)
+    assert len(told) <= 3, "what was read before the call, and since"
+    assert "get" not in b.object_stats().requests, "their names say it all"
+    assert b.refresh(TIMEOUT_S, full=True)
+    assert sum(map(len, told)) == 20, "they are told again"
+
+
+def test_an_erasure_of_everything_is_of_its_namespace(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, b = make_engine(namespace=N), make_engine(namespace=M)
+    run = make_run(1, PAGES)
+    told: list[Erasure] = []
+    b.report_erased(told.extend)
+    for engine in (a, b):
+        store(engine, run)
+    assert is_true(a.erase(Erasure()), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(run.keys))
+    assert not told
+    b.set_namespace(N)
+    assert b.refresh(TIMEOUT_S)
+    assert [what.is_everything for what in told] == [True], "its own pages of then"
+
+
+def test_what_peers_tell_hides_before_its_record(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, b = make_engine(), make_engine()
+    run = make_run(1, PAGES)
+    what = Erasure.of(run.keys[:2])
+    store(a, run)
+    assert b.refresh(TIMEOUT_S)
+    assert is_true(b.erase(Erasure(what.keys, None, what.id, spread=False)), TIMEOUT_S)
+    assert b.contains(run.keys) == [False, False, True]
+    assert b.refresh(TIMEOUT_S, full=True)
+    assert b.contains(run.keys) == [False, False, True], "the listing brought it back"
+    assert len(listed(b, b._state.layout.pages)) == 3, "nothing is deleted before its record"
+    assert is_true(a.erase(what), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    store(b, run)
+    assert all(b.contains(run.keys))
+
+
+def test_a_late_owner_is_told_before_it_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    a, b, c = make_engine(), make_engine(), make_engine()
+    run = make_run(1, PAGES)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    with b._state.lock:
+        assert b._state.seen
+    told, goes_on = threading.Event(), threading.Event()
+
+    def hear(_: Sequence[Erasure]) -> None:
+        told.set()
+        assert goes_on.wait(TIMEOUT_S)
+
+    b.report_erased(hear)
+    store(b, run)
+    assert told.wait(TIMEOUT_S)
+    goes_on.set()
+    assert c.refresh(TIMEOUT_S)
+    assert not any(c.contains(run.keys)), "its NVMe had it from before"
+
+
+def test_a_number_is_behind_all_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Another erasure comes between the look and the record, and a third server hears of that one
+    alone: what it stores of this one's pages is from before."""
+    a, b, c, d = (make_engine() for _ in range(4))
+    run, other = make_run(1, PAGES), make_run(2, PAGES)
+    put, is_first = a._requests.put, [True]
+
+    def late(path: str, data: bytes) -> None:
+        if is_first.pop() if is_first else False:
+            assert is_true(b.erase(Erasure.of(other.keys)), TIMEOUT_S)
+            assert c.refresh(TIMEOUT_S)
+        put(path, data)
+
+    a._requests.put = late  # type: ignore[method-assign]
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert not is_first
+    store(c, run)
+    for engine in (a, d):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert not any(engine.contains(run.keys))
+    assert len(listed(a, records.ERASED)) == 2, "its first record is left"
+
+
+def test_a_tenant_is_its_whole_digest(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    a = make_engine(num_connections=1)
+    near = A[:-1] + b"b"
+    held, pinned, queued = (make_run(seed, PAGES) for seed in range(3))
+    theirs = [Run(run.keys, run.pages, near) for run in (held, pinned, queued)]
+    mine = Run((b"k" * 32,), ((memoryview(bytes(10)),),), A)
+    for run in (mine, *theirs[:2]):
+        store(a, run)
+    assert is_true(a.pin("theirs", pinned.keys, near), TIMEOUT_S)  # type: ignore[arg-type]
+    reached, goes_on = threading.Event(), threading.Event()
+    put = a._requests.put
+
+    def slow(path: str, data: bytes) -> None:
+        reached.set()
+        assert goes_on.wait(TIMEOUT_S)
+        put(path, data)
+
+    a._requests.put = slow  # type: ignore[method-assign]
+    job = a.submit_store(theirs[2])
+    assert reached.wait(TIMEOUT_S)
+    begun = a.erase(Erasure(tenant=A))
+    goes_on.set()
+    assert is_true(begun, TIMEOUT_S)
+    assert finished(job) == [Reason.OK] * 3
+    assert a.has_pin("theirs")
+    b = make_engine()
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert all(all(engine.contains(run.keys)) for run in theirs)
+        assert engine.contains(mine.keys) == [False]

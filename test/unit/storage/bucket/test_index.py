@@ -1,0 +1,145 @@
+"""The index forgets the oldest first, and keeps its books."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+
+from sglang_tiered.storage.bucket.index import PageIndex
+from sglang_tiered.storage.bucket.names import PageName
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def key(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+def page(number: int, unix_s: int = 0, tenant: bytes = A) -> PageName:
+    return PageName(key(number), tenant, 100, number % 7, unix_s or number, number * 11)
+
+
+def index(max_pages: int = 1000, **bounds: int) -> PageIndex:
+    pinned = {key(999)}
+    return PageIndex(
+        max_pages, bounds.get("capacity_bytes"), bounds.get("max_tenant_bytes"), pinned.__contains__
+    )
+
+
+def held(table: PageIndex, *numbers: int) -> list[int]:
+    keys = [key(number) for number in numbers]
+    return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
+
+
+def test_what_is_held_comes_back() -> None:
+    table = index()
+    table.put(page(3), 77)
+    found = table.get(key(3))
+    assert found is not None and found.stored == 77
+    assert table.name_of(key(3), found) == page(3)
+    assert table.is_at(page(3)) and not table.is_at(page(3)._replace(stamp=6))
+    assert table.get(key(4)) is None
+
+
+def test_of_two_copies_the_later_counts() -> None:
+    table = index()
+    table.put(page(1, 50), 100)
+    table.put(page(1, 40), 60)
+    assert table.is_at(page(1, 50))
+    table.put(page(1, 60), 60)
+    assert table.is_at(page(1, 60))
+    assert (table.num_pages, table.stored_bytes) == (1, 60)
+    table.check_integrity()
+
+
+def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
+    for bounds in ({"max_pages": 4}, {"capacity_bytes": 400}):
+        table = index(**bounds)
+        for number in (999, *range(10)):
+            table.put(page(number), 100)
+        assert held(table, 999, *range(10)) == [999, 7, 8, 9]
+        assert table.num_pages_evicted == 7
+        table.check_integrity()
+
+
+def test_a_tenants_share_costs_no_other_tenant() -> None:
+    table = index(max_tenant_bytes=300)
+    table.put(page(1, tenant=B), 100)
+    for number in range(10, 20):
+        table.put(page(number), 100)
+    assert held(table, 1, *range(10, 20)) == [1, 17, 18, 19]
+    table.check_integrity()
+
+
+def test_a_tenant_for_each_page_costs_no_others() -> None:
+    """As with a new salt in every request."""
+    table = index(max_pages=2000)
+    for number in range(400):
+        table.put(page(number), 100)
+    for number in range(1000, 2500):
+        table.put(page(number, tenant=number.to_bytes(16, "big")), 100)
+    assert held(table, *range(400)) == list(range(400))
+    assert table.num_tenants == 1501
+    table.check_integrity()
+
+
+def test_an_erased_tenant_hides_and_goes_later() -> None:
+    table = index()
+    for number in range(20):
+        table.put(page(number, tenant=(A, B)[number % 2]), 10)
+    assert table.drop_tenant(A) == 10
+    assert table.drop_tenant(A) == 0
+    assert held(table, *range(20)) == list(range(1, 20, 2))
+    assert len(table.some_keys(99)) == table.num_pages == 10
+    table.check_integrity()
+    table.put(page(4), 10)
+    assert held(table, 2, 4) == [4], "what is stored since counts"
+    assert not table.sweep(table.keys())
+    assert len(table.keys()) == 11
+    table.check_integrity()
+
+
+def test_what_expired_comes_off_the_end() -> None:
+    table = index()
+    for number in (999, *range(1, 9)):
+        table.put(page(number, unix_s=number % 998), 10)
+    table.expire(5)
+    assert held(table, 999, *range(1, 9)) == [999, 5, 6, 7, 8]
+
+
+def test_random_histories_keep_the_books() -> None:
+    source = random.Random(7)
+    table = index(max_pages=200, capacity_bytes=15_000, max_tenant_bytes=8000)
+    for step in range(4000):
+        choice, number = source.randrange(10), source.randrange(300)
+        if choice < 6:
+            tenant = source.choice((A, B, bytes(16), number.to_bytes(16, "big")))
+            table.put(page(number, source.randrange(1, 500), tenant), source.randrange(1, 300))
+        elif choice == 6:
+            table.drop(key(number))
+        elif choice == 7 and step % 5 == 0:
+            table.drop_tenant(source.choice((A, B)))
+        elif choice == 8:
+            table.sweep(source.sample(table.keys(), min(len(table.keys()), 20)))
+        elif step % 100 == 0:
+            table.clear()
+        if step % 50 == 0:
+            table.check_integrity()
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("num_pages", [40_000])
+def test_a_page_takes_less_than_250_bytes(num_pages: int) -> None:
+    table = index(max_pages=num_pages)
+    tracemalloc.start()
+    try:
+        for number in range(num_pages):
+            name = PageName(number.to_bytes(32, "big"), A, 100, 0, number, number)
+            table.put(name, 10)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert table.num_pages == num_pages
+    assert taken / num_pages < 250, f"{taken / num_pages:.0f} bytes a page"

@@ -1,0 +1,125 @@
+"""An unforeseen exception costs one job and a while of health, but no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.clock import Clock
+from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run
+from sglang_tiered.storage.bucket import discovery, storing, tickets
+from sglang_tiered.storage.promises import is_true
+
+if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+
+
+class Panic(BaseException):
+    """As the library's own: none of ``Exception``."""
+
+
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, error: BaseException
+) -> list[BaseException]:
+    """The next call raises; returns what is still to be raised."""
+    inner, left = getattr(place, name), [error]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(place, name, call)
+    return left
+
+
+def check_that_it_serves_again(engine: BucketEngine, clock: Clock, run: Run, target: Run) -> None:
+    health = engine.stats()
+    assert health.health is Health.MISS_ONLY
+    assert "internal error" in health.health_reason
+    clock.now += 100.0
+    assert engine.refresh(TIMEOUT_S), "the bucket answers"
+    assert engine.stats().health is Health.RUNNING
+    assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
+    assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
+    assert all(thread.is_alive() for thread in engine._threads)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (storing, "page_checksum", MemoryError()),
+        (None, "put", Panic("as of a library in Rust")),
+    ],
+    ids=["uploader", "library"],
+)
+def test_an_internal_error_ends_only_one_store(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    error: BaseException,
+) -> None:
+    clock = Clock(100.0)
+    engine = make_engine(clocks={"clock": clock})
+    run = make_run(1, [4096])
+    fail_once(monkeypatch, place or engine._requests, name, error)
+    assert finished(engine.submit_store(run)) == [Reason.IO_ERROR]
+    assert engine.stats().queued_store_bytes == 0
+    check_that_it_serves_again(engine, clock, run, blank(run))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
+def test_an_internal_error_ends_only_one_load(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    clock = Clock(100.0)
+    engine = make_engine(num_connections=1, clocks={"clock": clock})
+    run = make_run(1, [4096])
+    assert finished(engine.submit_store(run)) == [Reason.OK]
+    fail_once(monkeypatch, tickets, "page_checksum", error)
+    assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
+    check_that_it_serves_again(engine, clock, run, blank(run))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
+def test_the_next_pass_lists_pages_after_internal_errors(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    run = make_run(1, [4096])
+    assert finished(make_engine().submit_store(run)) == [Reason.OK]
+    left = fail_once(monkeypatch, discovery, "parse_page", error)
+    other = make_engine(num_connections=1)
+    if left:  # its first pass may still be to come
+        other.refresh(TIMEOUT_S, full=True)
+    assert not left
+    assert other.refresh(TIMEOUT_S, full=True)
+    assert other.lookup(run.keys).num_hits == 1
+    assert all(thread.is_alive() for thread in other._threads)
+
+
+def test_erasures_are_finished_after_internal_errors(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
+    assert finished(engine.submit_store(run)) == [Reason.OK]
+    fail_once(monkeypatch, engine._requests, "folders", MemoryError())
+    assert not is_true(engine.erase(Erasure(tenant=run.tenant)), TIMEOUT_S)
+    folder = engine._state.layout.pages
+    eventually(lambda: not list(engine._requests.listing(folder)), "it is not tried again")

@@ -1,0 +1,101 @@
+"""The breaker opens after failures in a row, probes with growing pauses, and closes by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.clock import Clock
+from sglang_tiered.storage.base import Health
+from sglang_tiered.storage.bucket.limits import Breaker, DailyBudget
+
+
+def opened(clock: Clock) -> Breaker:
+    breaker = Breaker(clock)
+    breaker.succeeded()
+    for _ in range(3):
+        assert not breaker.is_open
+        breaker.failed("get was answered with status 503")
+    assert breaker.is_open
+    return breaker
+
+
+def test_it_opens_after_three_failures_and_says_why() -> None:
+    breaker = opened(Clock(1000.0))
+    assert breaker.diagnosis() == (Health.MISS_ONLY, "get was answered with status 503")
+    assert not breaker.accepts_stores()
+
+
+def test_an_answer_in_between_keeps_it_closed() -> None:
+    breaker = Breaker(Clock(1000.0))
+    for _ in range(10):
+        breaker.succeeded()
+        breaker.failed("x")
+        breaker.failed("x")
+    assert not breaker.is_open
+    assert breaker.diagnosis() == (Health.RUNNING, "")
+
+
+def test_a_bucket_that_never_answered_opens_at_once() -> None:
+    breaker = Breaker(Clock(1000.0))
+    breaker.failed("list found no connection")
+    assert breaker.is_open
+
+
+def test_requests_begun_earlier_do_not_lengthen_the_pause() -> None:
+    clock = Clock(1000.0)
+    breaker = opened(clock)
+    for _ in range(20):
+        breaker.failed("x")
+    assert breaker.wait_s() == 1.0
+    assert breaker.num_opened == 1
+
+
+def test_pauses_double_to_a_minute_until_a_success() -> None:
+    clock = Clock(1000.0)
+    breaker = opened(clock)
+    pauses = []
+    for _ in range(9):
+        pauses.append(breaker.wait_s())
+        clock.now += breaker.wait_s()
+        assert breaker.is_open, "half-open serves the probe alone"
+        breaker.failed("x")
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.succeeded()
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.failed("x")
+    assert breaker.wait_s() == 1.0
+    assert breaker.num_opened == 2
+
+
+def test_failed_stores_pause_stores_only() -> None:
+    clock = Clock(1000.0)
+    breaker = Breaker(clock)
+    breaker.succeeded()
+    breaker.store_failed()
+    assert not breaker.accepts_stores()
+    assert not breaker.is_open
+    clock.now += 1.1
+    assert breaker.accepts_stores()
+
+
+def test_a_day_never_sees_more_than_its_budget() -> None:
+    clock = Clock(1000.0)
+    budget = DailyBudget(86_400, clock)
+    spent = 0
+    for _ in range(24 * 60):
+        clock.now += 60
+        while budget.available >= 100:
+            budget.spend(100)
+            spent += 100
+    assert 0.9 * 86_400 <= spent <= 86_400
+
+
+def test_what_was_overspent_flows_in_first() -> None:
+    clock = Clock(1000.0)
+    budget = DailyBudget(1000, clock)
+    budget.spend(1000)
+    assert budget.available == pytest.approx(-900)
+    clock.now += 86_400
+    assert budget.available == pytest.approx(0)
+    assert DailyBudget(None, clock).available == float("inf")

@@ -1,0 +1,66 @@
+"""What names say comes back, and what is foreign is nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import sglang_tiered.storage.bucket as package
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.bucket.erased import record_path
+from sglang_tiered.storage.bucket.names import Layout, PageName, namespace_of, parse_page
+
+LAYOUT = Layout(b"\x11" * 32)
+PAGE = PageName(b"\xa1" * 32, b"\x22" * 16, 8 << 20, 7, 1_700_000_000, 0xDEADBEEF)
+
+
+def test_a_name_comes_back_from_its_path() -> None:
+    source = random.Random(1)
+    for _ in range(300):
+        name = PageName(
+            source.randbytes(32),
+            source.randbytes(16),
+            source.randrange(1, 1 << 32),
+            source.randrange(1 << 32),
+            source.randrange(1 << 32),
+            source.randrange(1 << 64),
+        )
+        assert parse_page(name.path(LAYOUT)) == name
+
+
+def test_names_sort_by_their_time() -> None:
+    times = sorted(random.Random(2).sample(range(1 << 32), 100))
+    names = [PAGE._replace(unix_s=unix_s).path(LAYOUT) for unix_s in times]
+    assert sorted(names) == names
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("-", "_"),
+        ("a1a1", "A1a1"),
+        ("2023111422", "2023131422"),
+        ("/1320", "/6020"),
+        ("deadbeef", ""),
+    ],
+)
+def test_a_name_that_is_not_ours_is_nothing(old: str, new: str) -> None:
+    path = PAGE.path(LAYOUT)
+    assert old in path
+    assert parse_page(path.replace(old, new)) is None
+    assert parse_page(path + "#1") is None
+
+
+def test_namespaces_are_told_from_other_folders() -> None:
+    assert namespace_of(LAYOUT.folder) == LAYOUT.namespace
+    for other in ("v2/erased", "v1/" + "11" * 32, "v2/" + "1" * 63, "v2"):
+        assert namespace_of(other) is None
+
+
+def test_the_page_shows_names_as_they_are() -> None:
+    page = (Path(package.__file__).parent / "README.md").read_text()
+    what = Erasure(tenant=b"\x22" * 16, id=b"\xab" * 16)
+    for path in (PAGE.path(LAYOUT), record_path(7, what, b""), LAYOUT.pin("a")):
+        assert path in page

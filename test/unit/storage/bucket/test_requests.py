@@ -1,0 +1,189 @@
+"""The client: URLs, what comes from the environment, real requests over HTTP, and no secrets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.storage.bucket import BucketSettings
+from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import Requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"
+
+
+def opened(url: str, **changes: Any) -> Requests:
+    return Requests(BucketSettings(url=url, **{"request_timeout_s": 5.0, **changes}))
+
+
+def failure(call: Any, *arguments: Any, **named: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(*arguments, **named)
+    return caught.value
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ALLOW_HTTP", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server: str, environment: pytest.MonkeyPatch) -> Iterator[Any]:
+    environment.setenv("AWS_ENDPOINT_URL", server)
+    made = boto3.resource("s3", endpoint_url=server).create_bucket(Bucket="tier-test")
+    yield made
+    made.objects.delete()
+    made.delete()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "s3://",
+        "s3:///prefix",
+        "ftp://bucket/prefix",
+        "s3://[bad",
+        "s3://" + "key:secret" + "@bucket",
+        "s3://bucket/prefix?region=x",
+        "file:relative/path",
+        "/a/path",
+    ],
+)
+def test_an_invalid_url_is_refused_before_touching_anything(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory", "s3"])
+def test_the_same_requests_everywhere(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if kind == "s3":
+        request.getfixturevalue("bucket")
+    urls = {
+        "memory": f"memory://{tmp_path}",
+        "directory": (tmp_path / "a folder").as_uri(),
+        "s3": "s3://tier-test/some/prefix",
+    }
+    client, other = opened(urls[kind]), opened(urls[kind])
+    names = [f"v1/x/objects/{number:02d}" for number in range(5)]
+    for name in names:
+        client.put(name, name.encode() * 10)
+    assert bytes(other.get(names[1], 150)) == names[1].encode() * 10
+    view = other.get(names[1], 9)
+    assert (bytes(view), view.format, view.ndim) == ((names[1].encode() * 10)[:9], "B", 1)
+    assert len(other.get(names[0], 10_000)) == 150
+    assert failure(other.get, "v1/x/objects/99", 5).failure is Failure.NOT_FOUND
+    assert other.modified("v1/x/objects/99") is None
+    written = other.modified(names[0])
+    assert written is not None and abs(written - time.time()) < 60
+    listed = sorted(entry.path for chunk in other.listing("v1/x/objects") for entry in chunk)
+    assert listed == names
+    after = [e.path for chunk in other.listing("v1/x/objects", after=names[2]) for e in chunk]
+    assert sorted(after) == names[3:]
+    assert [e for chunk in other.listing("v1/nothing") for e in chunk] == []
+    assert other.folders("v1") == ["v1/x"]
+    assert other.folders("v2") == []
+    client.delete([*names[:2], "v1/x/objects/99"])
+    client.delete(["v1/x/objects/99"])
+    listed = sorted(entry.path for chunk in other.listing("v1/x/objects") for entry in chunk)
+    assert listed == names[2:]
+    assert other.requests["get"] == 4
+    assert client.requests["put"] == 5
+    assert client.troubles == {}
+
+
+def test_encryption_of_the_environment_reaches_the_bucket(
+    bucket: Any, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
+    opened("s3://tier-test").put("v1/plain", b"1")
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    environment.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    opened("s3://tier-test").put("v1/kms", b"1")
+    assert bucket.Object("v1/plain").server_side_encryption == "AES256"
+    assert bucket.Object("v1/kms").server_side_encryption == "aws:kms"
+    assert bucket.Object("v1/kms").ssekms_key_id == "key-1"
+
+
+def test_unknown_encryption_is_refused_before_a_request(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "rot13")
+    with pytest.raises(ConfigError, match="variables in the environment"):
+        opened("s3://tier-test")
+
+
+def test_a_missing_bucket_is_not_a_missing_object(bucket: Any) -> None:
+    client = opened("s3://no-such-bucket")
+    for found in (
+        failure(client.get, "v1/x", 1),
+        failure(lambda: list(client.listing("v1"))),
+        failure(client.put, "v1/x", b"1"),
+    ):
+        assert found.failure is Failure.DENIED
+        assert "no such bucket" in found.clause
+
+
+def test_plain_http_only_where_the_endpoint_says_so(
+    server: str, environment: pytest.MonkeyPatch
+) -> None:
+    host = server.removeprefix("http://")
+    environment.setenv("AWS_ENDPOINT_URL", f"https://{host}")
+    found = failure(opened("s3://tier-test").get, "v1/x", 1)
+    assert found.failure is Failure.UNAVAILABLE
+    environment.setenv("AWS_CA_BUNDLE", "/no/such/file")
+    with pytest.raises(ConfigError, match="AWS_CA_BUNDLE /no/such/file cannot be read"):
+        opened("s3://tier-test")
+
+
+def test_a_silent_server_fails_in_time(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        client = opened("s3://tier-test", request_timeout_s=0.3)
+        began = time.monotonic()
+        found = failure(client.get, "v1/x", 10)
+        assert time.monotonic() - began < 3.0
+        assert "not answered in time" in found.clause
+
+
+def test_no_secret_is_in_anything_that_is_shown(
+    bucket: Any, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    client = opened("s3://tier-test/prefix")
+    found = failure(client.get, "v1/x", 1)
+    shown = repr(client) + repr(found) + str(found) + client.last_error + caplog.text
+    assert KEY_ID not in shown
+    assert SECRET not in shown
+    assert "127.0.0.1" not in shown
+    assert found.__cause__ is None
+    assert found.__suppress_context__
