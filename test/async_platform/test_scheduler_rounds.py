@@ -3,17 +3,15 @@ and whatever is broken on purpose is noticed."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from platform_process import environment, run
 
+from kit.small_model import write_small_model
+
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[2]
 SEAMS = {"scheduler", "forward", "d2h", "h2d", "host-alloc", "host-free", "device-free"} | {
     *("store", "load", "lesson")
 }
@@ -21,10 +19,7 @@ SEAMS = {"scheduler", "forward", "d2h", "h2d", "host-alloc", "host-free", "devic
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model") / "demo"
-    command = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)]
-    subprocess.run(command, check=True, timeout=120)
-    return str(path)
+    return str(write_small_model(tmp_path_factory.mktemp("model") / "demo"))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,8 +18,10 @@ import report
 from zygote import ForkedProcess, Zygotes
 
 from kit.openapi import check_answer
+from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
 from server_process import Server
+from sglang_tiered.demo.model import SHAPES, write_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
@@ -154,12 +154,14 @@ def asynchronous(
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For modules about how long computing takes, which are to call theirs ``model``."""
     path = tmp_path_factory.mktemp("model") / "demo"
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)],
-        check=True,
-        timeout=120,
-    )
+    write_model(path, 0, SHAPES["8m"])
     return path
 
 

@@ -22,6 +22,11 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
+def model(demo_model: Path) -> Path:
+    return demo_model
+
+
+@pytest.fixture(scope="module")
 def slowness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seconds that each read of the tier takes longer, as text."""
     return tmp_path_factory.mktemp("disk") / "slowness"

@@ -37,6 +37,11 @@ ANSWER_S = 2.0
 
 
 @pytest.fixture(scope="module")
+def model(demo_model: Path) -> Path:
+    return demo_model
+
+
+@pytest.fixture(scope="module")
 def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("tier") / "kv"
     with pytest.MonkeyPatch.context() as patch:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import ROOT, make_prompts
+from conftest import make_prompts
 from kit.scrapes import by_rank, labels_of
+from kit.small_model import write_small_model
 from prefill_decode import PrefillDecode, post, transfer_state
 
 if TYPE_CHECKING:
@@ -232,11 +231,9 @@ def _wait(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 # The last: a server whose weights were replaced equals no fresh one, so no other may be restarted.
-def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path) -> None:
+def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path, tmp_path: Path) -> None:
     """A rolling update: one side is ahead, then both are level again."""
-    other = model.with_name("other")
-    command = [str(ROOT / "scripts" / "make_demo_model.py"), str(other), "--seed", "2"]
-    subprocess.run([sys.executable, *command], check=True, timeout=120)
+    other = write_small_model(tmp_path / "other", seed=2)
     prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
     expected = pair.generate(prompt).output_ids
     update(pair.prefill, other)

@@ -71,7 +71,8 @@ def tiered_pair(model: Path, folder: Path, num_ranks: int, load: str) -> Iterato
     """``load``: of what decode's tiers have, as ``--tier-load`` says it."""
     with pytest.MonkeyPatch.context() as patch:
         slow_disk = str(Path(__file__).parent / "slow_disk")
-        paths = [slow_disk, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Last, where every zygote has it.
+        paths = [*filter(None, [os.environ.get("PYTHONPATH")]), slow_disk]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         patch.setenv("SLOW_DISK_FILE", str(folder / "slowness"))
         patch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")

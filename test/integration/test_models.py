@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from family_models import write_latent_attention
 
-from conftest import ALWAYS, ROOT, SMALL, Launch, aligned, make_prompts
+from conftest import ALWAYS, SMALL, Launch, aligned, make_prompts
+from kit.small_model import write_small_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,12 +48,7 @@ def test_latent_attention_pages_come_back(launch: Launch, model: Path, tmp_path:
 def test_new_weights_never_read_pages_of_old_ones(
     launch: Launch, model: Path, tmp_path: Path
 ) -> None:
-    retrained = tmp_path / "retrained"
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(retrained), "--seed=1"],
-        check=True,
-        timeout=120,
-    )
+    retrained = write_small_model(tmp_path / "retrained", seed=1)
     tier_dir = str(tmp_path / "kv")
     reference = launch("--tier-mode", "off", model_path=retrained)
     expected = [reference.generate(prompt).output_ids for prompt in PROMPTS[:4]]
