@@ -1,9 +1,14 @@
-"""A program with an engine that fails to start, one that runs, a second one beside it, and one
-after it. Run as a script with the model and a tier directory; prints what came of each."""
+"""A program with one engine, the one of ``examples/engine.py``, and another after it that finds
+what the first stored, with a third beside it. Run as a script with the model and a tier directory;
+prints what came of each, and first what the example prints.
+
+With ``--refused`` there is one engine only, which fails to start.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,6 +18,7 @@ import sglang_tiered
 from sglang_tiered.errors import RequestError, TieredError
 from sglang_tiered.storage.region.directory import DirectoryLock
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine.py"
 PROMPT = list(range(65, 91)) * 20
 LOCK_DEADLINE_S = (
     10.0  # children that are forked hold it too, until the kernel is through with them
@@ -28,44 +34,50 @@ def left() -> list[str]:
 
 
 def main() -> None:
-    model, path = sys.argv[1:]
+    model, path, *refused = sys.argv[1:]
     settings = {
         "model_path": model,
         "dtype": "float32",
         "max_total_tokens": 4096,
         "tier_dir": path,
-        "tier_nvme_bytes": "64MiB",
+        "tier_nvme_bytes": "1GiB",
         "tier_host_bytes": "36MiB",
         "tier_load": "always",
     }
-    try:  # what only a scheduler can know: pages that large do not fit
-        sglang_tiered.Engine(**{**settings, "page_size": 2048, "tier_nvme_bytes": "8MiB"})
-    except TieredError as error:
-        with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
-            print("refused", type(error).__name__, left())
+    if refused:  # what only a scheduler can know: pages that large do not fit
+        try:
+            sglang_tiered.Engine(**{**settings, "page_size": 2048, "tier_nvme_bytes": "8MiB"})
+        except TieredError as error:
+            with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
+                print("refused", type(error).__name__, left())
+        return
 
-    first = sglang_tiered.Engine(**settings)
-    answer = first.generate(input_ids=PROMPT, sampling_params=SAMPLING)
+    sys.argv[1:] = ["--model-path", model, "--tier-dir", path, "--dtype", "float32"]
+    example = runpy.run_path(str(EXAMPLE))
+    example["main"]()
+    with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
+        print("ended", left())
+
+    engine = sglang_tiered.Engine(**settings)
+    question = example["MANUAL"] + example["QUESTIONS"][0]
+    returned = engine.generate(question, {"temperature": 0, "max_new_tokens": 16})
+    print("returned", repr(returned["text"]))
+    print("loaded", returned["meta_info"]["cached_tokens_details"]["storage"])
+    answer = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING)
     with contextlib.suppress(TieredError):
         sglang_tiered.Engine(**settings)
         print("second", "started")
-    again = first.generate(input_ids=PROMPT, sampling_params=SAMPLING)
-    print("first", again["output_ids"] == answer["output_ids"])
-    print("durable", first.checkpoint(input_ids=PROMPT, tier="nvme", within_s=60).num_tokens)
-    print("costs", len(first.costs().ranks), len(first.tenants()[0]))
-    first.shutdown()
-    first.shutdown()
+    again = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING)
+    print("again", again["output_ids"] == answer["output_ids"])
+    print("durable", engine.checkpoint(input_ids=PROMPT, tier="nvme", within_s=60).num_tokens)
+    print("costs", len(engine.costs().ranks), len(engine.tenants()[0]))
+    engine.shutdown()
+    engine.shutdown()
     try:
-        first.residency(input_ids=PROMPT)
+        engine.residency(input_ids=PROMPT)
     except RequestError as error:
         with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
             print("down", "shut down" in str(error), left())
-
-    third = sglang_tiered.Engine(**settings)
-    returned = third.generate(input_ids=PROMPT, sampling_params=SAMPLING)
-    print("third", returned["output_ids"] == answer["output_ids"])
-    print("loaded", returned["meta_info"]["cached_tokens_details"]["storage"])
-    # The end of the process is the end of this one.
 
 
 if __name__ == "__main__":

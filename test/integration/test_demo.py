@@ -118,7 +118,7 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
     ("phase", "number", "code"),
     [
         ("Starting", signal.SIGTERM, 143),
-        ("Asking", signal.SIGINT, 130),
+        pytest.param("Asking", signal.SIGINT, 130, marks=pytest.mark.long),
         ("Killing", signal.SIGINT, 130),
     ],
 )

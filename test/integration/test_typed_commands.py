@@ -147,24 +147,17 @@ def test_what_is_printed_works_by_any_address(
         server.kill()
 
 
-def test_launcher_serves_a_model_without_other_flags(desk: Desk, port: int, tmp_path: Path) -> None:
-    """What the pages say in a sentence."""
-    line = f"sglang-tiered serve --model-path M --port {port}"
-    server = desk.start(line, port, tmp_path / "log")
-    try:
-        assert desk.try_what_is_printed(server)
-        interrupt(server)
-    finally:
-        server.kill()
-
-
 HOST_TIER = "--radix-cache-backend tiered --enable-hierarchical-cache"
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
-    [("sglang serve", HOST_TIER), ("python -m sglang.launch_server", "")],
-    ids=["sglang_serve_with_the_host_tier", "launch_server_plain"],
+    [
+        pytest.param("sglang serve", HOST_TIER, id="sglang_serve_with_the_host_tier"),
+        pytest.param(
+            "python -m sglang.launch_server", "", id="launch_server_plain", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_sglangs_own_commands_serve_with_the_plugin(
     command: str, flags: str, desk: Desk, port: int, tmp_path: Path

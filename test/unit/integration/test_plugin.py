@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _STARTS = """
-import atexit, multiprocessing, signal
+import gc, multiprocessing, signal
+from multiprocessing import util
+gc.disable()
 from sglang.srt.plugins import load_plugins
 from sglang_tiered.integration import plugin
 
@@ -21,16 +23,17 @@ def tell():
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     print(multiprocessing.current_process().name, ignored, flush=True)
 
-atexit.register(tell)
-if __name__ == "__main__":
-    spawn = multiprocessing.get_context("spawn")
-    targets = {"scheduler": load_plugins, "worker": with_an_engine}
-    processes = [spawn.Process(name=name, target=targets[name]) for name in targets]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    plugin._leave_interrupts_to_the_launcher()  # all of it that is to see here: it imports SGLang
+# Forks, so that SGLang is imported once; whose process one is, is told by its target all the same.
+fork = multiprocessing.get_context("fork")
+util.register_after_fork(fork, lambda _: util.Finalize(None, tell, exitpriority=0))
+targets = {"scheduler": load_plugins, "worker": with_an_engine}
+processes = [fork.Process(name=name, target=targets[name]) for name in targets]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+plugin._leave_interrupts_to_the_launcher()  # all of it that is to see here: it imports SGLang
+tell()
 """
 
 
