@@ -15,7 +15,9 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.resolve import resolve_object
 
 WITHOUT_THEM = """
-import contextlib, importlib, importlib.machinery, io, json, pkgutil, sys
+import contextlib, gc, importlib, importlib.machinery, io, json, pkgutil, sys
+
+gc.disable()  # nothing of what is imported is garbage
 
 class Finder(importlib.machinery.PathFinder):
     @classmethod

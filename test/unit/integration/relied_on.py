@@ -3,6 +3,7 @@ names are asserted, hooked and overridden. A program, as it imports every module
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import io
@@ -13,8 +14,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered import integration
-from sglang_tiered.integration import seams
+gc.disable()  # nothing of what is imported is garbage
+from sglang_tiered import integration  # noqa: E402
+from sglang_tiered.integration import seams  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
