@@ -30,20 +30,68 @@ Schema = dict[str, Any]
 _MAX_TOKENS = 1 << 22
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _NAME: Schema = {**_TEXT, "maxLength": 512, "description": "at most 512 bytes of UTF-8"}
-_TENANT: Schema = {"extra_key": _TEXT, "cache_salt": _TEXT}
+_TENANT: Schema = {
+    "extra_key": {**_TEXT, "description": "the tenant's key, as its requests carry it"},
+    "cache_salt": {**_TEXT, "description": "the tenant's salt, as its requests carry it"},
+}
 _SOURCES: Schema = {
-    "rid": _TEXT,
+    "rid": {**_TEXT, "description": "id of a request that has ended; prompt and answer"},
     "conversation_id": _NAME,
-    "text": {**_TEXT, "maxLength": 4 * _MAX_TOKENS},
+    "text": {
+        **_TEXT,
+        "maxLength": 4 * _MAX_TOKENS,
+        "description": "the prefix as text, tokenized here",
+    },
     "input_ids": {
         "type": "array",
+        "description": "the prefix as tokens",
         "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1},
         "minItems": 1,
         "maxItems": _MAX_TOKENS,
     },
 }
-_TIER: Schema = {"tier": {"enum": ["nvme", "object"]}}
-_LIMIT: Schema = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
+_TIER: Schema = {
+    "tier": {
+        "enum": ["nvme", "object"],
+        "description": "a pin is on NVMe by default, a checkpoint in the bucket if there is one",
+    }
+}
+_LIMIT: Schema = {
+    "limit": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 1000,
+        "default": 100,
+        "description": "at most so many",
+    }
+}
+
+_TIERS = ["nvme", "object"]
+_MEANINGS: Schema = {
+    "tier": {"enum": _TIERS, "description": "where the pages are"},
+    "num_missing": {"description": "tokens of the prefix that are not durable there"},
+    "device": {"description": "leading tokens in device memory"},
+    "host": {"description": "leading tokens in host memory"},
+    "nvme": {"description": "leading tokens on NVMe"},
+    "object": {"description": "leading tokens in the bucket"},
+    "peer": {"description": "leading tokens that other servers hold"},
+    "name": {"description": "the pin's name"},
+    "pinned_until": {"description": "Unix time in seconds; null until it is unpinned"},
+    "num_in_memory": {"description": "leading tokens in device or host memory"},
+    "num_loading": {"description": "tokens that are being loaded"},
+    "in_memory": {
+        "enum": ["gone", "hidden"],
+        "description": "hidden: gone once no request is left",
+    },
+    "next": {"description": "what after= takes for the next page; null on the last"},
+    "last_used": {"description": "Unix time in seconds; null where it is not known"},
+    "bytes": {"description": "bytes that this pin keeps"},
+}
+_DESCRIBED = (
+    *("Checkpoint", "Pin", "Prefetch", "Purge"),
+    *("Residency", "Conversation", "ConversationPin", "ConversationPage"),
+)
+"""Answers whose fields these are."""
 
 
 def _of(properties: Schema, **more: Any) -> Schema:
@@ -106,7 +154,12 @@ CALLS = {
         calls.Pin,
         _prefix(
             name=_NAME,
-            ttl={"type": "number", "exclusiveMinimum": 0, "maximum": 3650 * 86_400},
+            ttl={
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "maximum": 3650 * 86_400,
+                "description": "seconds; without it until it is unpinned",
+            },
             **_TIER,
         ),
         statuses=(400, 404, 409, 500, 503),
@@ -120,21 +173,40 @@ CALLS = {
     "prefetch": Call(
         "Bring a prefix that is about to be used to host memory; 202 while that goes on.",
         calls.Prefetch,
-        _prefix(wait_s={"type": "number", "minimum": 0, "maximum": 30, "default": 0}),
+        _prefix(
+            wait_s={
+                "type": "number",
+                "minimum": 0,
+                "maximum": 30,
+                "default": 0,
+                "description": "seconds to wait for it before the answer",
+            }
+        ),
         statuses=(202, *_NAMED),
     ),
     "forget": Call(
         "Remove what lies behind the first tokens of a prefix from every tier and server.",
         calls.Forgotten,
         _prefix(
-            keep_tokens={"type": "integer", "minimum": 0, "maximum": _MAX_TOKENS, "default": 0}
+            keep_tokens={
+                "type": "integer",
+                "minimum": 0,
+                "maximum": _MAX_TOKENS,
+                "default": 0,
+                "description": "leading tokens that stay",
+            }
         ),
         statuses=_NAMED,
     ),
     "purge": Call(
         "Remove all pages of a tenant, or of everybody, from every tier and server.",
         calls.Purge,
-        {"oneOf": [_of({"all": {"const": True}}, required=["all"]), _of(_TENANT, minProperties=1)]},
+        {
+            "oneOf": [
+                _of({"all": {"const": True, "description": "everybody's"}}, required=["all"]),
+                _of(_TENANT, minProperties=1),
+            ]
+        },
     ),
     "tenants": Call(
         "List the tenants with most on NVMe, for each scheduler.",
@@ -144,7 +216,11 @@ CALLS = {
     "conversations": Call(
         "List a tenant's conversations, a page at a time.",
         calls.ConversationPage,
-        query={**_TENANT, **_LIMIT, "after": _TEXT},
+        query={
+            **_TENANT,
+            **_LIMIT,
+            "after": {**_TEXT, "description": "what an answer gave as next"},
+        },
     ),
     "costs": Call(
         "What computing and loading cost here, and how busy the server is.",
@@ -184,6 +260,9 @@ def document() -> Schema:
     for schema in schemas.values():
         if "properties" in schema:
             schema["additionalProperties"] = False
+    for name in _DESCRIBED:
+        for field, schema in schemas[name]["properties"].items():
+            schema.update(_MEANINGS.get(field, {}))
     paths = {
         f"/tier/{name}": _operations(name, call, answer)
         for (name, call), answer in zip(CALLS.items(), answers, strict=True)
