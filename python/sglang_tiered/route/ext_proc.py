@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.classes import Classes
     from sglang_tiered.route.numbers import Numbers
+    from sglang_tiered.route.record import Recorder
     from sglang_tiered.route.tokens import TokenReader
 
-__all__ = ["MAX_MESSAGE_BYTES", "SERVED", "ExtProc", "decide", "subset_of"]
+__all__ = ["MAX_MESSAGE_BYTES", "SERVED", "Decider", "ExtProc", "subset_of"]
 
 SERVED = "x-gateway-destination-endpoint-served"
 METADATA, HINT = "envoy.lb", "envoy.lb.subset_hint"
@@ -42,28 +43,44 @@ def refusal_body(refused: Refused) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
-async def decide(
-    reader: TokenReader,
-    picker: Picker,
-    classes: Classes,
-    headers: Mapping[str, str],
-    body: bytes,
-    numbers: Numbers,
-    **more: Any,
-) -> Picked | Refused:
-    """Read a prompt and pick. The whole of a decision, however it was asked for."""
-    started = time.perf_counter()
-    prompt = await reader.read(body, headers.get(":path", "/v1/chat/completions"))
-    is_retry = headers.get("x-envoy-attempt-count", "1") != "1"
-    answer = picker.pick(
-        prompt,
-        classes.of(headers),
-        request=headers.get("x-request-id", ""),
-        is_retry=is_retry,
-        **more,
-    )
-    numbers.decided(answer, time.perf_counter() - started, is_retry)
-    return answer
+class Decider:
+    """The whole of a decision, however it was asked for. Of one event loop."""
+
+    def __init__(
+        self,
+        reader: TokenReader,
+        picker: Picker,
+        classes: Classes,
+        numbers: Numbers,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._reader, self._classes, self._recorder = reader, classes, recorder
+        self.picker, self.numbers = picker, numbers
+
+    async def decide(
+        self,
+        headers: Mapping[str, str],
+        body: bytes,
+        subset: frozenset[str],
+        *,
+        is_awaited: bool = True,
+    ) -> Picked | Refused:
+        """Read a prompt and pick. ``headers`` with names in lower case."""
+        started = time.perf_counter()
+        prompt = await self._reader.read(body, headers.get(":path", "/v1/chat/completions"))
+        is_retry = headers.get("x-envoy-attempt-count", "1") != "1"
+        answer = self.picker.pick(
+            prompt,
+            self._classes.of(headers),
+            request=headers.get("x-request-id", ""),
+            is_retry=is_retry,
+            subset=subset,
+            is_awaited=is_awaited,
+        )
+        if self._recorder is not None and body and not is_retry:
+            self._recorder.note(prompt)
+        self.numbers.decided(answer, time.perf_counter() - started, is_retry)
+        return answer
 
 
 def subset_of(headers: Mapping[str, str], message: Any = None) -> frozenset[str]:
@@ -93,11 +110,8 @@ def _set(mutation: Any, headers: Mapping[str, str]) -> None:
 class ExtProc:
     """Its methods run on one event loop."""
 
-    def __init__(
-        self, reader: TokenReader, picker: Picker, classes: Classes, numbers: Numbers
-    ) -> None:
-        self._reader, self._classes = reader, classes
-        self.picker, self.numbers = picker, numbers
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
 
     def add_to(self, server: Any) -> None:
         """Register with a server of ``grpc.aio``, with the health check that Envoy makes."""
@@ -114,7 +128,7 @@ class ExtProc:
 
     async def process(self, messages: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
         """Answer the messages of one request of a client."""
-        one = _Exchange(self)
+        one = _Exchange(self._decider)
         try:
             async for message in messages:
                 for response in await one.answer(message):
@@ -122,19 +136,12 @@ class ExtProc:
         finally:
             one.close()
 
-    async def decide(
-        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str]
-    ) -> Picked | Refused:
-        return await decide(
-            self._reader, self.picker, self._classes, headers, body, self.numbers, subset=subset
-        )
-
 
 class _Exchange:
     """One request of a client, as Envoy tells it."""
 
-    def __init__(self, process: ExtProc) -> None:
-        self._process = process
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] = frozenset()
         self._body, self._is_duplex = bytearray(), False
@@ -160,7 +167,7 @@ class _Exchange:
         else:  # trailers
             return [] if kind is None else [_answer(kind)]
         body = bytes(self._body)
-        answer = await self._process.decide(self._headers, body, self._subset)
+        answer = await self._decider.decide(self._headers, body, self._subset)
         if isinstance(answer, Refused):
             return [_refusal(answer)]
         self._picked, self._body = answer, bytearray()
@@ -168,7 +175,7 @@ class _Exchange:
 
     def _head(self, message: Any) -> Any:
         self._was_answered = True
-        picker, numbers, picked = self._process.picker, self._process.numbers, self._picked
+        picker, numbers, picked = self._decider.picker, self._decider.numbers, self._picked
         status = _headers(message.response_headers).get(":status", "")
         served = ""
         for attributes in message.attributes.values():
@@ -185,8 +192,8 @@ class _Exchange:
     def close(self) -> None:
         """The client has its answer, or it or the server went away before its head."""
         if self._picked is not None and not self._was_answered:
-            self._process.numbers.unanswered.inc()
-            self._process.picker.ended(self._picked)
+            self._decider.numbers.unanswered.inc()
+            self._decider.picker.ended(self._picked)
 
 
 async def _healthy(_request: bytes, _context: Any) -> bytes:

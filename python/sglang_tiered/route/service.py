@@ -17,10 +17,17 @@ from aiohttp import web
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.route.classes import Classes
-from sglang_tiered.route.ext_proc import MAX_MESSAGE_BYTES, ExtProc, decide, refusal_body, subset_of
+from sglang_tiered.route.ext_proc import (
+    MAX_MESSAGE_BYTES,
+    Decider,
+    ExtProc,
+    refusal_body,
+    subset_of,
+)
 from sglang_tiered.route.fleet import Fleet, Source
 from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.picker import Picked, Picker, Refused
+from sglang_tiered.route.record import Recorder
 from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
 
 if TYPE_CHECKING:
@@ -49,6 +56,7 @@ class PickerService:
         if config.tokenizer is not None:
             self._tokenizer = LocalTokenizer(Path(config.tokenizer))
         self._numbers = Numbers()
+        self._recorder = None if config.record is None else Recorder(Path(config.record))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``. Raises ``ConfigError`` for a port that is taken."""
@@ -58,10 +66,16 @@ class PickerService:
         self.picker = Picker(self.fleet)
         self.reader = TokenReader(self._tokenizer, self._ask, config.pick_s / 2)
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
-        ExtProc(self.reader, self.picker, self._classes, self._numbers).add_to(server)
+        self.decider = Decider(
+            self.reader, self.picker, self._classes, self._numbers, self._recorder
+        )
+        ExtProc(self.decider).add_to(server)
         host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
         runner = web.AppRunner(self._app(), access_log=None)
         following = asyncio.create_task(self.fleet.run())
+        recording = None
+        if self._recorder is not None:
+            recording = asyncio.create_task(self._recorder.run())
         try:
             try:
                 server.add_insecure_port(f"{host}:{config.grpc_port}")
@@ -80,6 +94,8 @@ class PickerService:
                 following.result()
         finally:
             following.cancel()
+            if recording is not None:
+                recording.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
             await server.stop(1.0)
@@ -105,16 +121,8 @@ class PickerService:
     async def _pick(self, request: web.Request) -> web.Response:
         headers = {name.lower(): value for name, value in request.headers.items()}
         headers[":path"] = headers.get("x-original-path", "/v1/chat/completions")
-        answer = await decide(
-            self.reader,
-            self.picker,
-            self._classes,
-            headers,
-            await request.read(),
-            self._numbers,
-            subset=subset_of(headers),
-            is_awaited=False,
-        )
+        body, subset = await request.read(), subset_of(headers)
+        answer = await self.decider.decide(headers, body, subset, is_awaited=False)
         if isinstance(answer, Refused):
             again = {"Retry-After": str(answer.retry_after_s)}
             body = refusal_body(answer)

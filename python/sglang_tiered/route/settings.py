@@ -98,6 +98,16 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="none: nothing is refused",
         ),
     ] = None
+    record: Annotated[
+        str | None,
+        Flag(
+            "--record",
+            FILE,
+            "File to which a line is added for each request, in Mooncake's format: when it came, "
+            "its length, names of its blocks, no text. Renamed to `FILE.1` at 256 MiB.",
+            default="none",
+        ),
+    ] = None
     key_file: Annotated[
         str | None,
         Flag(
