@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import logging
 import os
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Not through a link, and never waiting for the writer of a named pipe: objects are files.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_MAX_TRIES = 3
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE)
 _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
@@ -93,10 +96,8 @@ class Directory:
         names cannot be synced (SMB, 9p, drvfs) the file alone, with a line in the log."""
         file = self.root / path
         staged = file.with_name(f"{file.name}{STAGED}{secrets.token_hex(8)}")
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            with open(os.open(staged, flags, 0o600), "wb", buffering=0) as stream:
+            with self._new_file(staged) as stream:
                 view = memoryview(data)
                 while view:
                     view = view[stream.write(view) :]
@@ -113,6 +114,17 @@ class Directory:
                 if folder == self.root:
                     break
             self._synced.add(file.parent)
+
+    def _new_file(self, path: Path) -> io.FileIO:
+        """Make a file that others may read as far as the umask says: servers of other users share
+        them. Its folder may be missing, or be removed by another server as it was empty."""
+        for _ in range(_MAX_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return io.FileIO(os.open(path, _CREATE, 0o666), "wb")
+            self._synced.discard(path.parent)
+            with contextlib.suppress(FileNotFoundError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        return io.FileIO(os.open(path, _CREATE, 0o666), "wb")
 
     def remove(self, path: str) -> None:
         """Remove a file, and the folder that it leaves empty."""

@@ -165,7 +165,7 @@ class Discovery:
             return False
         if state.orders and state.order_before(name.key, name.tenant) is not None:
             return False  # it may be from before
-        if state.codec is None and listed.size != name.length:
+        if listed.size >> 32 or (state.codec is None and listed.size != name.length):
             return False  # damaged
         if listed.path in state.skipped:
             return False

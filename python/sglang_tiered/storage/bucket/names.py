@@ -42,6 +42,7 @@ OLD_ROOTS = ("v1",)  # of formats that nothing reads any more
 ERASED = f"{ROOT}/erased"
 NAMESPACE_BYTES = 32
 
+_MAX_HOUR_S = (1 << 32) - 3600  # the index has 32 bits for a time
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _PAGE = re.compile(
     rf"(\d{{10}})/(\d{{4}})-([0-9a-f]{{1,8}})-([0-9a-f]{{{2 * TENANT_BYTES}}})"
@@ -115,7 +116,7 @@ def parse_page(path: str) -> PageName | None:
     hour, rest, stamp, tenant, key, length, checksum = match.groups()
     hour_s = _hour_s(hour)
     minute, second = int(rest[:2]), int(rest[2:])
-    if hour_s is None or minute > 59 or second > 59:
+    if hour_s is None or minute > 59 or second > 59 or not 0 <= hour_s < _MAX_HOUR_S:
         return None
     return PageName(
         bytes.fromhex(key),

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,6 @@ from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket.directory import Directory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.bucket import BucketEngine
 
@@ -175,6 +174,31 @@ def test_a_page_under_another_name_is_refused(
     target = blank(Run((key,), (run.pages[3],)))
     assert finished(other.submit_load(target)) == [Reason.CORRUPT]
     assert other.contains([key]) == [False]
+
+
+def test_a_folder_removed_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that deleted the last page in it. Others may read what is there."""
+    folder, removed = Directory(tmp_path), [True]
+    make = Path.mkdir
+
+    def then_remove(self: Path, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        if removed and self.name == "1":
+            removed.pop()
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", then_remove)
+    before = os.umask(0o027)
+    try:
+        folder.write("v2/n/pages/1/a", b"12")
+    finally:
+        os.umask(before)
+    assert not removed
+    file = tmp_path / "v2/n/pages/1/a"
+    assert file.read_bytes() == b"12"
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
 
 
 def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
