@@ -80,7 +80,9 @@ class Relocator:
             if self._health.state() is not Health.RUNNING:
                 raise OSError(errno.EIO, "pages that are to be moved cannot be read")
             reasons, error = self._reader.read(namespace, span)
-            if error is not None:
+            if error is None:
+                self._health.read_succeeded()
+            else:
                 self._health.read_failed(error)
             num_done = 0
             with self._state.lock:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE, Blank, MakeRun
 from kit.waiting import drained
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
 
 if TYPE_CHECKING:
@@ -124,4 +128,40 @@ def test_saved_pages_survive_a_restart(tmp_path: Path, make_run: MakeRun, blank:
     assert engine.stats().num_pages_reinserted == 3
     engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]
     assert load(engine, blank(hot)) == [Reason.OK] * 3
+    engine.close()
+
+
+def test_reads_that_fail_now_and_then_pause_nothing(
+    tmp_path: Path, make_run: MakeRun, blank: Blank
+) -> None:
+    """Only reclaim reads here, and all but one page of each region verify."""
+    num_reads = 0
+
+    def fail(operation: str) -> None:
+        nonlocal num_reads
+        if operation == "readv" and threading.current_thread().name == "tier-writer":
+            num_reads += 1
+            if num_reads % 4 in (1, 2):  # of a page, and when it is tried again
+                raise OSError(errno.EIO, "a bad sector")
+
+    device = FaultyDevice(FileDevice(tmp_path))
+    engine = RegionEngine(
+        tmp_path,
+        namespace=NAMESPACE,
+        capacity_bytes=3 * CAPACITY,
+        region_bytes=REGION,
+        device=device,
+    )
+    for seed in range(10):
+        run = make_run(seed, [PAGE] * 50)
+        store(engine, run)
+        apart = slice(0, 50, 20)  # each is a read of its own
+        wanted = blank(Run(run.keys[apart], run.pages[apart]))
+        assert load(engine, wanted) == [Reason.OK] * 3
+    device.before = fail
+    for seed in range(100, 112):
+        store(engine, make_run(seed, [PAGE] * 50))
+        assert engine.health is Health.RUNNING
+    assert num_reads > 12, "reclaim read nothing"
+    assert drained(engine, TIMEOUT_S)
     engine.close()
