@@ -22,6 +22,7 @@ __all__ = ["PAGE", "Mock", "Mocks"]
 
 PAGE = 64
 NUM_TOKENS = 5
+NUM_GATHERED = 20
 TOKEN_S = 0.05
 START_S = 20.0
 _MODEL = CostModel(
@@ -34,7 +35,8 @@ _MODEL = CostModel(
 @dataclass(eq=False)
 class Mock:
     """``fails``: how it treats requests: ``503``, ``reset``, ``late`` (a moment after they came),
-    ``at-head``, ``mid-stream``, ``hang``. ``costs``: fields of its record, None without tiers."""
+    ``at-head``, ``mid-stream``, ``hang``, ``gather`` (503 to all together). ``costs``: fields of
+    its record, None without tiers."""
 
     port: int
     fails: str = ""
@@ -85,6 +87,11 @@ class Mock:
         self.seen.append({"length": len(body), "headers": headers, "path": request.path})
         assert isinstance(request.transport, asyncio.Transport)
         if self.fails == "503":
+            return web.json_response({"error": "full"}, status=503)
+        if self.fails == "gather":  # and fail together
+            if self.num_seen >= NUM_GATHERED:
+                self.let_go.set()
+            await self.let_go.wait()
             return web.json_response({"error": "full"}, status=503)
         if self.fails == "hang":
             await self.let_go.wait()

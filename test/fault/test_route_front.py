@@ -113,6 +113,15 @@ def test_failure_before_the_head_is_retried_elsewhere(
     assert mocks[0].num_seen == 3, "each was picked first, and once"
 
 
+def test_many_failures_at_once_are_all_retried(front: Front, mocks: Mocks) -> None:
+    """Envoy allows three retries at a time unless told otherwise."""
+    prefer(front, mocks[0], mocks)
+    mocks[0].fails = "gather"
+    with ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(lambda _: front.chat(), range(40)))
+    assert [answer.status for answer in answers] == [200] * 40
+
+
 def test_dead_server_is_passed_over(front: Front, mocks: Mocks) -> None:
     prefer(front, mocks[0], mocks)
     mocks.run(mocks[0].die())

@@ -54,6 +54,10 @@ PATHS = ("/v1/", "/generate", "/health", "/ready", "/model_info", "/get_model_in
 
 BUFFER_BYTES = 16 << 20
 NUM_RETRIES = 2
+_MANY = 1 << 20
+_LIMITS = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
+# Envoy's own are three retries at a time and 1,024 requests, of answers that take minutes.
+_UNBOUNDED = {"thresholds": [dict.fromkeys(_LIMITS, _MANY)]}
 _TYPE = "@type"
 _URL = "type.googleapis.com/envoy."
 
@@ -128,6 +132,7 @@ def _servers(cluster: str, header: str, members: Path) -> dict[str, Any]:
     return {
         "name": cluster,
         "type": "EDS",
+        "circuit_breakers": _UNBOUNDED,
         "connect_timeout": "0.5s",
         "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
@@ -153,6 +158,7 @@ def _picker(config: RouteConfig) -> dict[str, Any]:
     return {
         "name": "picker",
         "type": "STATIC",
+        "circuit_breakers": _UNBOUNDED,
         "connect_timeout": "0.25s",
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "typed_extension_protocol_options": _http2(),
@@ -171,6 +177,7 @@ def _inner() -> dict[str, Any]:
     endpoints = [{"lb_endpoints": [{"endpoint": host}]}]
     return {
         "name": "picked",
+        "circuit_breakers": _UNBOUNDED,
         "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "load_assignment": {"cluster_name": "picked", "endpoints": endpoints},
         "typed_extension_protocol_options": _http2(),

@@ -55,6 +55,7 @@ class Source:
                 f"--servers {text} is neither a file nor dns://NAME:PORT; name one of them."
             )
         self._path = Path(text).expanduser()
+        self._known: dict[str, str] = {}
         self.read()
 
     def read(self) -> list[str] | None:
@@ -72,23 +73,29 @@ class Source:
         return [_checked(word.rstrip("/"), self._text) for word in words if word]
 
     async def resolved(self) -> dict[str, str]:
-        """Return URLs by ``IP:PORT``. Raises ``ConfigError``, and ``OSError`` for a name of the DNS
-        that cannot be resolved now."""
+        """Return URLs by ``IP:PORT``. A name that cannot be resolved now keeps the address that it
+        had, and is missing without one. Raises ``ConfigError``, and ``OSError`` for a name of
+        ``dns://``."""
         loop = asyncio.get_running_loop()
-        found: dict[str, str] = {}
         urls = self.read()
         if urls is None:
             assert self._name is not None
             name, port = self._name[1], int(self._name[2])
-            for entry in await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM):
-                address = _address(entry[4])
-                found[address] = f"http://{address}"
-            return found
+            entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            return {address: f"http://{address}" for address in map(_address, entries)}
+        known, self._known = self._known, {}
         for url in urls:
             parts = urlsplit(url)
-            entries = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-            found[_address(entries[0][4])] = url
-        return found
+            try:
+                entries = await loop.getaddrinfo(
+                    parts.hostname, parts.port, type=socket.SOCK_STREAM
+                )
+                self._known[url] = _address(entries[0])
+            except OSError as error:
+                if url in known:
+                    self._known[url] = known[url]
+                logger.warning("%s cannot be resolved: %s", url, error.strerror)
+        return {address: url for url, address in self._known.items()}
 
 
 def _checked(url: str, source: str) -> str:
@@ -104,8 +111,8 @@ def _checked(url: str, source: str) -> str:
     return url
 
 
-def _address(pair: Sequence[Any]) -> str:
-    host, port = str(pair[0]), pair[1]
+def _address(entry: Sequence[Any]) -> str:
+    host, port = str(entry[4][0]), entry[4][1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

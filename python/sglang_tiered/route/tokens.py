@@ -160,10 +160,19 @@ class TokenReader:
 
     async def _make(self, data: bytes, path: str) -> Prompt:
         loop = asyncio.get_running_loop()
-        body = await loop.run_in_executor(self._threads, parse_body, data)
-        ids, encode = None, None if self._tokenizer is None else self._tokenizer.encode
-        if encode is None and (asked := ask_of(body)) is not None:
-            ids = await self._ask(asked)
+        made = await loop.run_in_executor(self._threads, self._read, data, path)
+        if isinstance(made, Prompt):
+            return made
+        body, asked = made
+        ids = await self._ask(asked)
         return await loop.run_in_executor(
-            self._threads, prompt_of, body, len(data), path, encode, ids
+            self._threads, prompt_of, body, len(data), path, None, ids
         )
+
+    def _read(self, data: bytes, path: str) -> Prompt | tuple[Body, dict[str, Any]]:
+        """Return the prompt, or what a server is to be asked for it."""
+        body = parse_body(data)
+        if self._tokenizer is not None:
+            return prompt_of(body, len(data), path, self._tokenizer.encode)
+        asked = ask_of(body)
+        return prompt_of(body, len(data), path) if asked is None else (body, asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from array import array
@@ -46,8 +47,11 @@ def written(recorder: Recorder, clock: Clock, prompts: Sequence[Prompt], path: P
 
 
 def lines_of(path: Path) -> list[bytes]:
-    older = path.with_name(path.name + ".1")
-    return [row for one in (older, path) if one.exists() for row in one.read_bytes().splitlines()]
+    found: list[bytes] = []
+    for one in (path.with_name(path.name + ".1"), path):
+        with contextlib.suppress(FileNotFoundError):  # it may be renamed just now
+            found += one.read_bytes().splitlines()
+    return found
 
 
 def test_our_reader_takes_what_was_recorded(tmp_path: Path) -> None:
@@ -76,7 +80,8 @@ def test_our_reader_takes_what_was_recorded(tmp_path: Path) -> None:
 def test_full_file_makes_room_for_another(tmp_path: Path) -> None:
     path, clock = tmp_path / "trace.jsonl", Clock()
     recorder = Recorder(path, max_bytes=150, clock=clock)
-    assert len(written(recorder, clock, [prompt_of(5)] * 3, path)) == 3
+    prompts = [prompt_of(5)] * 3
+    assert len(written(recorder, clock, prompts, path)) == 3, "two fill a file"
     assert path.with_name("trace.jsonl.1").stat().st_size >= 150
 
 
