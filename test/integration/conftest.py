@@ -78,6 +78,7 @@ FORKED = {
     "test_pins",
     "test_pod_backend",
     "test_prefetch",
+    "test_route",
     "test_sglang_server_kits",
     "test_trained_model",
     "test_weights",

@@ -1,0 +1,216 @@
+"""Three real servers behind a front: the same answers as one, hits where the picker says, and what
+clients see of servers that die, leave and join."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from route_front import Answer, Front
+
+from conftest import SMALL, aligned, make_prompts
+from kit.waiting import eventually
+from prefill_decode import ENVIRONMENT
+from server_process import Server, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+pytest.importorskip("envoy")
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_SERVERS = 3
+LENGTH = 700
+PROMPTS = make_prompts(4600, 6, LENGTH)
+SERVED = "x-gateway-destination-endpoint-served"
+LEARN_S = 60.0
+
+
+class Cluster:
+    """Servers by their address, and the front before them."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._num_started = 0
+        self.servers: dict[str, Server] = {}
+
+    def start(self, number: int) -> None:
+        started = [self._spawn() for _ in range(number)]
+        for server in started:
+            self.servers[f"127.0.0.1:{server.port}"] = server
+        for server in started:
+            server.wait_until_it_generates()
+
+    def _spawn(self) -> Server:
+        port = free_port()
+        events = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
+        events |= {"replay_endpoint": f"tcp://127.0.0.1:{port + 1}", "format": "dynamo"}
+        self._num_started += 1
+        name = f"server-{self._num_started}"
+        return Server.spawn(
+            self._model,
+            self._folder / f"{name}.log",
+            *(*SMALL, "--tier-dir", str(self._folder / name)),
+            *("--kv-events-config", json.dumps(events)),
+            environment=ENVIRONMENT,
+        )
+
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers.values()]
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(model, tmp_path_factory.mktemp("servers"))
+    try:
+        made.start(NUM_SERVERS)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def front(
+    cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("front")
+    made = Front(folder, cluster.urls(), "--tokenizer", str(model), "--pick-timeout", "2s")
+    try:
+        made.wait_until_ready(NUM_SERVERS)
+        yield made
+    finally:
+        made.close()
+    assert "Traceback" not in made.log, made.log
+
+
+def generate(front: Front, prompt: Sequence[int], num_new: int = 8) -> Answer:
+    sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+    return front.ask("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+
+
+def ids_of(answer: Answer) -> list[int]:
+    assert answer.status == 200, answer
+    ids: list[int] = json.loads(answer.body)["output_ids"]
+    return ids
+
+
+def num_cached(answer: Answer) -> int:
+    return int(json.loads(answer.body)["meta_info"]["cached_tokens"])
+
+
+def known(front: Front) -> dict[str, int]:
+    return {row["address"]: row["replicas"][0]["pages"] for row in front.servers()}
+
+
+@pytest.fixture(scope="module")
+def asked(front: Front) -> list[Answer]:
+    """Each prompt once, and once more when the picker knows who has it."""
+    first = [generate(front, prompt) for prompt in PROMPTS]
+    pages = len(PROMPTS) * (aligned(LENGTH) // 64)
+    eventually(lambda: sum(known(front).values()) >= pages, "events", timeout_s=LEARN_S)
+    second = [generate(front, prompt) for prompt in PROMPTS]
+    return first + second
+
+
+def test_answers_are_those_of_one_server(asked: list[Answer], stock: Server) -> None:
+    expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
+    assert [ids_of(answer) for answer in asked] == expected * 2
+
+
+def test_prompts_return_to_where_their_pages_are(asked: list[Answer]) -> None:
+    first, second = asked[: len(PROMPTS)], asked[len(PROMPTS) :]
+    assert len({answer.headers[SERVED] for answer in first}) > 1, "they were spread"
+    for before, after in zip(first, second, strict=True):
+        assert after.headers[SERVED] == before.headers[SERVED]
+        assert num_cached(before) == 0 and num_cached(after) == aligned(LENGTH)
+
+
+def test_chats_are_known_by_their_tokens(front: Front, asked: list[Answer]) -> None:
+    text = "".join(map(chr, make_prompts(4601, 1, 400)[0]))
+    body: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    pages = sum(known(front).values())
+    first = front.ask(body=body)
+    assert first.status == 200, first
+    eventually(lambda: sum(known(front).values()) > pages, "events", timeout_s=LEARN_S)
+    device = 'sglang_tiered_route_prompt_tokens_total{tier="device"}'
+    before = front.metric(device)
+    second = front.ask(body=body)
+    assert second.headers[SERVED] == first.headers[SERVED]
+    usage = json.loads(second.body)["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert front.metric(device) - before == cached > 300
+
+
+def test_death_before_the_first_token_is_not_seen(
+    front: Front, cluster: Cluster, asked: list[Answer]
+) -> None:
+    holder = asked[-1].headers[SERVED]
+    server = cluster.servers[holder]
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        if "scheduler" in " ".join(child.cmdline()):
+            child.suspend()
+    found: list[Answer] = []
+    asking = threading.Thread(target=lambda: found.append(generate(front, PROMPTS[-1])))
+    asking.start()
+
+    def is_waiting() -> bool:
+        return any(row["tokens_sent"] for row in front.servers() if row["address"] == holder)
+
+    eventually(is_waiting, "the request is where its pages are")
+    cluster.servers.pop(holder).kill()
+    asking.join(60)
+    assert found and ids_of(found[0]) == ids_of(asked[-1])
+    assert found[0].headers[SERVED] != holder
+    eventually(lambda: sum(row["ready"] for row in front.servers()) == NUM_SERVERS - 1)
+
+
+def test_server_joins_and_another_drains(
+    front: Front, cluster: Cluster, asked: list[Answer]
+) -> None:
+    cluster.start(1)
+    front.follow(cluster.urls())
+    front.wait_until_ready(NUM_SERVERS)
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=120)
+    body = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body |= {"model": "default", "temperature": 0}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    stream = connection.getresponse()
+    leaving = str(stream.getheader(SERVED))
+    server = cluster.servers.pop(leaving)
+    server.process.terminate()
+
+    def is_draining() -> bool:
+        return any(row["draining"] for row in front.servers() if row["address"] == leaving)
+
+    eventually(is_draining, "the picker is told")
+    for prompt in PROMPTS:
+        answer = generate(front, prompt)
+        assert answer.status == 200 and answer.headers[SERVED] != leaving
+    told = stream.read().decode().split("data: ")
+    connection.close()
+    assert stream.status == 200 and told[-1].strip() == "[DONE]" and len(told) > 100
+    server.kill()
+
+
+def test_killed_picker_is_not_missed(front: Front, asked: list[Answer]) -> None:
+    pid = front.picker_pid()
+    psutil.Process(pid).kill()
+    again = [generate(front, prompt) for prompt in PROMPTS]
+    assert [ids_of(answer) for answer in again] == list(map(ids_of, asked[: len(PROMPTS)]))
+    eventually(lambda: front.picker_pid() != pid, "it is started again")
