@@ -1,7 +1,7 @@
-"""The locality index: what a lookup costs, and what sharing costs Redis and the network.
+"""What servers that follow each other know: what a lookup costs, memory, and traffic.
 
-Lookups run in memory, beside a thread that applies changes as the index' own does. The rest runs
-two indexes of this process and a real Redis, whose program ``scripts/redis-server`` finds.
+Lookups run in memory, beside a thread that applies changes as the follower does. Then two servers
+of this process follow each other over real sockets, with pages that are numbers.
 
     python benchmark/bench_locality.py [--peers N] [--pages N] [--quick] [--json FILE]
 """
@@ -10,47 +10,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import tempfile
 import threading
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import redis
 from rich.console import Console
 from rich.table import Table
 
-from sglang_tiered.sharing.locality.formats import ServerRecord
-from sglang_tiered.sharing.locality.index import LocalityIndex
-from sglang_tiered.sharing.locality.mirror import Mirror
+from sglang_tiered.sharing.addresses import Target
+from sglang_tiered.sharing.mirror import Mirror, Peer
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
+from sglang_tiered.sharing.pages.server import PageServer
+from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-ROOT = Path(__file__).resolve().parents[1]
-NAMESPACE = bytes(32)
+NAMESPACE, NOTHING = bytes(32), bytes(16)
 NUM_KEYS = 1600
 WAIT_S = 120.0
+PAGES_PER_S = 200  # stored by each server, in the figure of traffic
 
-
-class Store:
-    """Pages that change when told."""
-
-    def __init__(self, pages: Any) -> None:
-        self.pages, self.version = pages, 1
-
-    def replace(self, pages: Any) -> None:
-        self.pages, self.version = pages, self.version + 1
-
-    def held(self, version: int) -> Any:
-        return None if version == self.version else (self.version, self.pages)
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def random_pages(source: np.random.Generator, count: int) -> Any:
@@ -58,184 +47,191 @@ def random_pages(source: np.random.Generator, count: int) -> Any:
 
 
 def keys_of(pages: Any) -> list[bytes]:
-    return [page.to_bytes(8, "little") + bytes(24) for page in pages.tolist()]
+    return [int(page).to_bytes(8, "little") + bytes(24) for page in pages]
 
 
-def measure_lookups(num_peers: int, num_pages: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each lookup by case, of the largest table, and bytes of it."""
-    source = np.random.default_rng(0)
-    names = [f"{number:032x}" for number in range(num_peers)]
-    records = [ServerRecord(NAMESPACE, n, 1, 1, 1, 0, bytes(16), "tcp://h:1") for n in names]
-    mirror = Mirror(
-        2 * num_peers * num_pages, 1024, salt=1, digest=lambda: bytes(16), clock=time.monotonic
-    )
-    mirror.update(records, time.monotonic() + 1e6)
-    shared = random_pages(source, num_pages // 2)  # half of the pages are everybody's
-    held = []
-    began = time.perf_counter()
-    for known in mirror.peers:
-        held.append(np.concatenate([shared, random_pages(source, num_pages - len(shared))]))
-        mirror.add_pages(known, held[-1])
-        mirror.loaded(known, 1)
-    load_s = time.perf_counter() - began
-
-    def span(first: int, count: int) -> Any:
-        start = first + int(source.integers(num_pages // 2 - count))
-        return held[int(source.integers(num_peers))][start : start + count]
-
-    cases: dict[str, Callable[[], Any]] = {
-        "all held by one": lambda: span(num_pages // 2, NUM_KEYS),
-        "all held by everybody": lambda: span(0, NUM_KEYS),
-        "half held": lambda: np.concatenate(
-            [span(num_pages // 2, NUM_KEYS // 2), random_pages(source, NUM_KEYS // 2)]
-        ),
-        "none held": lambda: random_pages(source, NUM_KEYS),
-    }
-    seconds: dict[str, list[float]] = {}
-    for is_busy in (False, True):
-        done = threading.Event()
-
-        def change(until: threading.Event = done) -> None:
-            while not until.is_set():
-                known = mirror.peers[0]
-                pages = random_pages(source, 1000)
-                mirror.add_pages(known, pages)
-                mirror.remove_pages(known, pages)
-                until.wait(0.1)
-
-        if is_busy:
-            threading.Thread(target=change).start()
-        for name, draw in cases.items():
-            samples = seconds.setdefault(name + (", changes beside" if is_busy else ""), [])
-            for _ in range(rounds):
-                keys = keys_of(draw())
-                began = time.perf_counter()
-                mirror.find(keys)
-                samples.append(time.perf_counter() - began)
-        done.set()
-    figures = mirror.figures()
-    return {
-        "seconds": seconds,
-        "load_s": load_s,
-        "mirrored_pages": figures[2],
-        "mirror_bytes": figures[4],
-    }
-
-
-def measure_sharing(num_pages: int, rounds: int) -> dict[str, Any]:
+def filled_mirror(num_peers: int, num_pages: int) -> tuple[Mirror, list[Any], list[Any], float]:
+    """A mirror of servers with pages of their own, its peers, their pages, and the seconds."""
     source = np.random.default_rng(1)
-    store = Store(random_pages(source, num_pages))
-    program = subprocess.run(
-        [ROOT / "scripts/redis-server"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/redis.sock"
-        command = [program, "--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            return _share(path, store, source, rounds)
-        finally:
-            process.kill()
-            process.wait()
+    mirror = Mirror(
+        num_peers * num_pages, 256, salt=1, digest=lambda: NOTHING, clock=time.monotonic
+    )
+    known, held, seconds = [], [], 0.0
+    for number in range(num_peers):
+        one: Any = mirror.join(Peer(f"{number:032x}", f"tcp://192.0.2.1:{number + 1}"))
+        one.is_live, one.digest = True, NOTHING
+        pages = random_pages(source, num_pages)
+        begun = time.perf_counter()
+        mirror.add_pages(one, pages)
+        mirror.loaded(one)
+        seconds += time.perf_counter() - begun
+        known.append(one)
+        held.append(pages)
+    return mirror, known, held, seconds
 
 
-def _share(path: str, store: Store, source: np.random.Generator, rounds: int) -> dict[str, Any]:
-    client = redis.Redis(unix_socket_path=path)
-    _until(lambda: os.path.exists(path) and client.ping())
-    settings = PeerSettings(index_url=f"unix://{path}")
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "erase_wanted": lambda _: ended(True),
-    }
-    reader = LocalityIndex(settings, held=Store(random_pages(source, 1)).held, **options)
-    reader.announce("tcp://127.0.0.1:2")
-    _until(lambda: reader.stats().connected)
-    before, began = _traffic(client), time.perf_counter()
-    writer = LocalityIndex(settings, held=store.held, **options)
-    writer.announce("tcp://127.0.0.1:1")
-    last = keys_of(np.sort(store.pages)[-1:])
-    _until(lambda: reader.find(last) != [None])
-    snapshot_s, snapshot_bytes = time.perf_counter() - began, _traffic(client) - before
-    redis_bytes = sum(client.memory_usage(key) or 0 for key in client.keys("*"))
-    latencies = []
-    before = _traffic(client)
-    for _ in range(rounds):
-        new = random_pages(source, 1000)
-        store.replace(np.concatenate([store.pages[1000:], new]))
-        changed = time.perf_counter()
-        _until(lambda new=new: None not in reader.find(keys_of(new)))
-        latencies.append(time.perf_counter() - changed)
-    change_bytes = (_traffic(client) - before) / (2000 * rounds)
-    before, began = _traffic(client), time.perf_counter()
-    time.sleep(10.0)  # the idle traffic is measured over time
-    idle = (_traffic(client) - before) / (time.perf_counter() - began)
-    writer.close()
-    reader.close()
-    return {
+def lookups(mirror: Mirror, known: list[Any], held: list[Any], num_rounds: int) -> list[float]:
+    """Seconds of lookups of pages that one server holds, while changes of others are applied."""
+    source = np.random.default_rng(2)
+    is_over = threading.Event()
+
+    def apply() -> None:
+        while not is_over.is_set():
+            number = int(source.integers(len(known)))
+            mirror.add_pages(known[number], random_pages(source, 100))
+            mirror.remove_pages(known[number], held[number][:100])
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=apply)
+    thread.start()
+    taken = []
+    for number in range(num_rounds):
+        keys = keys_of(held[number % len(held)][100 : 100 + NUM_KEYS])
+        begun = time.perf_counter()
+        found = mirror.find(keys)
+        taken.append(time.perf_counter() - begun)
+        assert None not in found, "a page that is held was not found"
+    is_over.set()
+    thread.join()
+    return taken
+
+
+class Held:
+    """Pages that change when told."""
+
+    def __init__(self, pages: Any) -> None:
+        self.pages, self.version = pages, 1
+
+    def add(self, pages: Any) -> None:
+        self.pages, self.version = np.concatenate([self.pages, pages]), self.version + 1
+
+    def __call__(self, version: int) -> Any:
+        return None if version == self.version else (self.version, self.pages)
+
+
+def following(num_pages: int, num_changes: int) -> tuple[float, list[float]]:
+    """Seconds until another server finds all pages of one, and until it finds a change."""
+    source = np.random.default_rng(3)
+    pages = random_pages(source, num_pages)
+    roster: list[Target] = []
+    with ExitStack() as opened:
+        stores = [Held(pages), Held(pages[:0])]
+        syncs = []
+        for held in stores:
+            settings = PeerSettings(peers=roster)  # type: ignore[arg-type]
+            sync = PeerSync(
+                settings,
+                namespace=NAMESPACE,
+                held=held,
+                erase=lambda _: ended(True),
+                notes=None,
+            )
+            server = PageServer(NoPages(), namespace=NAMESPACE, told=sync)
+            opened.callback(server.stop)
+            opened.callback(sync.close)
+            roster.append(Target("127.0.0.1", server.port))
+            syncs.append((sync, server))
+        one, other = syncs[0][0], syncs[1][0]
+        one.start(syncs[0][1].tell, None, PageSettings(), None)
+        until(lambda: one.holdings.num_pages == len(np.unique(pages)))
+        begun = time.perf_counter()
+        other.start(syncs[1][1].tell, None, PageSettings(), None)
+        last = keys_of(pages[-1:])
+        until(partial(has_all, other.mirror, last))
+        snapshot_s = time.perf_counter() - begun
+        changes = []
+        for _ in range(num_changes):
+            new = random_pages(source, 100)
+            begun = time.perf_counter()
+            stores[0].add(new)
+            until(partial(has_all, other.mirror, keys_of(new)))
+            changes.append(time.perf_counter() - begun)
+        return snapshot_s, changes
+
+
+def has_all(mirror: Mirror, keys: list[bytes]) -> bool:
+    return None not in mirror.find(keys)
+
+
+class NoPages:
+    is_pressed = False
+
+    def read(self, keys: Any, lengths: Any, done: Callable[[None], None]) -> None:
+        done(None)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + WAIT_S
+    while not holds():
+        if time.perf_counter() > deadline:
+            raise TimeoutError("what was told was not heard")
+        time.sleep(0.001)
+
+
+def exchange_bytes() -> int:
+    """Bytes of one question and its answer, with frames and headers of ZeroMQ, without pages."""
+    most = (1 << 62) - 1
+    follow = messages.Follow(NAMESPACE, NOTHING, NOTHING, NOTHING, most, most, None)
+    changes = messages.Changes(
+        NAMESPACE, NOTHING, NOTHING, most, most, None, None, 60_000, 0, False
+    )
+    frames = [messages.VERSION_FRAME, messages.encode(follow)]
+    frames += [messages.VERSION_FRAME, messages.encode(changes)]
+    return sum(len(frame) + 2 for frame in frames) + 9  # a payload's header is longer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", type=int, default=64)
+    parser.add_argument("--pages", type=int, default=62_500, help="of each of them")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the pages")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    num_pages = options.pages // 4 if options.quick else options.pages
+    mirror, known, held, fill_s = filled_mirror(options.peers, num_pages)
+    taken = lookups(mirror, known, held, 200)
+    figures = mirror.figures()
+    snapshot_s, changes = following(num_pages, 10)
+    others, exchange = options.peers - 1, exchange_bytes()
+    raw = {
+        "lookup_s": taken,
+        "fill_s": fill_s,
+        "mirror_bytes": figures.num_bytes,
+        "mirrored_pages": figures.num_pages,
         "snapshot_s": snapshot_s,
-        "snapshot_bytes_per_page": snapshot_bytes / len(store.pages),
-        "redis_bytes_per_page": redis_bytes / len(store.pages),
-        "change_s": latencies,
-        "change_bytes_per_page": change_bytes,
-        "idle_bytes_per_s": idle / 2,
+        "change_s": changes,
+        "idle_bytes_per_s": others * exchange / SIGN_OF_LIFE_S,
+        "busy_bytes_per_s": others * (2 * exchange + 8 * PAGES_PER_S),
+        "snapshot_bytes": others * 8 * num_pages,
     }
-
-
-def _traffic(client: redis.Redis) -> int:
-    stats = client.info("stats")
-    return int(stats["total_net_input_bytes"]) + int(stats["total_net_output_bytes"])
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            if condition():
-                return
-        except redis.RedisError:
-            pass
-        if time.monotonic() > deadline:
-            raise TimeoutError("the index did not get there")
-        time.sleep(0.002)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    table = Table(title=f"{options.peers} servers with {num_pages:,} pages each")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    rows = (
+        (f"lookup of {NUM_KEYS:,} keys, median", f"{statistics.median(taken) * 1e6:,.0f} µs"),
+        ("memory of the mirror", f"{figures.num_bytes / figures.num_pages:.1f} bytes a page"),
+        ("pages taken up", f"{options.peers * num_pages / fill_s:,.0f} a second"),
+        ("until another server finds all pages of one", f"{snapshot_s:.2f} s"),
+        ("until it finds a change, median", f"{statistics.median(changes):.2f} s"),
+        ("heard by a server of all others at rest", f"{raw['idle_bytes_per_s'] / 1e3:.1f} kB/s"),
+        (
+            f"the same, each storing {PAGES_PER_S} pages a second",
+            f"{raw['busy_bytes_per_s'] / 1e3:.0f} kB/s",
+        ),
+        ("heard once, of all snapshots", f"{raw['snapshot_bytes'] / 1e6:.1f} MB"),
     )
-    parser.add_argument("--peers", type=int, default=16, help="other servers (16)")
-    parser.add_argument("--pages", type=int, default=262_144, help="pages of each (262,144)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, help="write figures there")
-    arguments = parser.parse_args()
-    if arguments.peers < 1 or arguments.pages < 4 * NUM_KEYS:
-        parser.error(f"--peers must be at least 1 and --pages {4 * NUM_KEYS}")
-    rounds = 300 if arguments.quick else 2000
-    lookups = measure_lookups(arguments.peers, arguments.pages, rounds)
-    sharing = measure_sharing(arguments.pages, 5 if arguments.quick else 20)
-    console = Console()
-    table = Table("lookup of 1,600 keys", "p50", "p99", title="memory only")
-    for name, samples in lookups["seconds"].items():
-        ordered = sorted(samples)
-        p50, p99 = statistics.median(ordered), ordered[int(0.99 * len(ordered))]
-        table.add_row(name, f"{1e6 * p50:.0f} µs", f"{1e6 * p99:.0f} µs")
-    console.print(table)
-    per_page = lookups["mirror_bytes"] / lookups["mirrored_pages"]
-    console.print(
-        f"{lookups['mirrored_pages']:,} pages mirrored in {lookups['load_s']:.1f} s, "
-        f"{per_page:.0f} bytes each"
-    )
-    console.print({name: value for name, value in sharing.items() if name != "change_s"})
-    console.print(f"a change is found after {statistics.median(sharing['change_s']):.2f} s")
-    if arguments.json is not None:
-        result = {
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    if options.json is not None:
+        report = {
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "settings": {"peers": arguments.peers, "pages": arguments.pages, "rounds": rounds},
+            "settings": {"peers": options.peers, "pages": num_pages},
             "ratios": {},
-            "raw": {"lookups": lookups, "sharing": sharing},
+            "raw": raw,
         }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

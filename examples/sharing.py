@@ -1,9 +1,8 @@
-"""Two servers that share pages by an index: what one computed, the other does not compute again.
+"""Two servers that share pages: what one computed, the other does not compute again.
 
     python examples/sharing.py --first http://first:30000 --second http://second:30000
 
-Both have the same model and were started with SGLANG_TIERED_INDEX_URL=redis://HOST:PORT in their
-environment.
+Both have the same model and were started with --tier-peers FIRST:PORT,SECOND:PORT.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ def main() -> None:
         deadline = time.monotonic() + DEADLINE_S
         while (found := tiers.residency(text=DOCUMENT).peer) < stored:
             if time.monotonic() > deadline:
-                raise SystemExit("the second server hears nothing of the first; is the index up?")
+                raise SystemExit(
+                    "the second server hears nothing of the first; do they share pages?"
+                )
             time.sleep(0.2)
     print("found", found, "tokens on the other server")
     answer = ask(options.second, QUESTIONS[1], options.api_key)

@@ -100,9 +100,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         )),
     ),
     "Is anything wrong?": (
-        Panel("Health", "Of each tier the sickest rank, and whether the index of other servers answers. 0: misses only; `/server_info` says why under `tier_unhealthy_because:nvme` and its like.", (
+        Panel("Health", "Of each tier the sickest rank, and whether other servers can be found. 0: misses only; `/server_info` says why under `tier_unhealthy_because:nvme` and its like.", (
             ("min by (instance, tier) (tiered:tier_healthy)", "{{instance}} {{tier}}"),
-            ("min by (instance) (tiered:peer_index_connected)", "{{instance}} index"),
+            ("min by (instance) (tiered:peer_discovery_works)", "{{instance}} finds others"),
         ), width=6),
         Panel("Pages that failed", "`corrupt` and `io_error` on NVMe should be 0: `sglang-tiered store verify DIR`. From the bucket `io_error` and `cancelled` are a slow or failing link. From other servers `missed`: evicted there a moment ago; `lost` and `late`: a server that is dead, stopped or overloaded; `damaged` should be 0.", (
             ('sum by (tier, operation, reason) (rate(tiered:page_outcomes_total{reason!~"ok|duplicate"}[])) > 0', "{{tier}} {{operation}} {{reason}}"),
@@ -235,9 +235,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ), width=12),
     ),
     "Do other servers help?": (
-        Panel("Other servers", "Alive, with the same model and settings, as each server sees them; and failures of the index on the right.", (
+        Panel("Other servers", "Those that each server follows, of the same model and settings; those that no page is taken from, as they have not erased the same; and connections that ended, on the right.", (
             ("min by (instance) (tiered:peer_servers)", "{{instance}}"),
-            ("sum (rate(tiered:peer_index_errors_total[]))", "failures/s", "short"),
+            ("max by (instance) (tiered:peer_servers_withheld)", "{{instance}} withheld"),
+            ("sum (rate(tiered:peer_failures_total[]))", "failures/s", "short"),
         )),
         Panel("Traffic between servers", "A server whose `served` stands out holds what the others return to: a router that knows prefixes would send them there.", (
             ('sum by (instance) (rate(tiered:loaded_bytes_total{tier="peer"}[]))', "{{instance}} fetched"),

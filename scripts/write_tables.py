@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_tiered.config import (
-    IndexConfig,
     NvmeConfig,
     ObjectConfig,
     TieredConfig,
@@ -25,6 +24,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Kind, Metric
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.request_record import RequestRecord
 from sglang_tiered.route.settings import RouteConfig
@@ -115,7 +115,7 @@ def tables() -> dict[str, str]:
     sections = {
         "tiers": (TieredConfig, NvmeConfig),
         "object": (ObjectConfig,),
-        "peers": (IndexConfig,),
+        "peers": (PeerConfig,),
         "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
         "route": (RouteConfig,),

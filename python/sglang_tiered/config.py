@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -33,6 +33,7 @@ from sglang_tiered.flags import (
     size,
     text,
 )
+from sglang_tiered.peer_config import PeerConfig  # noqa: TC001 - a field, decoded
 from sglang_tiered.request_log import RequestLogConfig  # noqa: TC001 - a field, decoded
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ __all__ = [
     "MIN_REGIONS_PER_DAY",
     "MIN_REGION_BYTES",
     "GiB",
-    "IndexConfig",
     "KiB",
     "MiB",
     "NvmeConfig",
@@ -297,66 +297,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
         return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
 
 
-class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The Redis in which servers tell each other what they hold, and where this one serves it.
-    ``url`` may carry a password."""
-
-    url: Annotated[
-        str,
-        Flag(
-            "--tier-index",
-            text("URL"),
-            "Redis in which servers tell each other which pages they hold, so that each can fetch "
-            "them from the others: `redis://host:6379`, `rediss://` (TLS) or `unix://`. With "
-            "a password better in SGLANG_TIERED_INDEX_URL, as everybody can read command lines.",
-            default="`SGLANG_TIERED_INDEX_URL`, or none",
-            is_secret=True,
-        ),
-    ]
-    host: Annotated[
-        str,
-        Flag(
-            "--tier-peer-host",
-            text("HOST"),
-            "Where this server gives pages to others. `0.0.0.0` is told to them as the address "
-            "from which it reaches the Redis.",
-            default="`--host`",
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int | None,
-        Flag(
-            "--tier-peer-port",
-            count("PORT"),
-            "Its port; each further rank takes the next one.",
-            default="any free one",
-        ),
-    ] = None
-    keys_directory: Annotated[
-        str | None,
-        Flag(
-            "--tier-peer-keys",
-            DIRECTORY,
-            "Directory, writable by its owner only, with `peer.key`, `peer.key_secret` and the "
-            "`*.key` of those to serve (`sglang-tiered keygen`). With it pages travel "
-            "encrypted.",
-            default="none",
-        ),
-    ] = None
-
-    @property
-    def shown_url(self) -> str:
-        """The URL without what may be secret, for messages."""
-        scheme, separator, rest = self.url.partition("://")
-        return scheme + separator + rest.rpartition("@")[2].partition("?")[0] if separator else "it"
-
-    def __repr__(self) -> str:
-        return f"IndexConfig({self.shown_url!r}, {self.host!r}, {self.port}, {self.keys_directory})"
-
-    def __rich_repr__(self) -> list[tuple[str, Any]]:
-        return [("url", self.shown_url)]
-
-
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances."""
 
@@ -499,7 +439,7 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1  # groups of DP attention; replicas of plain data parallelism do not count
     transfer: TransferConfig | None = None  # None: the defaults
     object: ObjectConfig | None = None  # None: no object tier
-    index: IndexConfig | None = None  # None: nothing is fetched from other servers
+    peers: PeerConfig | None = None  # None: nothing is fetched from other servers
     request_log: RequestLogConfig | None = None  # None: no line is written of a request
 
     def __post_init__(self) -> None:

@@ -210,8 +210,8 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
     if config.object is not None:
         place = f"at {config.object.shown_url}, shared"
         lines.append(line("object", config.object.capacity_bytes, place))
-    if config.index is not None:
-        lines.append(f"  peers   those in the index at {config.index.shown_url}")
+    if config.peers is not None:
+        lines.append(f"  peers   {config.peers.shown}")
     if server_args.disaggregation_mode in ("prefill", "decode"):
         other = "decode" if server_args.disaggregation_mode == "prefill" else "prefill"
         return "\n".join([*lines, f"send requests to a router in front of it and of {other}", ""])

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from peer_servers import quick
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
@@ -17,7 +18,9 @@ from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
-from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run
+from sglang_tiered.sharing.addresses import Target
+from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
@@ -27,6 +30,7 @@ from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
@@ -424,3 +428,95 @@ def test_an_erasure_outlives_a_change_of_namespace(servers: Servers, what: Erasu
     state: Any = other.bucket._state  # type: ignore[attr-defined]
     with state.lock:
         assert state.erased.kills(NAMESPACE, A, GONE[0], 0), "a page of before counts again"
+
+
+# ---- Servers that follow each other ----
+
+
+class Peers:
+    """Two servers over their own NVMe. Each looks for the other at the addresses in its roster."""
+
+    def __init__(self, directory: Path, opened: ExitStack) -> None:
+        self._directory = directory
+        self._opened = opened
+        self.rosters: dict[str, list[Target]] = {"one": [], "other": []}
+        self.ports: dict[str, int] = {}
+
+    def open(self, name: str) -> TierStack:
+        nvme = RegionEngine(
+            self._directory / name,
+            namespace=NAMESPACE,
+            capacity_bytes=64 * REGION,
+            region_bytes=4 * REGION,
+            num_readers=2,
+        )
+        settings = quick(self.rosters[name], listen_port=self.ports.get(name, 0), expiry_s=5.0)
+        told: list[TierStack] = []
+
+        def erase(what: Erasure) -> Future[bool]:
+            return told[0].erase(what)
+
+        peers = PeerTier(settings, namespace=NAMESPACE, region=nvme, erase=erase)
+        stack = TierStack(nvme, [peers])
+        told.append(stack)
+        self.ports[name] = peers.port
+        self._opened.callback(stack.close)
+        return stack
+
+    def connect(self) -> None:
+        for name, roster in self.rosters.items():
+            roster[:] = [Target("127.0.0.1", port) for n, port in self.ports.items() if n != name]
+
+    def cut(self) -> None:
+        for roster in self.rosters.values():
+            roster.clear()
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    with ExitStack() as opened:
+        yield Peers(tmp_path, opened)
+
+
+@erases
+@pytest.mark.parametrize("other_is", ["up", "down", "away", "both restarted"])
+def test_an_erasure_reaches_a_peer_before_pages(peers: Peers, what: Erasure, other_is: str) -> None:
+    one, other = peers.open("one"), peers.open("other")
+    assert store(one, [*GONE, *STAYS[:4]], B if what.tenant else A) == [Reason.OK] * 12
+    assert store(other, GONE, A) == [Reason.OK] * 8
+    assert store(other, STAYS, B) == [Reason.OK] * 8
+    peers.connect()
+    beyond = Tier.PEER
+    eventually(lambda: all(one.remote[beyond].contains(STAYS[4:])), "they do not share")
+    if other_is == "down":
+        assert other.flush(TIMEOUT_S)
+        other.close()
+    elif other_is == "away":
+        peers.cut()
+        eventually(lambda: one.remote[beyond].stats().num_peers == 0)  # type: ignore[attr-defined]
+    assert is_true(one.erase(what), TIMEOUT_S)
+    if other_is == "both restarted":
+        for stack in (one, other):
+            assert stack.flush(TIMEOUT_S)
+            stack.close()
+        one, other = peers.open("one"), peers.open("other")
+    elif other_is == "down":
+        other = peers.open("other")
+    peers.connect()
+    assert store(other, LATER, B) == [Reason.OK] * 4
+    if other_is in ("up", "both restarted"):
+        assert not any(other.nvme.contains(GONE)), "true before it was done"
+    eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")
+    if not what.is_everything:
+        assert all(other.nvme.contains(STAYS)), "others' pages went too"
+        eventually(lambda: all(one.remote[beyond].contains(STAYS[4:])), "no page is taken again")
+    assert not any(one.remote[beyond].contains(GONE))
+    if what.tenant is None:
+        assert not any(other.contains(GONE))
+    # And its next start erases nothing again.
+    assert store(other, GONE[:4], B) == [Reason.OK] * 4
+    assert other.flush(TIMEOUT_S)
+    other.close()
+    other = peers.open("other")
+    eventually(lambda: other.remote[beyond].stats().num_peers == 1)  # type: ignore[attr-defined]
+    assert other.nvme.contains(GONE[:4]) == [True] * 4

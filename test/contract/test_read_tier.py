@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from peer_child import sharer
-from redis_server import RedisServer
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
@@ -40,6 +39,8 @@ from sglang_tiered.storage.stack import TierStack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from sglang_tiered.sharing.addresses import Target
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,12 +86,11 @@ def object_engine(url: str) -> BucketEngine:
     return BucketEngine(settings, namespace=NAMESPACE)
 
 
-def open_place(name: str, directory: Path, redis: RedisServer | None, opened: ExitStack) -> Place:
+def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
     if name == "peers":
-        assert redis is not None
-        namespace = directory.name.encode()[-32:].ljust(32, b"-")
-        holder = opened.enter_context(sharer(redis.url, directory / "holder", namespace=namespace))
-        own = opened.enter_context(sharer(redis.url, directory / "own", namespace=namespace))
+        roster: list[Target] = []
+        holder = opened.enter_context(sharer(roster, directory / "holder", namespace=NAMESPACE))
+        own = opened.enter_context(sharer(roster, directory / "own", namespace=NAMESPACE))
 
         def settle() -> None:
             assert holder.tier.refresh(TIMEOUT_S)
@@ -148,18 +148,10 @@ if BUCKET:  # any URL of an object tier; credentials are where they always are
     LOOKED_UP.append("object-url")
 
 
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.fixture(params=LOOKED_UP)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    needs_redis = request.param == "peers"
-    redis = request.getfixturevalue("redis") if needs_redis else None
     with ExitStack() as opened:
-        made = open_place(request.param, tmp_path, redis, opened)
+        made = open_place(request.param, tmp_path, opened)
         yield made
         assert drained(made.tier, TIMEOUT_S)
         made.tier.check_integrity()

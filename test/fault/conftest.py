@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from locality_servers import Servers
 from object_proxy import FaultProxy
 from object_server import STANDING, ObjectServer, StandingServer, s3_environment
+from peer_servers import Servers
 from redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -42,6 +42,6 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def servers(redis_server: RedisServer) -> Iterator[Servers]:
-    with Servers(redis_server.url) as servers:
+def servers() -> Iterator[Servers]:
+    with Servers() as servers:
         yield servers

@@ -1,7 +1,8 @@
 """A server that shares its pages, in a process of its own, and one in the test's.
 
-``python -m peer_child URL DIRECTORY KEYS`` opens a store and its peer tier, and does what it is
-told by lines: ``store SEED SIZE COUNT``, ``refresh``, ``held SEED``, ``exit``.
+``python -m peer_child PORTS DIRECTORY KEYS`` opens a store and its peer tier, which follows the
+servers at these ports of this machine, and does what it is told by lines: ``store SEED SIZE
+COUNT``, ``load SEED SIZE COUNT``, ``served``, ``exit``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from page_peers import DEADLINE_S, NAMESPACE, FrozenProcess, make_pages
+from page_peers import DEADLINE_S, HOST, NAMESPACE, FrozenProcess, make_pages
+from peer_servers import quick
 
 from kit.waiting import eventually
+from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
-from sglang_tiered.sharing.settings import PeerSettings
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 
@@ -25,17 +27,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 MiB = 1 << 20
-
-
-def settings(url: str, keys: str = "", **changes: object) -> PeerSettings:
-    quick: dict[str, object] = {
-        "publish_s": 0.05,
-        "heartbeat_s": 0.2,
-        "expiry_s": 2.0,
-        "index_timeout_s": 2.0,
-        "keys_directory": keys or None,
-    }
-    return PeerSettings(index_url=url, **(quick | changes))
 
 
 def stored_run(seed: int, size: int, count: int) -> Run:
@@ -49,21 +40,31 @@ def blank_run(seed: int, size: int, count: int) -> Run:
 
 
 class Sharer:
-    """A store and its peer tier. ``purged`` are the tenants that others told it to forget."""
+    """A store and its peer tier, which finds others by the ``roster``, where it is too. ``purged``
+    are the tenants that others told it to forget."""
 
     def __init__(
-        self, url: str, directory: Path, *, namespace: bytes = NAMESPACE, keys: str = "", **changes
+        self,
+        roster: list[Target],
+        directory: Path,
+        *,
+        namespace: bytes = NAMESPACE,
+        keys: str = "",
+        **changes: object,
     ) -> None:
         self.region = RegionEngine(
             directory, namespace=namespace, capacity_bytes=256 * MiB, region_bytes=32 * MiB
         )
         self.purged: list[bytes | None] = []
         self.tier = PeerTier(
-            settings(url, keys, **changes),
+            quick(roster, keys_directory=keys or None, **changes),
             namespace=namespace,
             region=self.region,
             erase=self._erase,
         )
+        self.target = Target(HOST, self.tier.port)
+        roster.append(self.target)
+        self._roster = roster
 
     def _erase(self, what: Erasure) -> Future[bool]:
         if what.keys is None:
@@ -81,17 +82,18 @@ class Sharer:
         return job.reasons
 
     def finds(self, keys: tuple[bytes, ...]) -> None:
-        """Wait until the index has told of them."""
+        """Wait until their holder has told of them."""
         eventually(lambda: all(self.tier.contains(keys)))
 
     def close(self) -> None:
+        self._roster.remove(self.target)
         self.tier.close()
         self.region.close()
 
 
 @contextmanager
-def sharer(url: str, directory: Path, **options: object) -> Iterator[Sharer]:
-    one = Sharer(url, directory, **options)
+def sharer(roster: list[Target], directory: Path, **options: object) -> Iterator[Sharer]:
+    one = Sharer(roster, directory, **options)
     try:
         yield one
         eventually(lambda: not one.tier.stats().num_inflight_jobs)
@@ -101,20 +103,22 @@ def sharer(url: str, directory: Path, **options: object) -> Iterator[Sharer]:
 
 
 class SharerProcess(FrozenProcess):
-    """The same in a process of its own."""
+    """The same in a process of its own, which follows those that are in the roster now."""
 
-    def __init__(self, url: str, directory: Path, keys: str = "") -> None:
-        super().__init__("peer_child", url, directory, keys)
-        self.address = self.line()
+    def __init__(self, roster: list[Target], directory: Path, keys: str = "") -> None:
+        ports = ",".join(str(target.port) for target in roster)
+        super().__init__("peer_child", ports, directory, keys)
+        roster.append(Target(HOST, int(self.line())))
 
     def ask(self, order: str) -> str:
         self.tell(order)
         return self.line()
 
 
-def main(url: str, directory: str, keys: str) -> None:
-    with sharer(url, Path(directory), keys=keys) as one:
-        print(one.tier.address, flush=True)
+def main(ports: str, directory: str, keys: str) -> None:
+    roster = [Target(HOST, int(port)) for port in ports.split(",") if port]
+    with sharer(roster, Path(directory), keys=keys) as one:
+        print(one.tier.port, flush=True)
         for line in sys.stdin:
             verb, *numbers = line.split()
             values = [int(number) for number in numbers]

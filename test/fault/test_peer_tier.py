@@ -1,4 +1,4 @@
-"""Servers that share pages: stores, an index in a real Redis, real sockets, processes that die."""
+"""Servers that share pages: stores, real sockets, processes that die."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from page_peers import NAMESPACE
-from peer_child import MiB, Sharer, SharerProcess, blank_run, settings, sharer, stored_run
-from redis_server import RedisServer
+from peer_child import MiB, Sharer, SharerProcess, blank_run, sharer, stored_run
+from peer_servers import quick
 
 from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     TENANT_BYTES,
@@ -37,28 +38,27 @@ SEED, SIZE, COUNT = 1, 100_000, 40
 
 
 @pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
+def roster() -> list[Target]:
+    return []
 
 
 @pytest.fixture
-def own(redis: RedisServer, tmp_path: Path) -> Iterator[Sharer]:
-    with sharer(redis.url, tmp_path / "own") as one:
+def own(roster: list[Target], tmp_path: Path) -> Iterator[Sharer]:
+    with sharer(roster, tmp_path / "own") as one:
         yield one
 
 
 @pytest.fixture
-def other(redis: RedisServer, tmp_path: Path) -> Iterator[SharerProcess]:
-    with SharerProcess(redis.url, tmp_path / "other") as process:
+def other(roster: list[Target], tmp_path: Path) -> Iterator[SharerProcess]:
+    with SharerProcess(roster, tmp_path / "other") as process:
         assert process.ask(f"store {SEED} {SIZE} {COUNT}") == "True"
         yield process
 
 
 @pytest.fixture
-def near(redis: RedisServer, tmp_path: Path) -> Iterator[Sharer]:
+def near(roster: list[Target], tmp_path: Path) -> Iterator[Sharer]:
     """As ``other``, in this process."""
-    with sharer(redis.url, tmp_path / "near") as one:
+    with sharer(roster, tmp_path / "near") as one:
         one.store(stored_run(SEED, SIZE, COUNT))
         yield one
 
@@ -104,10 +104,10 @@ def test_keys_held_by_both_serve_for_measuring(own: Sharer, near: Sharer) -> Non
 
 
 def test_the_holder_is_killed_in_the_middle(
-    own: Sharer, redis: RedisServer, tmp_path: Path
+    own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
     size, count = MiB, 64
-    with SharerProcess(redis.url, tmp_path / "other") as other:
+    with SharerProcess(roster, tmp_path / "other") as other:
         other.ask(f"store 7 {size} {count}")
         run = blank_run(7, size, count)
         own.finds(run.keys)
@@ -144,12 +144,12 @@ def test_a_holder_stopped_too_long_lands_nothing(own: Sharer, other: SharerProce
 
 
 def test_a_second_holder_serves_what_the_first_lost(
-    own: Sharer, redis: RedisServer, tmp_path: Path
+    own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
     run = stored_run(SEED, SIZE, COUNT)
     with (
-        sharer(redis.url, tmp_path / "a") as first,
-        sharer(redis.url, tmp_path / "b", publish_s=30.0) as second,
+        sharer(roster, tmp_path / "a") as first,
+        sharer(roster, tmp_path / "b", publish_s=30.0) as second,
     ):
         first.store(run)
         second.store(run)
@@ -160,8 +160,8 @@ def test_a_second_holder_serves_what_the_first_lost(
         own.finds(run.keys)
         target = blank_run(SEED, SIZE, COUNT)
         # Whichever is asked has just lost its pages, and has not told yet.
-        (asked,) = {peer.address for peer in own.tier._index.find(run.keys) if peer is not None}
-        loser = first if first.tier.address == asked else second
+        (asked,) = {peer.server for peer in own.tier._sync.mirror.find(run.keys) if peer}
+        loser = first if first.tier.server == asked else second
         is_true(loser.region.erase(Erasure()), 20.0)
         assert own.load(target) == [Reason.OK] * COUNT
         assert is_right(target)
@@ -170,10 +170,10 @@ def test_a_second_holder_serves_what_the_first_lost(
 
 
 def test_another_namespace_finds_and_gets_nothing(
-    redis: RedisServer, near: Sharer, tmp_path: Path
+    roster: list[Target], near: Sharer, tmp_path: Path
 ) -> None:
     run = blank_run(SEED, SIZE, COUNT)
-    with sharer(redis.url, tmp_path / "own", namespace=b"\x33" * 32) as own:
+    with sharer(roster, tmp_path / "own", namespace=b"\x33" * 32) as own:
         assert own.tier.refresh(20.0)
         assert own.tier.contains(run.keys) == [False] * COUNT
         assert own.load(run) == [Reason.MISS] * COUNT
@@ -184,11 +184,11 @@ def test_another_namespace_finds_and_gets_nothing(
 
 
 def test_a_purge_reaches_every_server_and_stays(
-    own: Sharer, redis: RedisServer, tmp_path: Path
+    own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
     tenant = b"t" * TENANT_BYTES
     run = stored_run(SEED, SIZE, COUNT)
-    with sharer(redis.url, tmp_path / "other") as other:
+    with sharer(roster, tmp_path / "other") as other:
         other.store(Run(run.keys, run.pages, tenant))
         kept = stored_run(5, SIZE, 3)
         other.store(kept)
@@ -205,41 +205,63 @@ def test_a_purge_reaches_every_server_and_stays(
         eventually(lambda: other.tier.stats().num_purges_applied == 1)
 
 
-def test_redis_goes_and_comes_back_empty(own: Sharer, near: Sharer, redis: RedisServer) -> None:
+def test_the_only_other_server_goes_and_comes_back(
+    own: Sharer, roster: list[Target], tmp_path: Path
+) -> None:
     run = blank_run(SEED, SIZE, COUNT)
-    own.finds(run.keys)
-    redis.kill()
+    with sharer(roster, tmp_path / "near") as near:
+        near.store(stored_run(SEED, SIZE, COUNT))
+        own.finds(run.keys)
+        port = near.tier.port
+    roster.append(Target("127.0.0.1", port))  # it is gone, and should be there
     eventually(lambda: own.tier.health is Health.MISS_ONLY)
     assert own.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert own.tier.contains(run.keys) == [False] * COUNT
     assert own.tier.some_keys(3) == []
     assert own.load(run) == [Reason.MISS] * COUNT
-    assert own.tier.stats().health_reason
-    redis.start()
+    assert str(port) in own.tier.stats().health_reason
+    with sharer(roster, tmp_path / "near", listen_port=port):
+        own.finds(run.keys)
+        assert own.load(run) == [Reason.OK] * COUNT
+        assert is_right(run)
+        roster.remove(Target("127.0.0.1", port))
+
+
+def test_names_that_do_not_resolve_end_no_server(
+    own: Sharer, near: Sharer, roster: list[Target]
+) -> None:
+    """At the start and later; what is known already stays so."""
+    run = blank_run(SEED, SIZE, COUNT)
+    roster.append(Target("no-such-host.invalid", 1))
     own.finds(run.keys)
+    eventually(lambda: not own.tier.stats().is_discovering)
     assert own.load(run) == [Reason.OK] * COUNT
-    assert is_right(run)
+    assert own.tier.health is Health.RUNNING
+    assert not own.tier.refresh(20.0)
+    roster.pop()
+    eventually(lambda: own.tier.stats().is_discovering)
 
 
-def test_a_server_with_other_keys_gets_nothing(redis: RedisServer, tmp_path: Path) -> None:
+def test_a_server_with_other_keys_gets_nothing(roster: list[Target], tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
         make_keys(tmp_path / name, [PEER])
     run = stored_run(SEED, SIZE, COUNT)
     keys = str(tmp_path / "ours")
     with (
-        sharer(redis.url, tmp_path / "a", keys=keys) as first,
-        sharer(redis.url, tmp_path / "b", keys=keys) as second,
-        sharer(redis.url, tmp_path / "c", keys=str(tmp_path / "theirs")) as stranger,
-        sharer(redis.url, tmp_path / "d") as bare,
+        sharer(roster, tmp_path / "a", keys=keys) as first,
+        sharer(roster, tmp_path / "b", keys=keys) as second,
+        sharer(roster, tmp_path / "c", keys=str(tmp_path / "theirs")) as stranger,
+        sharer(roster, tmp_path / "d") as bare,
     ):
         first.store(run)
+        second.finds(run.keys)
         for outsider in (stranger, bare):
-            outsider.finds(run.keys)
+            eventually(lambda outsider=outsider: outsider.tier.stats().num_failures > 2)
             target = blank_run(SEED, SIZE, COUNT)
-            assert outsider.load(target, deadline_s=5.0) == [Reason.IO_ERROR] * COUNT
+            assert outsider.tier.contains(run.keys) == [False] * COUNT
+            assert outsider.load(target, deadline_s=5.0) == [Reason.MISS] * COUNT
             assert is_untouched(target)
         assert first.tier.stats().num_served == 0
-        second.finds(run.keys)
         target = blank_run(SEED, SIZE, COUNT)
         assert second.load(target) == [Reason.OK] * COUNT
         assert is_right(target)
@@ -272,24 +294,16 @@ def test_a_page_held_only_here_is_not_remote(own: Sharer) -> None:
     "changes",
     [
         {"listen_host": "192.0.2.1"},
-        {"advertised_host": "no such host"},
         {"keys_directory": "nowhere"},
     ],
 )
 def test_impossible_settings_are_refused_and_leave_nothing(
-    changes: dict[str, str], own: Sharer, redis: RedisServer
+    changes: dict[str, str], own: Sharer, roster: list[Target]
 ) -> None:
     with pytest.raises(ConfigError):
         PeerTier(
-            settings(redis.url, **changes),
+            quick(roster, **changes),
             namespace=NAMESPACE,
             region=own.region,
             erase=lambda _: ended(True),
         )
-
-
-def test_a_wildcard_listener_advertises_its_route_address(
-    redis: RedisServer, tmp_path: Path
-) -> None:
-    with sharer(redis.url, tmp_path / "own", listen_host="0.0.0.0") as own:
-        assert own.tier.address.startswith("tcp://127.0.0.1:")

@@ -46,7 +46,6 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     from sglang_tiered import launch_server
     from sglang_tiered.config import (
-        IndexConfig,
         NvmeConfig,
         ObjectConfig,
         TieredConfig,
@@ -55,12 +54,13 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     from sglang_tiered.flags import values_of
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
+    from sglang_tiered.peer_config import PeerConfig
 
     flags.refuse_settings(arguments)
     with_model = ["--model-path", "any", *arguments]  # what follows replaces it
     merged = launch_server._with_configuration_file(parser, with_model)
     explicit = explicit_arguments(parser, flags.join_tier_values(merged))
-    for config in (TieredConfig, NvmeConfig, ObjectConfig, IndexConfig, TransferConfig):
+    for config in (TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, TransferConfig):
         values_of(config, explicit)
     return explicit
 

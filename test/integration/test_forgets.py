@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from redis_server import RedisServer
 
 from conftest import PAGE, SMALL, aligned, ask, make_prompts
-from server_process import Server
+from server_process import Server, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,18 +25,14 @@ GONE, CUT, KEPT, RUNS, MISSED = make_prompts(61, 5, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def start(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, redis: RedisServer
+    model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., list[Server]]]:
-    """Start servers side by side, each on the directory of its name, with one index."""
+    """Start servers side by side, each on the directory and the port of its name."""
     folder = tmp_path_factory.mktemp("servers")
     servers: list[Server] = []
+    ports = {name: free_port() for name in "ab"}
+    peers = ",".join(f"127.0.0.1:{port}" for port in ports.values())
 
     def start(*names: str) -> list[Server]:
         started = [
@@ -45,7 +40,7 @@ def start(
                 model,
                 folder / f"{len(servers)}-{name}.log",
                 *("--tier-dir", str(folder / name), *SMALL),
-                environment={"SGLANG_TIERED_INDEX_URL": redis.url},
+                *("--tier-peers", peers, "--tier-peer-port", str(ports[name])),
             )
             for name in names
         ]
@@ -66,8 +61,8 @@ def held(server: Server, prompt: list[int]) -> dict[str, int]:
 
 
 def held_here(server: Server, prompt: list[int]) -> list[int]:
-    """Tokens on device, host and NVMe. What the index lists of another server may be of before the
-    forget, for ten seconds where that server was killed: it gives none of them."""
+    """Tokens on device, host and NVMe. What is known of another server may be of before the
+    forget: it gives none of them."""
     here = held(server, prompt)
     return [here[tier] for tier in ("device", "host", "nvme")]
 

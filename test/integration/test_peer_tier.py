@@ -1,14 +1,17 @@
-"""Servers that fetch pages from each other: what one computed another goes on with; a server or an
-index that dies costs hits and nothing else; what is purged on one is gone on all. Real servers, a
-real Redis, no bucket."""
+"""Servers that fetch pages from each other: what one computed another goes on with; a server that
+dies costs hits and nothing else, a Redis that dies nothing; what is purged on one is gone on all.
+Real servers that find each other by name, or in a real Redis, and no bucket."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -17,11 +20,12 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, aligned, ask, make_prompts
 from server_process import Server
-from sglang_tiered.sharing.locality.formats import Role, unpack_serving
+from sglang_tiered.sharing.membership import read_record
+from sglang_tiered.sharing.serving import Role
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,7 +35,7 @@ HANG_S = 5.0  # as long as a peer is given for an answer, ten times what computi
 WHOLE = LENGTH // PAGE * PAGE
 MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
 OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
-BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no index
+BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no Redis
 LOST = make_prompts(44, 6, LENGTH)  # while A is killed
 HUNG = make_prompts(46, 6, LENGTH)  # while A is stopped
 COLD = make_prompts(45, 2, LENGTH)
@@ -49,20 +53,24 @@ def redis() -> Iterator[RedisServer]:
 def start(
     model: Path, tmp_path_factory: pytest.TempPathFactory, redis: RedisServer
 ) -> Iterator[Callable[..., list[Server]]]:
-    """Start servers side by side, each on a directory of its own, with one index."""
+    """Start servers side by side, each on a directory of its own. They find each other in the
+    Redis, or with ``ports`` by their addresses."""
     folder = tmp_path_factory.mktemp("servers")
     servers: list[Server] = []
 
-    def start(number: int, *arguments: str) -> list[Server]:
+    def start(number: int, *arguments: str, ports: Sequence[int] = ()) -> list[Server]:
         started = []
-        for _ in range(number):
+        peers = ",".join(f"localhost:{port}" for port in ports)
+        for index in range(number):
             name = f"{len(servers)}"
+            found = ("--tier-peers", peers, "--tier-peer-port", str(ports[index])) if ports else ()
             server = Server.spawn(
                 model,
                 folder / f"{name}.log",
                 *("--tier-dir", str(folder / f"kv-{name}")),
                 *arguments,
-                environment={"SGLANG_TIERED_INDEX_URL": redis.url},
+                *found,
+                environment={} if ports else {"SGLANG_TIERED_INDEX_URL": redis.url},
             )
             servers.append(server)
             started.append(server)
@@ -106,7 +114,7 @@ def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list
 
 
 class TestLife:
-    """In this order: B goes on with what A computed, a tenant is purged, A hangs, the index dies
+    """In this order: B goes on with what A computed, a tenant is purged, A hangs, the Redis dies
     and comes back, A is killed."""
 
     opened: dict[str, list[list[int]]] = {}
@@ -142,15 +150,17 @@ class TestLife:
         for server in pair:
             shown = json.dumps(server.request("/server_info")) + server.log
             assert PASSWORD not in shown
-            assert "  peers   those in the index at redis://" in server.log
+            assert "  peers   those named in redis://" in server.log
 
-    def test_index_alone_leads_to_every_servers_costs(
+    def test_redis_alone_leads_to_every_servers_costs(
         self, pair: list[Server], redis: RedisServer
     ) -> None:
         found = {}
-        for key in redis.client.scan_iter("sgt1:*:serves:*"):
+        for key in redis.client.scan_iter("sgt2:*:server:*"):
             server = key.decode().rpartition(":")[2]
-            serving = unpack_serving(redis.client.get(key), server)
+            record = read_record(redis.client.get(key))
+            assert record is not None
+            serving = record.serving
             assert serving is not None
             assert (serving.role, serving.rank, serving.bootstrap_port) == (Role.AGGREGATED, 0, 0)
             found[serving.url] = server
@@ -210,23 +220,19 @@ class TestLife:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
 
-    def test_dead_index_costs_hits_and_reconnects(
+    def test_dead_redis_costs_nothing_and_is_found_again(
         self, pair: list[Server], redis: RedisServer
     ) -> None:
         a, b = pair
         redis.kill()
-        until(lambda: b.tier_state()["peer_index_connected"] == 0, "it was not noticed")
+        until(lambda: b.tier_state()["peer_discovery_works"] == 0, "it was not noticed")
+        before = b.tier_state()["loaded_pages:peer"]
         answers = b.generate_all(BLIND, concurrency=1, num_new=NUM_NEW)
         assert [answer.output_ids for answer in answers] == self.opened["blind"]
+        assert b.tier_state()["loaded_pages:peer"] > before, "who is known stays known"
         redis.start()  # empty
         for server in (a, b):
-            until(
-                lambda s=server: (
-                    s.tier_state()["peer_index_connected"] == 1
-                    and s.tier_state()["peer_servers"] == 1
-                ),
-                "they did not find each other again",
-            )
+            until(lambda s=server: s.tier_state()["peer_discovery_works"] == 1, "not found again")
         wait_for_peers(b, LOST)
 
     def test_killed_peer_costs_hits_and_nothing_else(self, pair: list[Server]) -> None:
@@ -257,6 +263,7 @@ def test_each_rank_is_a_peer_and_all_purge(
         2,
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS),
         *("--tier-peer-keys", str(tmp_path / "keys")),
+        ports=free_ports(2, 2),
     )
     expected = {"moved": compute(a, MOVED), "owned": compute(a, OWNED, **TENANT)}
     (record,) = ask(a, "/tier/costs")[1]["ranks"]  # of the rank that requests come to
@@ -281,13 +288,27 @@ def test_each_rank_is_a_peer_and_all_purge(
     b.kill()
 
 
+def free_ports(number: int, each: int) -> list[int]:
+    """The first of ``each`` consecutive free ports, several times."""
+    firsts: list[int] = []
+    while len(firsts) < number:
+        with ExitStack() as held:
+            sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0)))]
+            first = sockets[0].getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for port in range(first + 1, first + each):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+                firsts.append(first)
+    return firsts
+
+
 def test_measured_plans_use_peers_and_bucket_together(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:
     """Without ``--tier-load always``. What A made durable comes from either once A is gone."""
     arguments = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
     arguments += ("--tier-object-url", str(tmp_path / "shared"))
-    a, b = start(2, *arguments)
+    a, b = start(2, *arguments, ports=free_ports(2, 1))
     prompts = make_prompts(51, 6, 3000)
     expected = []
     for prompt in prompts:

@@ -34,7 +34,13 @@ OF_OTHERS = (OF_DECODE, {"instance": "c:30000"})
 NAMED = set(re.findall(rf"{PREFIX}\w+", ALERTS.read_text(encoding="utf-8")))
 # What a server that is well keeps at 0, by a label's value and by name.
 AT_ZERO_KEYS = re.compile(r"corrupt|damaged|io_error|no_space|dropped_\w+|lost_\w+|gave_up|failed")
-AT_ZERO = {"nvme_stuck_regions", "object_refused", "demotion_dropped_pages", "demotion_gone_pages"}
+AT_ZERO = {
+    "nvme_stuck_regions",
+    "object_refused",
+    "demotion_dropped_pages",
+    "demotion_gone_pages",
+    "peer_servers_withheld",
+}
 AT_ZERO |= {"peer_breaches", "transfer_refused_messages", "transfer_damaged_slabs"}
 AT_ZERO |= {"request_log_dropped"}
 RISES, RISES_FAST, STANDS = "0+60x60", "0+600x60", "1x60"
@@ -71,7 +77,8 @@ CASES: dict[str, list[Change]] = {
         for bound in BOUNDS_S
         if bound < 30
     ],
-    "IndexDown": [("peer_index_connected", {"tp_rank": "0"}, "1x30 0x30")],
+    "PeersNotFound": [("peer_discovery_works", {"tp_rank": "0"}, "1x30 0x30")],
+    "PeersWithheld": [("peer_servers_withheld", {"tp_rank": "0"}, "0x20 1x40")],
     "BucketRefuses": [("object_refused", {"kind": "delete"}, "0x30 1x30")],
     "BucketTooSlow": [("demotion_gone_pages_total", {}, RISES)],
     "HandoffsFailing": [("transfer_rooms_ended_total", {"outcome": "failed"}, RISES)],

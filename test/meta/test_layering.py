@@ -276,7 +276,6 @@ SMALL = {
     "integration.cpu.torchvision_operators": "before torchvision is imported",
     "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
-    "sharing.own_address": "what a name means on this network, without a tier",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
     "sglang_tiered_lab.trace.plot": "the only module that needs matplotlib",
 }
@@ -379,7 +378,7 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
         ("sglang_tiered.tools.store.scan", "from ...storage.region import format"),
         ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
         ("sglang_tiered.transfer.data", "import zmq"),
-        ("sglang_tiered.sharing.locality.connection", "import redis"),
+        ("sglang_tiered.sharing.membership", "import redis"),
         (
             "sglang_tiered.sharing.peer_tier",
             "from ..storage.base import Run\nfrom ..wire import loop",

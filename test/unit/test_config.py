@@ -10,7 +10,6 @@ from sglang_tiered.config import (
     OBJECT_CODECS,
     TRANSFER_CODECS,
     GiB,
-    IndexConfig,
     MiB,
     NvmeConfig,
     ObjectConfig,
@@ -20,6 +19,7 @@ from sglang_tiered.config import (
     format_bytes,
 )
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.transfer.wire_codec import CODECS as WIRE_CODECS
 
 
@@ -135,10 +135,12 @@ def test_object_settings_survive_the_environment() -> None:
     assert read.object == below
 
 
-def test_index_settings_survive_and_hide_the_password() -> None:
-    index = IndexConfig(url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000)
+def test_peer_settings_survive_and_hide_the_password() -> None:
+    index = PeerConfig(
+        servers="a:1", url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000
+    )
     environment: dict[str, str] = {}
-    config = make_config(index=index)
+    config = make_config(peers=index)
     config.to_environment(environment)
     assert TieredConfig.from_environment(environment) == config
     assert index.shown_url == "redis://192.0.2.1:6379/2"
@@ -146,7 +148,7 @@ def test_index_settings_survive_and_hide_the_password() -> None:
 
 
 def test_a_mangled_configuration_does_not_leak_its_password() -> None:
-    text = '{"mode":"tape","index":{"url":"redis://:s3cret@192.0.2.1"}}'
+    text = '{"mode":"tape","peers":{"url":"redis://:s3cret@192.0.2.1"}}'
     with pytest.raises(ConfigError) as caught:
         TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
     assert "s3cret" not in str(caught.value)

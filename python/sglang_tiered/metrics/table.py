@@ -186,13 +186,14 @@ METRICS = _metrics(
     ("demotion_dropped_pages", COUNTER, "", "object.moved.num_demotions_dropped", "Pages that were refused, or failed too often."),
     ("demotion_gone_pages", COUNTER, "", "object.moved.num_demotions_gone", "Pages evicted from NVMe before they were copied."),
     ("demotion_backlog_pages", GAUGE, "", "object.moved.demote_backlog", "Pages on NVMe that wait to be copied to the bucket, or are on their way."),
-    ("peer_index_connected", GAUGE, "", "peer.tier.is_connected", "1 while the index answers."),
-    ("peer_servers", GAUGE, "", "peer.tier.num_peers", "Other servers that are alive."),
+    ("peer_discovery_works", GAUGE, "", "peer.tier.is_discovering", "1 while the names of other servers resolve, and the Redis that names them answers."),
+    ("peer_servers", GAUGE, "", "peer.tier.num_peers", "Other servers that this one follows."),
+    ("peer_servers_withheld", GAUGE, "", "peer.tier.num_peers_withheld", "Of those, servers that no page is taken from: their snapshot is not here yet, they do not answer, or they have not erased the same."),
     ("peer_served_pages", COUNTER, "", "peer.tier.num_served", "Pages given to others."),
     ("peer_served_bytes", COUNTER, "", "peer.tier.bytes_served", "Payload bytes of those."),
     ("peer_refused_pages", COUNTER, "", "peer.tier.num_refused", "Pages that others requested while too much was on its way to them."),
     ("peer_breaches", COUNTER, "", "peer.tier.num_breaches", "Messages that break the protocol."),
-    ("peer_index_errors", COUNTER, "", "peer.tier.num_index_errors", "Failures of the index."),
+    ("peer_failures", COUNTER, "", "peer.tier.num_failures", "Connections to other servers that ended, and names that were not found."),
     ("peer_purges", COUNTER, "direction", "peer.purges", "Purges announced to other servers, and applied here on their request.", _each("told applied")),
 )
 

@@ -1,7 +1,7 @@
 """Loads from other servers: each page is fetched from one holder, or from a second if that fails.
 
 A job ends when every part of it has ended, and a part ends on the page client's thread, after the
-last touch of its pages. Misses and failures of a server go to the index, so that the next load
+last touch of its pages. Misses and failures of a server go to the mirror, so that the next load
 avoids them.
 """
 
@@ -20,7 +20,7 @@ from sglang_tiered.storage.jobs import JobBook
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.sharing.locality.index import LocalityIndex, Peer
+    from sglang_tiered.sharing.mirror import Mirror, Peer
     from sglang_tiered.sharing.pages.client import PageClient
     from sglang_tiered.sharing.pages.landing import Fetch
     from sglang_tiered.storage.base import Job, Run
@@ -67,10 +67,8 @@ class _Part:
 class PeerLoader:
     """``submit`` from any thread, memory only. Does not own what it works with."""
 
-    def __init__(
-        self, index: LocalityIndex, client: PageClient, clock: Callable[[], float]
-    ) -> None:
-        self._index = index
+    def __init__(self, mirror: Mirror, client: PageClient, clock: Callable[[], float]) -> None:
+        self._mirror = mirror
         self._client = client
         self._clock = clock
         self._lock = threading.Lock()  # a leaf
@@ -79,8 +77,8 @@ class PeerLoader:
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
-    def submit(self, run: Run, namespace: bytes, *, deadline_s: float | None, answers: bool) -> Job:
-        """See ``PeerTier.submit_load``; ``answers`` says whether the index does."""
+    def submit(self, run: Run, namespace: bytes, *, deadline_s: float | None) -> Job:
+        """See ``PeerTier.submit_load``."""
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
             closed = self._closed
@@ -88,7 +86,7 @@ class PeerLoader:
         load = _Load(job, namespace, deadline)
         if not closed:
             job.reasons = [Reason.MISS] * run.num_pages
-            if answers and (deadline_s is None or deadline_s > 0):
+            if deadline_s is None or deadline_s > 0:
                 self._ask(load, range(run.num_pages), second_to=None)
         self._settle(load)
         return job
@@ -104,10 +102,10 @@ class PeerLoader:
             self._closed = True
 
     def _ask(self, load: _Load, positions: Sequence[int], *, second_to: Peer | None) -> None:
-        """Fetch each page from the holder that the index finds, except from ``second_to``."""
+        """Fetch each page from the holder that the mirror finds, except from ``second_to``."""
         run = load.job.run
         groups: dict[Peer, list[int]] = {}
-        found = self._index.find([run.keys[i] for i in positions])
+        found = self._mirror.find([run.keys[i] for i in positions])
         for position, peer in zip(positions, found, strict=True):
             if peer is not None and (second_to is None or peer.server != second_to.server):
                 groups.setdefault(peer, []).append(position)
@@ -151,7 +149,7 @@ class PeerLoader:
             job.reasons[position] = _REASONS[outcome]
         if part.is_second:
             self.num_recovered += fetch.outcomes.count(Outcome.OK)
-        self._tell_index(part, fetch)
+        self._tell_mirror(part, fetch)
         again = [
             position
             for position, outcome in zip(part.positions, fetch.outcomes, strict=True)
@@ -162,7 +160,7 @@ class PeerLoader:
         if again and in_time and not (part.is_second or self._closed):
             self._ask(part.load, again, second_to=part.peer)
 
-    def _tell_index(self, part: _Part, fetch: Fetch) -> None:
+    def _tell_mirror(self, part: _Part, fetch: Fetch) -> None:
         seen = set(fetch.outcomes)
         lacking = [
             key
@@ -170,7 +168,7 @@ class PeerLoader:
             if outcome in (Outcome.MISS, Outcome.DAMAGED)
         ]
         if lacking:
-            self._index.lacks(part.peer, lacking)
+            self._mirror.lacks(part.peer.server, lacking)
         if fetch.num_heard:
             self._silent.pop(part.peer.server, None)
         if Outcome.LOST in seen or (Outcome.LATE in seen and not fetch.num_heard):
@@ -178,6 +176,6 @@ class PeerLoader:
                 self._silent.clear()
             times = self._silent.get(part.peer.server, 0)
             self._silent[part.peer.server] = times + 1
-            self._index.avoid(part.peer, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
+            self._mirror.avoid(part.peer.server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
         elif Outcome.BUSY in seen:
-            self._index.avoid(part.peer, _BUSY_S)
+            self._mirror.avoid(part.peer.server, _BUSY_S)

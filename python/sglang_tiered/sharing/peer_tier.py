@@ -1,13 +1,12 @@
 """``PeerTier``: pages that other servers hold on their NVMe, as a source for loads.
 
-The locality index knows the holders, in memory; pages come over ZeroMQ from the holder and are
-verified before a job reports them. The tier also serves the pages of the own region store to other
-servers. It stores nothing: the caller keeps the pages that it fetched.
+Servers follow each other and know the holders, in memory; pages come over ZeroMQ from the holder
+and are verified before a job reports them. The tier also serves the pages of the own region store
+to other servers. It stores nothing: the caller keeps the pages that it fetched.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError, TransferError
-from sglang_tiered.sharing.locality.index import LocalityIndex
-from sglang_tiered.sharing.own_address import own_address
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.base import (
     Health,
     LookupResult,
@@ -33,15 +31,17 @@ from sglang_tiered.storage.base import (
     Tier,
     TierStats,
 )
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.sharing.locality.formats import Serving
-    from sglang_tiered.sharing.locality.purge_reader import EraseWanted
+    from sglang_tiered.sharing.membership import Membership
+    from sglang_tiered.sharing.serving import Serving
     from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.sharing.sync import EraseWanted
     from sglang_tiered.storage.base import Erasure, Job, Run
     from sglang_tiered.storage.region.engine import RegionEngine
 
@@ -73,21 +73,22 @@ class PeerStats(TierStats):
     num_refused: int = 0  # answered "busy"
     num_breaches: int = 0  # messages, either way, that broke the protocol
     serving_bytes: int = 0  # being read for others, or not yet sent
-    # The index.
-    is_connected: bool = False
-    num_peers: int = 0  # alive
+    # What they know of each other.
+    is_discovering: bool = False  # names resolve, and the Redis answers
+    num_peers: int = 0  # followed
+    num_peers_withheld: int = 0  # of those, that no page is taken from: they erased other things
     num_pages_mirrored: int = 0
-    num_index_errors: int = 0
+    num_failures: int = 0  # connections that ended, and names that were not found
     num_purges_told: int = 0
     num_purges_applied: int = 0
 
 
 class PeerTier(RemoteTier):
-    """``erase`` erases on this server what another one told; it is called on a thread of the index,
+    """``erase`` erases on this server what another one told; it is called on a thread of the tier,
     and may block. The tier reads from ``region``, which its owner closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
-    A Redis that cannot be reached is not an error.
+    Servers, names and a Redis that cannot be reached are no error.
     """
 
     tier = Tier.PEER
@@ -113,73 +114,96 @@ class PeerTier(RemoteTier):
         self._namespace = namespace
         self._closed = False
         self._lock = threading.Lock()
-        with contextlib.ExitStack() as undo:
-            try:
-                self._server = PageServer(
-                    PageSource(region, max_free_bytes=settings.max_serving_bytes // 2),
-                    namespace=namespace,
-                    host=settings.listen_host,
-                    port=settings.listen_port,
-                    settings=pages,
-                    keys=keys,
-                )
-            except TransferError as error:
-                raise ConfigError(str(error)) from error
-            undo.callback(self._server.stop)
-            self.address = own_address(settings, self._server.port)
-            self._client = PageClient(pages, keys=keys, clock=clock)
-            undo.callback(self._client.close)
-            self._index = LocalityIndex(
-                settings,
+        self._sync = PeerSync(
+            settings,
+            namespace=namespace,
+            held=region.view.fingerprints,
+            erase=erase,
+            notes=region.notes,
+            clock=clock,
+        )
+        try:
+            self._server = PageServer(
+                PageSource(region, max_free_bytes=settings.max_serving_bytes // 2),
                 namespace=namespace,
-                held=region.view.fingerprints,
-                erase_wanted=erase,
-                notes=region.notes,
-                clock=clock,
+                host=settings.listen_host,
+                port=settings.listen_port,
+                settings=pages,
+                keys=keys,
+                told=self._sync,
             )
-            undo.pop_all()
-        self._loader = PeerLoader(self._index, self._client, clock)
-        self._index.announce(self.address)
+        except TransferError as error:
+            raise ConfigError(str(error)) from error
+        self._membership = self._join(settings)
+        self._client = PageClient(pages, keys=keys, clock=clock)
+        self._loader = PeerLoader(self._sync.mirror, self._client, clock)
+        self._sync.start(self._server.tell, self._membership, pages, keys)
         logger.info(
-            "pages are shared at %s, found through the index at %s",
-            self.address,
-            settings.shown_url,
+            "pages are shared at %s port %d, with the servers at %s",
+            settings.listen_host,
+            self._server.port,
+            settings.shown_peers or "no address yet",
+        )
+
+    def _join(self, settings: PeerSettings) -> Membership | None:
+        if settings.index_url is None:
+            return None
+        # Imported late: without a Redis its client is not needed.
+        from sglang_tiered.sharing.membership import Membership
+
+        return Membership(
+            settings.index_url,
+            namespace=lambda: self._sync.namespace,
+            server=self.server,
+            host=settings.listen_host,
+            port=self._server.port,
+            timeout_s=settings.index_timeout_s,
+            expiry_s=settings.expiry_s,
         )
 
     @property
     def server(self) -> str:
-        """This server's id in the index; it changes if another server is found to use it."""
-        return self._index.server
+        """This server's id, as others see it."""
+        return self._sync.server.hex()
 
-    def announce_serving(self, serving: Serving) -> None:
-        """Have the index say where this server answers requests. Raises ``ValueError`` for what
-        others would not accept."""
-        self._index.announce_serving(serving)
+    @property
+    def port(self) -> int:
+        """The port at which others ask for pages."""
+        return self._server.port
+
+    def announce_serving(self, serving: Callable[[str], Serving]) -> None:
+        """Have the Redis, if there is one, say where this server answers requests: what ``serving``
+        returns for the address, ``tcp://IP:port``, at which others find its pages."""
+        if self._membership is not None:
+            self._membership.serve(serving)
 
     # ---- Lookups ----
 
     @property
     def health(self) -> Health:
-        """RUNNING, MISS_ONLY while the index does not answer, FAILED once closed."""
+        """RUNNING, MISS_ONLY while no other server answers though there should be some, FAILED once
+        closed."""
         if self._closed:
             return Health.FAILED
-        return Health.RUNNING if self._index.stats().connected else Health.MISS_ONLY
+        return Health.MISS_ONLY if self._sync.trouble else Health.RUNNING
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        if self.health is not Health.RUNNING:
+        if self._closed:
             return LookupResult(0, Stop.UNHEALTHY)
-        found = self._index.find(keys)
+        found = self._sync.mirror.find(keys)
         if None not in found:
             return LookupResult(len(keys), Stop.END)
-        return LookupResult(found.index(None), Stop.MISS)
+        num_hits = found.index(None)
+        is_sick = not num_hits and self.health is not Health.RUNNING
+        return LookupResult(num_hits, Stop.UNHEALTHY if is_sick else Stop.MISS)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self.health is not Health.RUNNING:
+        if self._closed:
             return [False] * len(keys)
-        return [peer is not None for peer in self._index.find(keys)]
+        return [peer is not None for peer in self._sync.mirror.find(keys)]
 
     def some_keys(self, limit: int) -> list[bytes]:
-        """Keys that the own store holds too, since the index does not know whole keys."""
+        """Keys that the own store holds too, as of others no whole keys are known."""
         own = self._region.some_keys(_MANY_KEYS * limit)
         held = zip(own, self.contains(own), strict=True)
         return list(itertools.islice((key for key, is_held in held if is_held), limit))
@@ -187,15 +211,14 @@ class PeerTier(RemoteTier):
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        answers = self.health is Health.RUNNING
-        return self._loader.submit(run, self._namespace, deadline_s=deadline_s, answers=answers)
+        return self._loader.submit(run, self._namespace, deadline_s=deadline_s)
 
     # ---- Others ----
 
     def stats(self) -> PeerStats:
-        health = self.health
-        index, client, server = self._index.stats(), self._client.stats, self._server.stats
-        trouble = index.trouble or "the index does not answer"
+        sync, client, server = self._sync, self._client.stats, self._server.stats
+        figures, trouble = sync.mirror.figures(), sync.trouble
+        health = Health.FAILED if self._closed else self.health
         reasons = {Health.RUNNING: "", Health.MISS_ONLY: trouble, Health.FAILED: "closed"}
         outcomes = client.outcomes
         return PeerStats(
@@ -214,43 +237,46 @@ class PeerTier(RemoteTier):
             bytes_served=server.bytes_served,
             num_served_misses=server.num_missed,
             num_refused=server.num_busy,
-            num_breaches=client.num_breaches + server.num_breaches,
+            num_breaches=client.num_breaches + server.num_breaches + sync.follower.num_breaches,
             serving_bytes=self._server.held_bytes,
-            is_connected=index.connected,
-            num_peers=index.num_peers,
-            num_pages_mirrored=index.num_mirrored_pages,
-            num_index_errors=index.num_errors,
-            num_purges_told=index.num_purges_told,
-            num_purges_applied=index.num_purges_applied,
+            is_discovering=not (self._closed or sync.discovery.trouble),
+            num_peers=figures.num_peers,
+            num_peers_withheld=figures.num_peers - figures.num_usable,
+            num_pages_mirrored=figures.num_pages,
+            num_failures=sync.follower.num_failures + sync.discovery.num_failures,
+            num_purges_told=sync.book.num_told,
+            num_purges_applied=sync.book.num_applied,
         )
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Ask every server to erase, as this one has begun to; ``local`` is true once that is
         durable here. Memory only; from now on no page is found at a server that has not done so.
-        True once Redis has it; of single pages, once every server that lives has done so. Without
-        ``spread`` the server that told it has asked every other one."""
-        return self._index.erase(what, local)
+        True once that is noted here and every server that lives has done so; those that do not
+        learn it from any other when they are back. Without ``spread`` one of them told it."""
+        if self._closed:
+            return ended(False)
+        return self._sync.begin(what, local)
 
     def set_namespace(self, namespace: bytes) -> None:
         """As the contract says; pages of the old namespace are no longer served either."""
+        self._sync.set_namespace(namespace)
         self._server.set_namespace(namespace)
-        self._index.set_namespace(namespace)
         self._namespace = namespace
 
     def refresh(self, timeout_s: float) -> bool:
-        """Publish this server's changes and read those of others. Returns whether both
+        """Look what this server has to tell, and hear what others have to. Returns whether both
         succeeded."""
-        return self._index.refresh(timeout_s)
+        return not self._closed and self._sync.refresh(timeout_s)
 
     def close(self) -> None:
-        """End every job, leave the index, stop serving. Idempotent."""
+        """End every job, leave the others, stop serving. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._loader.close()
         self._client.close()
-        self._index.close()
+        self._sync.close()
         self._server.stop()
 
     def check_integrity(self) -> None:
@@ -258,4 +284,4 @@ class PeerTier(RemoteTier):
         assert not num_inflight, f"{num_inflight} loads under way"
         self._client.check_integrity()
         self._server.check_integrity()
-        self._index.check_integrity()
+        self._sync.check_integrity()

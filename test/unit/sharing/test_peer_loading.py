@@ -19,7 +19,7 @@ from page_peers import (
 )
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.locality.index import Peer
+from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.storage.base import Job, Reason, Run
@@ -36,7 +36,7 @@ KEYS = list(PAGES)
 
 
 class Holders:
-    """Who holds what, as ``LocalityIndex`` tells it: the first that is neither avoided nor lacks
+    """Who holds what, as ``Mirror`` tells it: the first that is neither avoided nor lacks
     the page."""
 
     def __init__(self, *peers: tuple[str, int]) -> None:
@@ -54,11 +54,11 @@ class Holders:
                 return peer
         return None
 
-    def lacks(self, peer: Peer, keys: Sequence[bytes]) -> None:
-        self.lacking |= {(peer.server, key) for key in keys}
+    def lacks(self, server: str, keys: Sequence[bytes]) -> None:
+        self.lacking |= {(server, key) for key in keys}
 
-    def avoid(self, peer: Peer, seconds: float) -> None:
-        self.avoided.append((peer.server, seconds))
+    def avoid(self, server: str, seconds: float) -> None:
+        self.avoided.append((server, seconds))
 
 
 def run_of(pages: dict[bytes, bytes]) -> Run:
@@ -71,7 +71,7 @@ def loader(holders: Holders, client: PageClient) -> PeerLoader:
 
 
 def load(loader: PeerLoader, run: Run, deadline_s: float | None = DEADLINE_S) -> Job:
-    job = loader.submit(run, NAMESPACE, deadline_s=deadline_s, answers=True)
+    job = loader.submit(run, NAMESPACE, deadline_s=deadline_s)
     assert job.wait(DEADLINE_S)
     assert not loader.num_inflight
     return job
@@ -116,7 +116,7 @@ def test_second_holder_is_asked_for_missing_pages() -> None:
 
 
 def test_refusing_holder_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the index finds it again at once."""
+    """Even where the mirror finds it again at once."""
     with page_server({}) as (server, _), page_client() as client:
         holders = Holders(("a", server.port))
         monkeypatch.setattr(holders, "lacks", lambda peer, keys: None)
@@ -141,7 +141,7 @@ def test_damaged_page_is_fetched_from_another_holder(liar: StrangeServer) -> Non
     with page_server(PAGES) as (honest, _), page_client() as client:
         holders = Holders(("liar", liar.port), ("honest", honest.port))
         run = run_of(PAGES)
-        job = loader(holders, client).submit(run, NAMESPACE, deadline_s=None, answers=True)
+        job = loader(holders, client).submit(run, NAMESPACE, deadline_s=None)
         asked = liar.hear()
         liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
         assert job.wait(DEADLINE_S)
@@ -152,9 +152,7 @@ def test_damaged_page_is_fetched_from_another_holder(liar: StrangeServer) -> Non
 def test_damaged_page_without_other_holder_is_corrupt(liar: StrangeServer) -> None:
     with page_client() as client:
         holders = Holders(("liar", liar.port))
-        job = loader(holders, client).submit(
-            run_of(PAGES), NAMESPACE, deadline_s=None, answers=True
-        )
+        job = loader(holders, client).submit(run_of(PAGES), NAMESPACE, deadline_s=None)
         asked = liar.hear()
         liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
         assert job.wait(DEADLINE_S)
@@ -165,9 +163,7 @@ def test_damaged_page_without_other_holder_is_corrupt(liar: StrangeServer) -> No
 def test_busy_holder_is_avoided_briefly(liar: StrangeServer) -> None:
     with page_server(PAGES) as (other, _), page_client() as client:
         holders = Holders(("busy", liar.port), ("other", other.port))
-        job = loader(holders, client).submit(
-            run_of(PAGES), NAMESPACE, deadline_s=None, answers=True
-        )
+        job = loader(holders, client).submit(run_of(PAGES), NAMESPACE, deadline_s=None)
         liar.say(messages.Busy(liar.hear().number))
         assert job.wait(DEADLINE_S)
         assert job.reasons == [Reason.OK] * 4
@@ -228,7 +224,7 @@ def test_closing_ends_loads_and_refuses_others() -> None:
     with page_server(PAGES) as (server, reader), page_client(PATIENT) as client:
         reader.hold = True
         loads = loader(Holders(("a", server.port)), client)
-        job = loads.submit(run_of(PAGES), NAMESPACE, deadline_s=None, answers=True)
+        job = loads.submit(run_of(PAGES), NAMESPACE, deadline_s=None)
         eventually(lambda: reader.num_held == 1)
         loads.close()
         client.close()

@@ -6,8 +6,7 @@ import pytest
 from rich.pretty import pretty_repr
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.sharing.locality.index import LocalityIndex
-from sglang_tiered.sharing.locality.url import parse_index_url
+from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.settings import PeerSettings
 
 PASSWORD = "corrrect-horse"
@@ -25,7 +24,7 @@ PASSWORD = "corrrect-horse"
 )
 def test_shown_url_has_no_password(text: str, shown: str) -> None:
     settings = PeerSettings(index_url=text)
-    assert settings.shown_url == shown
+    assert settings.shown_peers == shown
     assert parse_index_url(text).shown == shown
     for said in (repr(settings), str(settings), pretty_repr(settings), repr(parse_index_url(text))):
         assert shown in said
@@ -87,8 +86,9 @@ def test_invalid_url_is_refused_without_its_password(text: str) -> None:
         {"max_pages": 0},
         {"max_peers": 2000},
         {"publish_s": 0.0},
-        {"heartbeat_s": float("nan")},
+        {"look_s": float("nan")},
         {"expiry_s": 3.0},
+        {"look_s": 6.0},
         {"index_timeout_s": -1.0},
         {"listen_port": 70_000},
         {"listen_host": ""},
@@ -97,15 +97,3 @@ def test_invalid_url_is_refused_without_its_password(text: str) -> None:
 def test_a_setting_that_cannot_work_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         PeerSettings(index_url="redis://localhost", **values)  # type: ignore[arg-type]
-
-
-def test_malformed_namespace_or_address_raises_value_error() -> None:
-    settings = PeerSettings(index_url="redis://127.0.0.1:1")
-    with pytest.raises(ValueError, match="namespace"):
-        LocalityIndex(settings, namespace=b"", held=lambda _: None, erase_wanted=print)
-    index = LocalityIndex(settings, namespace=bytes(32), held=lambda _: None, erase_wanted=print)
-    try:
-        with pytest.raises(ValueError, match="address"):
-            index.announce("ipc:///tmp/x")
-    finally:
-        index.close()

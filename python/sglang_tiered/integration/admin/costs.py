@@ -27,7 +27,7 @@ from sglang_tiered.policy.server_costs import (
     TierPrices,
     Waiting,
 )
-from sglang_tiered.sharing.locality.formats import Role, Serving
+from sglang_tiered.sharing.serving import Role, Serving
 from sglang_tiered.storage.base import Health, Tier
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class CostPublisher:
     ) -> None:
         assert cache.tiering is not None
         config = TieredConfig.from_environment()
-        index = None if config is None else config.index
+        peers = None if config is None else config.peers
         nvme = None if config is None else config.nvme
         self._scheduler = scheduler
         self._cache = cache
@@ -131,7 +131,7 @@ class CostPublisher:
         self._board = board
         self._rank = rank
         self._always_loads = nvme is not None and nvme.always_load
-        self._keyed = index is not None and index.keys_directory is not None
+        self._keyed = peers is not None and peers.keys_directory is not None
         self._interval_s = interval_s
         self._clock, self._wall_clock = clock, wall_clock
         self._due = self._tiers_due = clock()
@@ -276,23 +276,21 @@ class CostPublisher:
         self._states[tier] = (health is Health.RUNNING, held, capacity, stored)
 
     def _announce(self, peers: PeerTier) -> None:
-        """Have the index say where this server answers HTTP, and in which role."""
+        """Have the Redis say where this server answers HTTP, and in which role."""
         scheduler = self._scheduler
         arguments = scheduler.server_args
         if arguments.node_rank != 0:
             return  # another machine has the HTTP endpoint
         role = _ROLES[scheduler.disaggregation_mode.value]
-        url = serving_url(
-            arguments.host,
-            arguments.port,
-            is_tls=bool(arguments.ssl_certfile),
-            peer_address=peers.address,
-        )
         port = arguments.disaggregation_bootstrap_port if role == "prefill" else 0
-        try:
-            peers.announce_serving(Serving(url, Role[role.upper()], self._rank, port))
-        except ValueError as error:
-            logger.warning("routers do not find this server through the index: %s", error)
+        host, http_port = arguments.host, arguments.port
+        is_tls, rank = bool(arguments.ssl_certfile), self._rank
+
+        def serving(address: str) -> Serving:
+            url = serving_url(host, http_port, is_tls=is_tls, peer_address=address)
+            return Serving(url, Role[role.upper()], rank, port)
+
+        peers.announce_serving(serving)
 
 
 def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import yaml
 
 from sglang_tiered.config import (
-    IndexConfig,
     NvmeConfig,
     ObjectConfig,
     TieredConfig,
@@ -17,6 +16,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import add_arguments, flags_of, refuse_gone
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = [
     "without_our_flags",
 ]
 
-NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, IndexConfig, RequestLogConfig)
+NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
 """Flags that mean nothing without an NVMe tier."""
 TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
 ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
@@ -55,7 +55,7 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     tiering = parser.add_argument_group(
         "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
     )
-    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, IndexConfig, RequestLogConfig)
+    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
     transfer = parser.add_argument_group(
         "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
     )

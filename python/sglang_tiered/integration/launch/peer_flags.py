@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from sglang_tiered.config import IndexConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.launch.ports import try_port
 from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.sharing.addresses import parse_targets
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["URL_VARIABLE", "exposure", "resolve_index"]
+__all__ = ["URL_VARIABLE", "exposure", "resolve_peers"]
 
 URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
 """Replaces ``--tier-index``: every user of a machine can read a command line."""
@@ -30,43 +31,66 @@ DEFAULT_HOST = "127.0.0.1"  # of SGLang
 MAX_PORT = 65535
 
 
-def resolve_index(
+def resolve_peers(
     explicit: Mapping[str, Any], num_ranks: int, environment: Mapping[str, str] = os.environ
-) -> IndexConfig | None:
-    """Check the given flags; None without a URL. Raises ``ConfigError``, which never names a
-    password; reads keys, and tries the ports, but keeps nothing."""
-    url = explicit.get("tier_index") or environment.get(URL_VARIABLE)
-    if not url:
-        others = {**explicit, "tier_index": None}
-        refuse_given(others, flags_of(IndexConfig), "needs --tier-index; pass it, or drop this")
+) -> PeerConfig | None:
+    """Check the given flags; None where no other server is named. Raises ``ConfigError``, which
+    never names a password; reads keys, and tries the ports, but keeps nothing."""
+    url = explicit.get("tier_index") or environment.get(URL_VARIABLE) or None
+    servers = explicit.get("tier_peers") or None
+    if url is None and servers is None:
+        others = {**explicit, "tier_index": None, "tier_peers": None}
+        wanted = "needs --tier-peers or --tier-index; pass one, or drop this"
+        refuse_given(others, flags_of(PeerConfig), wanted)
         return None
-    require("--tier-index", "redis")
+    if url is not None:
+        require("--tier-index", "redis")
     pp_size = explicit.get("pp_size") or 1
     if pp_size > 1:
+        flag = "--tier-index" if servers is None else "--tier-peers"
         raise ConfigError(
-            f"--tier-index cannot run with --pp-size {pp_size}, whose stages cannot purge what "
-            "another server purged in the same step; drop one of them."
+            f"{flag} cannot run with --pp-size {pp_size}, whose stages cannot erase what "
+            "another server erased in the same step; drop one of them."
         )
-    values = values_of(IndexConfig, explicit)
+    values = values_of(PeerConfig, explicit)
     host = _address(values.get("host") or explicit.get("host") or DEFAULT_HOST)
-    _try_ports(values.get("port"), host, num_ranks)
-    config = IndexConfig(**{**values, "url": url, "host": host})
+    port = values.get("port")
+    if port is None and servers is not None:
+        port = _own_port(servers)
+    _try_ports(port, host, num_ranks)
+    given = {"servers": servers, "url": url, "host": host, "port": port}
+    config = PeerConfig(**{**values, **given})
     peer_settings(config, 0)
     if config.keys_directory is not None:
         load_keys(Path(config.keys_directory), PEER)
     return config
 
 
-def exposure(config: IndexConfig | None) -> str | None:
+def _own_port(servers: str) -> int:
+    """The port that all servers have. Raises ``ConfigError`` where they have several."""
+    ports = {target.port for target in parse_targets(servers)}
+    if len(ports) > 1:
+        raise ConfigError(
+            "--tier-peers names servers of several ports, so the others would not know this one's; "
+            "pass --tier-peer-port."
+        )
+    return ports.pop()
+
+
+def exposure(config: PeerConfig | None) -> str | None:
     """Return a sentence for the operator if other machines can share without keys."""
     if config is None or config.keys_directory is not None:
         return None
-    if ipaddress.ip_address(config.host).is_loopback and _is_local(config.url):
+    is_alone = ipaddress.ip_address(config.host).is_loopback
+    if is_alone and (config.url is None or _is_local(config.url)):
         return None
+    redis = "" if config.url is None else ", and anyone who can write to the Redis,"
+    both = "this port" if config.url is None else "both"
     return (
-        f"--tier-index without --tier-peer-keys: anyone who reaches {config.host} and knows a "
-        "page's key can read the page, and anyone who can write to the Redis can make this server "
-        "use forged pages; pass --tier-peer-keys, or let only these servers reach both."
+        f"pages are shared without --tier-peer-keys: anyone who reaches {config.host} can erase "
+        f"pages here and read those whose keys it knows, and who is on the way{redis} can make "
+        f"this server use forged ones; pass --tier-peer-keys, or let only these servers reach "
+        f"{both}."
     )
 
 

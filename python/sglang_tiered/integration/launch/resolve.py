@@ -34,7 +34,7 @@ from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch.flags import NVME_FLAGS, TIER_FLAGS, without_our_flags
-from sglang_tiered.integration.launch.peer_flags import exposure, resolve_index
+from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
 from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.tiers import rank_settings
@@ -165,8 +165,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         added |= _storage_arguments(page_size)
     else:
         refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
-    index = resolve_index(explicit, num_ranks) if mode is TierMode.NVME else None
-    if (warning := exposure(index)) is not None:
+    peers = resolve_peers(explicit, num_ranks) if mode is TierMode.NVME else None
+    if (warning := exposure(peers)) is not None:
         notes.append(warning)
     config = TieredConfig(
         mode=mode,
@@ -178,7 +178,7 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         dp_size=(explicit.get("dp_size") or 1) if explicit.get("enable_dp_attention") else 1,
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
-        index=index,
+        peers=peers,
         request_log=_resolve_request_log(explicit),
     )
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))

@@ -238,7 +238,7 @@ class TieredStorage(TierQueries):
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        if self._config.index is not None or self.has_object_tier:
+        if self._config.peers is not None or self.has_object_tier:
             self.remote_erasures = RemoteErasures(self._gate, self.erase)
             if self._storage_config.pp_size > 1:
                 self.remote_erasures.clear_tiers_only()

@@ -84,7 +84,7 @@ class TierQueries(ZeroCopyStorage):
         keys = self._keys(PoolName.KV, hashes)
         shard = self.region_engine
         found = {Tier.NVME: shard.lookup(keys).num_hits}
-        has = {Tier.PEER: self._config.index, Tier.OBJECT: self._config.object}
+        has = {Tier.PEER: self._config.peers, Tier.OBJECT: self._config.object}
         for tier in [tier for tier in REMOTE_TIERS if has[tier] is not None]:
             found[tier] = self.stack.remote.get(tier, shard).lookup(keys).num_hits
         return found

@@ -15,7 +15,6 @@ from sglang_tiered.codecs import LOSSY_CODEC_NAMES
 from sglang_tiered.config import (
     MIN_REGIONS,
     MIN_REGIONS_PER_DAY,
-    IndexConfig,
     ObjectConfig,
     format_bytes,
 )
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TieredConfig
+    from sglang_tiered.peer_config import PeerConfig
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Erasure, RemoteTier, Tier
@@ -189,7 +189,7 @@ def open_remote_tiers(
             format_bytes(page_bytes * -(-SMALL_PAGE_BYTES // page_bytes)),
         )
     remote: list[RemoteTier] = []
-    if config.index is not None:
+    if config.peers is not None:
         assert on_told is not None
         remote.append(_open_peers(config, rank, shard, namespace, on_told))
     if bucket is not None:
@@ -230,12 +230,12 @@ def _open_peers(
     namespace: bytes,
     on_told: Callable[[Erasure], Future[bool]],
 ) -> PeerTier:
-    # Imported late: without an index the Redis client is not needed.
+    # Imported late: without other servers its libraries are not needed.
     from sglang_tiered.sharing.peer_tier import PeerTier
 
-    assert config.index is not None
+    assert config.peers is not None
     return PeerTier(
-        peer_settings(config.index, rank),
+        peer_settings(config.peers, rank, config.num_ranks, config.tp_size),
         namespace=namespace,
         region=shard,
         erase=on_told,
@@ -272,12 +272,19 @@ def rank_settings(config: ObjectConfig, num_ranks: int) -> BucketSettings:
     )
 
 
-def peer_settings(config: IndexConfig, rank: int) -> PeerSettings:
-    """Return the settings of one rank, which is a peer of its own."""
-    # Imported late: without an index the Redis client is not needed.
+def peer_settings(
+    config: PeerConfig, rank: int, num_ranks: int = 1, tp_size: int = 1
+) -> PeerSettings:
+    """Return the settings of one rank, which is a peer of its own: it follows those ranks of other
+    servers that may hold the same pages. Raises ``ConfigError`` for values that cannot work."""
+    # Imported late: without other servers its libraries are not needed.
+    from sglang_tiered.sharing.addresses import parse_targets
     from sglang_tiered.sharing.settings import PeerSettings
 
+    last = max(num_ranks, rank + 1)
     return PeerSettings(
+        peers=() if config.servers is None else parse_targets(config.servers),
+        ports=tuple(range(rank % tp_size, last, tp_size)),
         index_url=config.url,
         listen_host=config.host,
         listen_port=0 if config.port is None else config.port + rank,

@@ -254,6 +254,8 @@ class PageClient:
         message = messages.decode_from_server(frames)
         if isinstance(message, messages.Refuse):
             raise TransferError(printable(message.reason))
+        if not isinstance(message, messages.Found | messages.Busy):
+            raise TransferError("a page server answered what it was not asked.")
         request = link.open_requests.pop(message.number, None)
         if request is None:
             self.stats.num_unasked += 1

@@ -75,12 +75,14 @@ class PageLink:
         settings: PageSettings,
         keys: Keys | None,
         now: float,
+        *,
+        max_frame_bytes: int = MAX_PAGE_BYTES,
     ) -> PageLink:
         """Start to connect; never blocks. Raises ``TransferError`` for an invalid address."""
         check_address(address)
         timeout_ms = max(1, int(settings.connect_timeout_s * 1000))
         socket = make_dealer(
-            context, max_frame_bytes=MAX_PAGE_BYTES, is_ipv6="[" in address, keys=keys
+            context, max_frame_bytes=max_frame_bytes, is_ipv6="[" in address, keys=keys
         )
         socket.sndhwm = 4 * settings.max_requests
         socket.rcvhwm = 2 * settings.max_requests

@@ -1,8 +1,8 @@
 """Every message between page servers and their clients. The table stands in ``README.md`` here.
 
-A message is a version frame, one MessagePack frame and, for ``Found``, payload frames. A page is
-asked for by namespace, full key and length, and its checksum binds its bytes to all of these, so
-neither a holder nor a message can pass one page off as another.
+A message is a version frame, one MessagePack frame and, for ``Found`` and ``Changes``, payload
+frames. A page is asked for by namespace, full key and length, and its checksum binds its bytes to
+all of these, so neither a holder nor a message can pass one page off as another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ID_BYTES",
     "KEY_BYTES",
     "MAX_CLIENT_FRAME_BYTES",
+    "MAX_ERASED_KEYS",
+    "MAX_ERASURES_BYTES",
+    "MAX_FINGERPRINTS",
+    "MAX_FOLLOW_FRAME_BYTES",
     "MAX_PAGE_BYTES",
     "MAX_REQUEST_PAGES",
     "NAMESPACE_BYTES",
+    "SHORT_ID_BYTES",
     "VERSION_FRAME",
     "Busy",
     "Cancel",
+    "Changes",
+    "Compare",
+    "Erased",
+    "Erasures",
     "Fetch",
+    "Follow",
     "Found",
+    "FromClient",
+    "FromServer",
     "Refuse",
+    "Teach",
     "check_version",
     "decode_from_client",
     "decode_from_server",
@@ -38,7 +52,7 @@ __all__ = [
 ]
 
 MAGIC = b"sgt-pages/"
-VERSION = 1
+VERSION = 2
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 NAMESPACE_BYTES = 32
@@ -47,12 +61,34 @@ MAX_PAGE_BYTES = 64 << 20
 """Bounds one page, and all pages of one request: the memory that a lying peer can cost."""
 
 MAX_REQUEST_PAGES = 4096
-MAX_CLIENT_FRAME_BYTES = 256 << 10
+MAX_CLIENT_FRAME_BYTES = 512 << 10
 """A client that sends a longer frame is disconnected. The largest request is shorter."""
+
+ID_BYTES = 16
+SHORT_ID_BYTES = 8
+"""Of the id of an erasure, where both sides only compare which they know."""
+
+MAX_FINGERPRINTS = 65_536
+"""Bounds the fingerprints of one answer: half a mebibyte."""
+
+MAX_ERASED_KEYS = 1024
+"""Bounds the keys of one erasure here; more keys are several."""
+
+MAX_ERASURES_BYTES = 384 << 10
+"""Bounds what is known of erasures in one message, either way: a client's frame is not longer."""
+
+MAX_FOLLOW_FRAME_BYTES = 1 << 20
+"""A follower ends a connection over which a longer frame comes."""
 
 Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_BYTES)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Namespace = Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+ShortIds = Annotated[bytes, msgspec.Meta(max_length=MAX_ERASURES_BYTES)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -63,9 +99,7 @@ class Fetch(_Message, frozen=True, tag="fetch"):
     """Asks for pages. The client stops waiting after ``patience_ms``."""
 
     number: Number
-    namespace: Annotated[
-        bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
-    ]
+    namespace: Namespace
     keys: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_REQUEST_PAGES)]
     lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_REQUEST_PAGES)]
     patience_ms: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
@@ -92,12 +126,87 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     number: Number
 
 
+class Follow(_Message, frozen=True, tag="follow"):
+    """Asks what changed of the pages that a server holds, since ``sequence`` of ``epoch``, or for
+    those whose fingerprint is ``cursor`` or more. Answered by ``Changes``: at once where there is
+    something to say, else when there is, or as a sign of life."""
+
+    namespace: Namespace
+    server: Id  # the follower's own
+    digest: Id  # of the erasures that the follower has applied
+    told: Id  # the server's digest, as far as the follower knows
+    epoch: Count
+    sequence: Count
+    cursor: Count | None  # None: it has all of them, as of ``sequence`` or later
+
+
+class Compare(_Message, frozen=True, tag="compare"):
+    """Names the erasures that the client knows, as their digests differ. Answered by
+    ``Erasures``."""
+
+    namespace: Namespace
+    ids: ShortIds
+
+
+class Erased(_Message, frozen=True):
+    """One erasure: of pages, of a tenant, or of everything. ``age_s``: since it was begun, by the
+    clock of who says so."""
+
+    id: Id
+    age_s: Annotated[float, msgspec.Meta(ge=0)]
+    tenant: Id | None
+    keys: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_ERASED_KEYS)] | None
+
+    def split_keys(self) -> list[bytes] | None:
+        """One key per page, or None. Raises ``TransferError`` for a breach of the protocol."""
+        if self.keys is None:
+            return None
+        keys = [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
+        if not keys or len(keys[-1]) != KEY_BYTES or len(set(keys)) != len(keys):
+            raise TransferError("an erasure of another server names no pages, or one twice.")
+        return keys
+
+
+class Teach(_Message, frozen=True, tag="teach"):
+    """Erasures that the server does not know. It applies them, and has another digest then."""
+
+    namespace: Namespace
+    erasures: list[Erased]
+
+
 class Found(_Message, frozen=True, tag="found"):
     """The answer to a ``Fetch``: a checksum for each page, or None if it is not held under that
     length. The payload frames, however they are cut, hold the bytes of the held pages in order."""
 
     number: Number
     checksums: Annotated[list[Checksum | None], msgspec.Meta(max_length=MAX_REQUEST_PAGES)]
+
+
+class Changes(_Message, frozen=True, tag="changes"):
+    """The answer to a ``Follow``. Payload: the fingerprints of the pages that came, then of those
+    that went, 8 bytes each. With ``start`` it is a piece of a snapshot: all fingerprints from there
+    to ``end`` (None: to the last) that the server has, of ``sequence`` or later. ``more``: ask
+    again, there is more."""
+
+    namespace: Namespace  # the server's: of another one nothing is said
+    server: Id
+    digest: Id  # of the erasures that the server has applied
+    epoch: Count  # of the numbers: another one begins with a snapshot
+    sequence: Count
+    start: Count | None
+    end: Count | None
+    num_added: Annotated[int, msgspec.Meta(ge=0, le=MAX_FINGERPRINTS)]
+    num_removed: Annotated[int, msgspec.Meta(ge=0, le=MAX_FINGERPRINTS)]
+    more: bool
+
+
+class Erasures(_Message, frozen=True, tag="erasures"):
+    """The answer to a ``Compare``: of the erasures that the client does not know as many as fit,
+    oldest first, and which ones the server lacks, as of its ``digest``."""
+
+    digest: Id
+    erasures: list[Erased]
+    lacking: ShortIds
 
 
 class Busy(_Message, frozen=True, tag="busy"):
@@ -113,26 +222,29 @@ class Refuse(_Message, frozen=True, tag="refuse"):
     reason: str
 
 
-_from_client = msgspec.msgpack.Decoder(Fetch | Cancel)
-_from_server = msgspec.msgpack.Decoder(Found | Busy | Refuse)
+FromClient = Fetch | Cancel | Follow | Compare | Teach
+FromServer = Found | Busy | Refuse | Changes | Erasures
+
+_from_client = msgspec.msgpack.Decoder(FromClient)
+_from_server = msgspec.msgpack.Decoder(FromServer)
 
 
-def decode_from_client(frames: Sequence[Any]) -> Fetch | Cancel:
+def decode_from_client(frames: Sequence[Any]) -> FromClient:
     """A client's message, from its version frame and body. Raises ``TransferError`` for anything
     else."""
     check_version(frames, "a client")
     if len(frames) != 2:
         raise TransferError(f"a client sent a message of {len(frames)} frames.")
-    message: Fetch | Cancel = decode(frames[1], _from_client)
+    message: FromClient = decode(frames[1], _from_client)
     return message
 
 
-def decode_from_server(frames: Sequence[Any]) -> Found | Busy | Refuse:
-    """A server's message, likewise; payload frames may follow a ``Found``."""
+def decode_from_server(frames: Sequence[Any]) -> FromServer:
+    """A server's message, likewise; payload frames may follow a ``Found`` or ``Changes``."""
     check_version(frames, "a page server")
     if len(frames) < 2:
         raise TransferError("a page server sent a message of one frame.")
-    message: Found | Busy | Refuse = decode(frames[1], _from_server)
+    message: FromServer = decode(frames[1], _from_server)
     return message
 
 

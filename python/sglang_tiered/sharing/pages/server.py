@@ -1,4 +1,5 @@
-"""``PageServer``: sends pages to clients that ask for them by namespace and full key.
+"""``PageServer``: sends pages to clients that ask for them by namespace and full key, and tells
+those that follow it what there is.
 
 One thread owns the socket. Pages are read by a ``PageReader``, which never blocks it, into memory
 that goes to the socket without a copy and is given back when the last byte has left. No message of
@@ -18,6 +19,7 @@ import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.followers import Followers
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
 from sglang_tiered.sharing.pages.settings import PageSettings
@@ -27,6 +29,7 @@ from sglang_tiered.wire.sockets import endpoint_of, received
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.sharing.pages.followers import Told
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["PageReader", "PageServer", "Place", "ReadPages", "ServerStats"]
@@ -39,6 +42,7 @@ _LONG_POLL_S = 0.02  # the same while no request waits
 _HEARTBEAT_MS = 1000
 _FRAME_BYTES = 1 << 20  # costs ZeroMQ the least per byte, and no page faults
 _CLIENT_HWM = 256  # unread answers to one client; answers with pages are bounded otherwise
+_UNREAD_HWM = 64  # unread messages of one client
 
 
 class Place(NamedTuple):
@@ -93,7 +97,8 @@ class PageServer:
     relies on that.
 
     Binds ``host`` and ``port`` (0: any free one) on construction. Raises ``TransferError`` when
-    that fails. With ``keys`` everything is encrypted and only their holders are admitted."""
+    that fails. With ``keys`` everything is encrypted and only their holders are admitted. ``told``
+    is what followers hear; without it there is nothing to follow."""
 
     def __init__(
         self,
@@ -104,9 +109,11 @@ class PageServer:
         port: int = 0,
         settings: PageSettings | None = None,
         keys: Keys | None = None,
+        told: Told | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or PageSettings()
+        self._followers = None if told is None else Followers(told, self._send, clock)
         self._reader = reader
         self._namespace = namespace
         self._clock = clock
@@ -134,7 +141,7 @@ class PageServer:
         socket.linger = 0
         socket.router_mandatory = True  # a client that is gone is an error, not silence
         socket.sndhwm = _CLIENT_HWM
-        socket.rcvhwm = _CLIENT_HWM
+        socket.rcvhwm = _UNREAD_HWM
         socket.maxmsgsize = messages.MAX_CLIENT_FRAME_BYTES
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = max(_HEARTBEAT_MS, math.ceil(settings.stuck_timeout_s * 1000))
@@ -151,6 +158,16 @@ class PageServer:
     def set_namespace(self, namespace: bytes) -> None:
         """Serve pages of this namespace only, from now on. Any thread; never blocks."""
         self._namespace = namespace
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell followers what there is to say. Any thread; never blocks."""
+        if self._followers is not None:
+            self._loop.call(self._followers.answer_all)
+
+    @property
+    def num_followers(self) -> int:
+        return 0 if self._followers is None else self._followers.num_waiting
 
     @property
     def held_bytes(self) -> int:
@@ -191,6 +208,11 @@ class PageServer:
             if self._queue.cancel_request(client, message.number):
                 self._send(client, messages.Busy(message.number))
             return
+        if not isinstance(message, messages.Fetch):
+            if self._followers is None:
+                raise TransferError("this server tells nobody what it holds.")
+            self._followers.hear(client, message)
+            return
         self.stats.num_requests += 1
         keys = message.split_keys()
         if message.namespace != self._namespace:
@@ -220,6 +242,8 @@ class PageServer:
         for request in self._queue.expired:
             self._send(request.client, messages.Busy(request.number))
         self._queue.expired.clear()
+        if self._followers is not None and self._followers.step():
+            return _SHORT_POLL_S
         if not self._sending:
             return None
         return _SHORT_POLL_S if self._queue.num_waiting else _LONG_POLL_S
@@ -299,7 +323,8 @@ class PageServer:
         self._sending = left
 
     def _tick(self, _: float) -> None:
-        """Does nothing: every step looks at what waits and what has left."""
+        if self._followers is not None:
+            self._followers.tick()
 
     def _destroy(self) -> None:
         if self._guard is not None:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_index
+from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_peers
 from sglang_tiered.integration.storage.tiers import peer_settings
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sglang_tiered.config import IndexConfig
+    from sglang_tiered.peer_config import PeerConfig
 
 URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"
 
 
 def resolve(
     *, num_ranks: int = 1, environment: dict[str, str] | None = None, **explicit: Any
-) -> IndexConfig | None:
-    return resolve_index(explicit, num_ranks, environment or {})
+) -> PeerConfig | None:
+    return resolve_peers(explicit, num_ranks, environment or {})
 
 
 # Of this machine, and nobody else's: ports next to each other are free or taken as a test says.
@@ -88,6 +88,17 @@ def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
         )
 
 
+def test_a_rank_follows_those_with_its_pages() -> None:
+    """Of two servers with two replicas of two ranks each, and where names do not resolve yet."""
+    config = resolve(tier_peers="a.invalid:31000,b.invalid:31000", num_ranks=4, host="127.0.0.1")
+    assert config is not None and config.port == 31000
+    for rank, ports in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)]):
+        settings = peer_settings(config, rank, num_ranks=4, tp_size=2)
+        assert settings.ports == ports
+        assert settings.listen_port == 31000 + rank
+        assert [target.host for target in settings.peers] == ["a.invalid", "b.invalid"]
+
+
 def test_everything_reaches_the_settings(tmp_path: Path) -> None:
     make_keys(tmp_path, (PEER,))
     config = resolve(tier_index=URL, tier_peer_host="127.0.0.1", tier_peer_keys=str(tmp_path))
@@ -100,8 +111,8 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("explicit", "sentence"),
     [
-        ({"tier_peer_port": "4000"}, "--tier-peer-port 4000 needs --tier-index"),
-        ({"tier_peer_keys": "x"}, "--tier-peer-keys x needs --tier-index"),
+        ({"tier_peer_port": "4000"}, "--tier-peer-port 4000 needs --tier-peers or --tier-index"),
+        ({"tier_peer_keys": "x"}, "--tier-peer-keys x needs --tier-peers or --tier-index"),
         ({"tier_index": "http://:hunter2@host"}, "cannot be used; write redis://"),
         ({"tier_index": "redis.example:6379"}, "cannot be used; write redis://"),
         ({"tier_index": "redis://:hunter2@"}, "cannot be used; write redis://"),
@@ -116,6 +127,11 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
         ({"tier_index": URL, "tier_peer_host": "no such host"}, "is no host that this machine"),
         ({"tier_index": URL, "pp_size": 2}, "--tier-index cannot run with --pp-size 2"),
         ({"tier_index": URL, "tier_peer_keys": "/nowhere"}, "/nowhere has no peer.key_secret"),
+        ({"tier_peers": "host"}, "--tier-peers 'host' is no address; write HOST:PORT"),
+        ({"tier_peers": "http://h:1"}, "is no address; write HOST:PORT"),
+        ({"tier_peers": ","}, "--tier-peers names no server"),
+        ({"tier_peers": "a:1,b:2"}, "--tier-peers names servers of several ports"),
+        ({"tier_peers": "a:1", "pp_size": 2}, "--tier-peers cannot run with --pp-size 2"),
     ],
 )
 def test_what_cannot_work_leaks_no_password(explicit: dict[str, Any], sentence: str) -> None:
@@ -147,6 +163,9 @@ def test_sharing_beyond_this_machine_without_keys_warns(host: str, tmp_path: Pat
     make_keys(tmp_path, (PEER,))
     assert exposure(resolve(tier_index=URL, host=host, tier_peer_keys=str(tmp_path))) is None
     assert exposure(resolve(tier_index=LOCAL_URL, host="localhost")) is None
+    assert exposure(resolve(tier_peers="192.0.2.5:31000", host="localhost")) is None
+    warning = exposure(resolve(tier_peers="192.0.2.5:31000", host=host))
+    assert warning is not None and "erase" in warning and "Redis" not in warning
     assert exposure(None) is None
 
 

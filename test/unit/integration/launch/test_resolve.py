@@ -13,7 +13,6 @@ import pytest
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
     GiB,
-    IndexConfig,
     MiB,
     NvmeConfig,
     ObjectConfig,
@@ -28,6 +27,7 @@ from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.storage import tiers
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
 
 
@@ -269,7 +269,7 @@ def test_flags_are_frozen() -> None:
     """A flag is a promise; adding or dropping one is a decision, made here and in ``config``."""
     names = {
         config: [flag.name for flag in flags_of(config)]
-        for config in (TieredConfig, NvmeConfig, ObjectConfig, IndexConfig, TransferConfig)
+        for config in (TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, TransferConfig)
     }
     assert names == {
         TieredConfig: ["--tier-mode", "--tier-host-bytes"],
@@ -292,7 +292,8 @@ def test_flags_are_frozen() -> None:
             "--tier-object-requests-per-day",
             "--tier-object-codec",
         ],
-        IndexConfig: [
+        PeerConfig: [
+            "--tier-peers",
             "--tier-index",
             "--tier-peer-host",
             "--tier-peer-port",
@@ -312,7 +313,7 @@ def test_flags_are_frozen() -> None:
     }
 
 
-@pytest.mark.parametrize("config", [NvmeConfig, ObjectConfig, IndexConfig])
+@pytest.mark.parametrize("config", [NvmeConfig, ObjectConfig, PeerConfig])
 def test_every_flag_without_its_tier_is_refused(config: type, resolve: Any) -> None:
     for flag in flags_of(config):
         with pytest.raises(ConfigError, match="no meaning with --tier-mode (host|off); drop one"):

@@ -1,4 +1,4 @@
-"""Two storages with an index between them, in one process: pools of every kind come from the other
+"""Two storages that follow each other, in one process: pools of every kind come from the other
 one bit for bit, what it holds does not count as kept here, and purges cross over."""
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
-from redis_server import RedisServer
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
 
-from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, TieredConfig, TierMode
+from server_process import free_port
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack.tiers import Span
@@ -51,18 +52,14 @@ class Side:
     pools: dict[PoolName, Pool]
 
 
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.fixture
 def open_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, int | None], Side]]:
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": str(tmp_path)})
     opened: list[TieredStorage] = []
+    ports = {name: free_port() for name in "ab"}
+    servers = ",".join(f"127.0.0.1:{port}" for port in ports.values())
 
     def open_side(name: str, seed: int | None) -> Side:
         config = TieredConfig(
@@ -71,7 +68,7 @@ def open_side(
             nvme=NvmeConfig(
                 directory=str(tmp_path / name), capacity_bytes=64 * MiB, region_bytes=4 * MiB
             ),
-            index=IndexConfig(url=redis.url),
+            peers=PeerConfig(servers=servers, port=ports[name]),
         )
         environment: dict[str, str] = {}
         config.to_environment(environment)
@@ -180,7 +177,7 @@ def test_after_a_weight_update_nothing_is_shared(
 def test_purge_before_weights_are_read_reaches_peers_later(
     open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the index and the bucket a purge is of a namespace, which nobody knows yet."""
+    """Among servers and in the bucket a purge is of a namespace, which nobody knows yet."""
     model = tmp_path / "model.safetensors"
     model.write_bytes(b"weights")
     identity = {"model": identify_model(str(model), None, "auto")}

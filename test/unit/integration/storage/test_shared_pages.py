@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import hashes, storage_config
-from redis_server import RedisServer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sglang_tiered.config import IndexConfig, MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from server_process import free_port
+from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
@@ -292,24 +293,24 @@ def test_bucket_pages_reach_every_rank(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks, tmp_path: Path) -> None:
-    with RedisServer() as redis:
-        index = IndexConfig(url=redis.url)
-        (other,) = ranks.open(latent_pool(1), index=index)
-        store([other])
-        ranks.directory = tmp_path / "two"
-        ranks.directory.mkdir()
-        pools = [latent_pool(), latent_pool()]
-        first, second = ranks.open(*pools, index=index)
-        deadline = time.monotonic() + TIMEOUT_S
-        while first.batch_exists(KEYS) < 3 or not process_stats(other).peer.tier.num_peers:
-            assert time.monotonic() < deadline
-        assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
-        assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
-        assert load(second) == [True] * 3
-        assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
-        assert process_stats(other).peer.tier.num_peers == 1
-        assert second.remote_erasures is not None, "the first rank's news reach it"
-        ranks.close()
+    ports = [free_port(), free_port()]
+    servers = ",".join(f"127.0.0.1:{port}" for port in ports)
+    (other,) = ranks.open(latent_pool(1), peers=PeerConfig(servers=servers, port=ports[0]))
+    store([other])
+    ranks.directory = tmp_path / "two"
+    ranks.directory.mkdir()
+    pools = [latent_pool(), latent_pool()]
+    first, second = ranks.open(*pools, peers=PeerConfig(servers=servers, port=ports[1]))
+    deadline = time.monotonic() + TIMEOUT_S
+    while first.batch_exists(KEYS) < 3 or not process_stats(other).peer.tier.num_peers:
+        assert time.monotonic() < deadline
+    assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
+    assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
+    assert load(second) == [True] * 3
+    assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
+    assert process_stats(other).peer.tier.num_peers == 1
+    assert second.remote_erasures is not None, "the first rank's news reach it"
+    ranks.close()
 
 
 def test_the_lender_opens_no_more_files_than_allowed(

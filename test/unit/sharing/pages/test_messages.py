@@ -50,7 +50,7 @@ def test_largest_request_fits_the_frame_bound() -> None:
 
 @pytest.mark.parametrize(
     ("frame", "said"),
-    [(b"sgt-pages/2", "version 2"), (b"sgt-kv/2", "does not speak"), (b"", "does not speak")],
+    [(b"sgt-pages/1", "version 1"), (b"sgt-kv/2", "does not speak"), (b"", "does not speak")],
 )
 def test_another_version_is_named(frame: bytes, said: str) -> None:
     for decode in (messages.decode_from_client, messages.decode_from_server):
@@ -68,7 +68,13 @@ def test_mutated_message_raises_only_a_transfer_error() -> None:
     source = random.Random(1)
     fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
     found = messages.Found(1, [2**64 - 1, None, 0])
-    for frame in map(encode, (fetch, messages.Cancel(3), found, messages.Refuse("because"))):
+    erased = messages.Erased(b"i" * 16, 1.5, None, b"".join(keys(2)))
+    follow = messages.Follow(NAMESPACE, b"s" * 16, b"d" * 16, b"t" * 16, 1, 2, None)
+    changes = messages.Changes(NAMESPACE, b"s" * 16, b"d" * 16, 1, 2, 0, None, 3, 4, False)
+    compare, teach = messages.Compare(NAMESPACE, b"8" * 64), messages.Teach(NAMESPACE, [erased])
+    told = messages.Erasures(b"d" * 16, [erased], b"8" * 8)
+    pages = (fetch, messages.Cancel(3), found, messages.Refuse("because"))
+    for frame in map(encode, (*pages, follow, changes, compare, teach, told)):
         for _ in range(2000):
             changed = bytearray(frame)
             for _ in range(source.randrange(1, 4)):

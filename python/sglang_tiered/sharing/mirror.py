@@ -1,9 +1,9 @@
 """The pages that other servers hold, as this one knows them. Memory only.
 
-One thread writes (the reader of Redis); ``find`` takes no lock, ``lacks`` and ``avoid`` take one
-for a moment. A page is found at a peer only while the records of all peers are fresh, its snapshot
-is here, it answers, and it has applied exactly the purges that this server has: so a page that was
-purged here cannot come back from a peer that has not purged it yet.
+One thread writes (the follower); ``find`` takes no lock, ``lacks`` and ``avoid`` take one for a
+moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
+it has applied exactly the erasures that this server has: so a page that was erased here cannot come
+back from a peer that has not erased it yet.
 """
 
 from __future__ import annotations
@@ -14,50 +14,53 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.sharing.locality.formats import fingerprints_of
-from sglang_tiered.sharing.locality.replica_choice import choose_slots
-from sglang_tiered.sharing.locality.table import WORD_BITS, PageTable
+from sglang_tiered.sharing.replica_choice import choose_slots
+from sglang_tiered.sharing.table import WORD_BITS, PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from sglang_tiered.sharing.locality.formats import ServerRecord
-
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["Mirror", "MirroredPeer", "Peer", "distinct"]
+__all__ = ["Mirror", "MirrorFigures", "MirroredPeer", "Peer", "distinct", "fingerprints_of"]
 
 _PIECE = 1 << 11  # pages added while the lock is held once
-_ROOM = 0.9  # of the bound: below it, pages that did not fit are read again
+_ROOM = 0.9  # of the bound: below it, pages that did not fit are taken again
 
 
 class Peer(NamedTuple):
     """Another server."""
 
     server: str  # random hex id of one process's rank
-    address: str  # "tcp://host:port" of its page server
+    address: str  # "tcp://IP:port" of its page server
+
+
+class MirrorFigures(NamedTuple):
+    """What is known now."""
+
+    num_peers: int  # followed
+    num_usable: int  # of those, that pages are found at
+    num_pages: int  # different ones
+    num_cut: int  # beyond the bound
+    num_bytes: int
 
 
 @dataclass(eq=False, slots=True)
 class MirroredPeer:
-    """The state of one server, guarded by the mirror's lock."""
+    """The state of one server. Its follower sets ``digest``, ``agreed_with`` and ``is_live``, and
+    then calls ``choose``; the rest is guarded by the mirror's lock."""
 
-    record: ServerRecord
+    peer: Peer
     slot: int
-    position: int = 0  # sequence number of the last change that was applied
-    is_loaded: bool = False
+    digest: bytes = b""  # of the erasures that it has applied
+    agreed_with: bytes = b""  # another digest, whose difference from that one is settled
+    is_live: bool = False  # connected, and of this namespace
+    is_loaded: bool = False  # all its pages are known
     num_pages: int = 0
     num_cut: int = 0  # pages beyond the bound
     avoided_until: float = 0.0
-    retry_at: float = 0.0  # when its snapshot may be asked for again
-    num_failures: int = 0  # in a row
-    loaded_at: float = 0.0
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(self.record.server, self.record.address)
 
 
 class _View(NamedTuple):
@@ -70,7 +73,7 @@ class _View(NamedTuple):
 
 
 class Mirror:
-    """``digest`` returns the digest of the purges that this server has applied or begun."""
+    """``digest`` returns that of the erasures that this server has applied or begun."""
 
     def __init__(
         self,
@@ -91,8 +94,7 @@ class Mirror:
         self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
         self._lacking: list[tuple[int, Fingerprints]] | None = None  # set while the table is copied
-        self._valid_until = float("-inf")
-        self._epoch = self._epoch_wanted = 0  # of the namespace
+        self._num_changes = 0  # of the namespace, that the follower has not come to
         self._table = PageTable(0)
         self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), False)
 
@@ -101,7 +103,7 @@ class Mirror:
     def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
         """A usable peer that holds each page, or None."""
         view = self._view
-        if not keys or not view.any_usable or self._clock() >= self._valid_until:
+        if not keys or not view.any_usable:
             return [None] * len(keys)
         pages = fingerprints_of(keys)
         bits = view.table.holders(view.table.find(pages)) & view.usable[:, None]
@@ -143,62 +145,61 @@ class Mirror:
         with self.lock:
             self._choose()
 
-    def hide(self, epoch: int) -> None:
-        """Find nothing until the reader has reached that namespace too."""
+    def hide(self) -> None:
+        """Find nothing until the follower has come to ``begin_namespace``, once for each call."""
         with self.lock:
-            self._epoch_wanted = epoch
+            self._num_changes += 1
             self._choose()
 
-    def figures(self) -> tuple[int, int, int, int, int]:
-        """The numbers of live peers, usable peers, known pages, pages beyond the bound, and
-        bytes."""
-        fresh = self._clock() < self._valid_until
+    @property
+    def has_peers(self) -> bool:
+        """Whether any server is followed. Takes no lock."""
+        return any(known.is_live for known in tuple(self._peers.values()))
+
+    def figures(self) -> MirrorFigures:
         with self.lock:
-            usable = sum(word.bit_count() for word in self._view.usable.tolist())
-            return (
-                len(self._peers) if fresh else 0,
-                usable if fresh else 0,
+            return MirrorFigures(
+                sum(known.is_live for known in self._peers.values()),
+                sum(word.bit_count() for word in self._view.usable.tolist()),
                 self._num_held,
                 sum(known.num_cut for known in self._peers.values()),
                 self._table.num_bytes,
             )
 
-    # ---- The reader's thread ----
+    # ---- The follower's thread ----
 
-    @property
-    def peers(self) -> list[MirroredPeer]:
-        return list(self._peers.values())
-
-    def begin_namespace(self, epoch: int) -> None:
+    def begin_namespace(self) -> None:
         """Begin with a namespace of which no holder is known yet."""
         with self.lock:
-            self._epoch = epoch
+            self._num_changes -= 1
             self._peers.clear()
             self._slots.clear()
             self._num_held = 0
-            self._valid_until = float("-inf")
             self._table = PageTable(0)
             self._choose()
 
-    def update(self, records: Iterable[ServerRecord], valid_until: float) -> None:
-        """Set the servers that live; beyond ``max_peers``, those known already stay."""
-        alive = {record.server: record for record in records}
-        for server in self._peers.keys() - alive.keys():
-            self._drop(self._peers[server])
-        for server, record in alive.items():
-            known = self._peers.get(server)
-            if known is None:
-                self._join(record)
-                continue
-            with self.lock:
-                before, known.record = known.record, record
-                if before.address != record.address:
-                    known.avoided_until = 0.0
-            if before.incarnation != record.incarnation:
-                self.unload(known)
-                known.num_failures, known.retry_at = 0, 0.0
+    def join(self, peer: Peer) -> MirroredPeer | None:
+        """Know a server from now on; None if it is known, or beyond ``max_peers``."""
         with self.lock:
-            self._valid_until = valid_until
+            if peer.server in self._peers:
+                return None
+            slot = next((i for i, known in enumerate(self._slots) if known is None), None)
+            if slot is None:
+                slot = len(self._slots)
+                if slot >= self._max_peers:
+                    return None
+                self._slots.append(None)
+            known = MirroredPeer(peer, slot)
+            self._slots[slot] = self._peers[peer.server] = known
+            return known
+
+    def drop(self, known: MirroredPeer) -> None:
+        """Know a server no longer."""
+        self.unload(known)
+        with self.lock:
+            if self._peers.get(known.peer.server) is known:
+                del self._peers[known.peer.server]
+                self._slots[known.slot] = None
             self._choose()
 
     def unload(self, known: MirroredPeer) -> None:
@@ -215,21 +216,15 @@ class Mirror:
                 self._num_held -= num_unheld
                 known.num_pages -= num_cleared
 
-    def loaded(self, known: MirroredPeer, position: int) -> None:
-        """Note that all pages of a server as of a sequence number were added."""
+    def loaded(self, known: MirroredPeer) -> None:
+        """Note that all pages of a server were added."""
         with self.lock:
             known.is_loaded = True
-            known.position = position
-            known.loaded_at = self._clock()
             self._choose()
 
     def may_hold_more(self, known: MirroredPeer) -> bool:
         """Whether there is room by now for pages that did not fit."""
         return known.num_cut > 0 and self._num_held < _ROOM * self._max_pages
-
-    @property
-    def is_full(self) -> bool:
-        return self._num_held >= self._max_pages
 
     def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
         """Note that a server holds pages."""
@@ -289,35 +284,18 @@ class Mirror:
         if known is not None:
             known.num_pages -= num_cleared
 
-    def _join(self, record: ServerRecord) -> None:
-        with self.lock:
-            slot = next((i for i, known in enumerate(self._slots) if known is None), None)
-            if slot is None:
-                slot = len(self._slots)
-                if slot >= self._max_peers:
-                    return
-                self._slots.append(None)
-            known = MirroredPeer(record, slot)
-            self._slots[slot] = self._peers[record.server] = known
-
-    def _drop(self, known: MirroredPeer) -> None:
-        self.unload(known)
-        with self.lock:
-            del self._peers[known.record.server]
-            self._slots[known.slot] = None
-            self._choose()
-
     def _choose(self) -> None:
         """Replace the view. The caller holds the lock."""
         now, digest = self._clock(), self._digest()
         usable = [0] * self._table.num_words
-        for known in self._peers.values() if self._epoch == self._epoch_wanted else ():
+        for known in self._peers.values() if not self._num_changes else ():
             word = known.slot // WORD_BITS
             if (
-                known.is_loaded
+                known.is_live
+                and known.is_loaded
                 and word < len(usable)
                 and known.avoided_until <= now
-                and known.record.purges == digest
+                and digest in (known.digest, known.agreed_with)
             ):
                 usable[word] |= 1 << known.slot % WORD_BITS
         peers = np.full(len(self._slots) + 1, None)
@@ -340,6 +318,11 @@ class Mirror:
                 assert known is None or known.slot == slot, f"slot {slot} has the number of another"
             taken = [known for known in self._slots if known is not None]
             assert len(taken) == len(self._peers), f"{len(taken)} slots, {len(self._peers)} peers"
+
+
+def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:
+    """The first 8 bytes of each key of 32, little-endian."""
+    return np.frombuffer(b"".join(keys), "<u8")[::4]
 
 
 def distinct(pages: Fingerprints) -> Fingerprints:

@@ -1,4 +1,4 @@
-"""The locality index against a model: any bytes into the parsers, any order of changes."""
+"""What is known of other servers against a model: any order of changes, and of reading them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,69 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_tiered.sharing.locality import formats
-from sglang_tiered.sharing.locality.formats import DELTA_PAGES, PIECE_PAGES, ServerRecord
-from sglang_tiered.sharing.locality.mirror import Mirror
-
-NAMESPACE = bytes(32)
-SERVER = "ab" * 16
-MAGICS = [b"SGLTPEER", b"SGLTPGES", b"SGLTDLTA", b"SGLTPURG"]
-
-# Bytes that verify, with anything in them: what a forger writes, not what a flipped bit leaves.
-sealed = st.builds(
-    lambda magic, version, rest: formats._seal(magic + version.to_bytes(4, "little") + rest),
-    st.sampled_from(MAGICS),
-    st.sampled_from([0, 1, 1, 1, 2]),
-    st.binary(max_size=400),
-)
-# Of our server, so that the fields behind are looked at too.
-addressed = st.builds(
-    lambda magic, rest: formats._seal(
-        magic + bytes([1, 0, 0, 0]) + bytes(4) + bytes.fromhex(SERVER) + rest
-    ),
-    st.sampled_from([b"SGLTPGES", b"SGLTDLTA"]),
-    st.binary(min_size=16, max_size=200),
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(data=st.one_of(st.binary(max_size=500), sealed, addressed, st.none()))
-def test_any_bytes_parse_within_bounds_or_fail(data: bytes | None) -> None:
-    record = formats.unpack_record(data, NAMESPACE, SERVER)
-    assert record is None or (
-        formats.is_address(record.address) and 0 < record.snapshot <= record.sequence
-    )
-    size = len(data or b"")
-    piece = formats.unpack_piece(data, SERVER, 0, 0)
-    assert piece is None or (len(piece) <= PIECE_PAGES and piece.nbytes <= size)
-    delta = formats.unpack_delta(data, SERVER, 0)
-    assert delta is None or sum(map(len, delta)) <= min(DELTA_PAGES, size // 8)
-    if data is not None:
-        purge = formats.unpack_purge(data)
-        assert purge is None or len(purge.number) == 16
-
+from sglang_tiered.sharing import holdings
+from sglang_tiered.sharing.holdings import Holdings
+from sglang_tiered.sharing.mirror import Mirror, Peer
 
 pages_lists = st.lists(st.integers(0, 60), max_size=30)
 peers = st.integers(0, 5)
 
 
-def record_of(number: int, incarnation: int = 1) -> ServerRecord:
-    name, address = f"{number:032x}", f"tcp://192.0.2.{number}:1"
-    return ServerRecord(NAMESPACE, name, incarnation, 1, 1, 0, bytes(16), address)
+def peer_of(number: int) -> Peer:
+    return Peer(f"{number:032x}", f"tcp://192.0.2.{number}:1")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(pages_lists, st.integers(0, 3)), max_size=12),
+    piece=st.integers(1, 7),
+    log=st.integers(0, 40),
+)
+def test_reading_while_pages_change_ends_with_them_all(
+    steps: list[tuple[list[int], int]], piece: int, log: int
+) -> None:
+    """A follower that reads at any time, and ever so slowly, ends with what is held."""
+    now: list[set[int]] = [{1, 2, 3}]
+    version = [1]
+
+    def held(known: int) -> tuple[int, np.ndarray] | None:
+        return None if known == version[0] else (version[0], np.array(sorted(now[0]), np.uint64))
+
+    old = holdings.MAX_FINGERPRINTS, holdings._MIN_LOG
+    holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = piece, log
+    try:
+        source = Holdings(held)
+        epoch, sequence, cursor, mirrored = 0, 0, 0, set[int]()
+
+        def read() -> bool:
+            nonlocal epoch, sequence, cursor, mirrored
+            part = source.since(epoch, sequence, cursor)
+            if part is None:
+                return False
+            if part.start == 0:
+                epoch, sequence, mirrored = part.epoch, part.sequence, set()
+            if part.start is None:
+                sequence += 1
+                assert sequence == part.sequence
+                mirrored -= set(part.removed.tolist())
+            else:
+                cursor = None if part.end is None else part.end + 1
+            mirrored |= set(part.added.tolist())
+            assert len(part.added) + len(part.removed) <= piece
+            return True
+
+        for pages, num_reads in steps:
+            now[0] = (now[0] ^ set(pages)) - {0}
+            version[0] += 1
+            source.look()
+            for _ in range(num_reads):
+                read()
+        for _ in range(1000):
+            if not read():
+                break
+        assert mirrored == (now[0] if source.sequence else set())
+    finally:
+        holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = old
 
 
 class MirrorMachine(RuleBasedStateMachine):
@@ -68,7 +82,6 @@ class MirrorMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.mirror = Mirror(10_000, 130, salt=1, digest=lambda: bytes(16), clock=lambda: self.now)
         self.held: dict[int, set[int]] = {}
-        self.incarnations: dict[int, int] = {}
         self.avoided: dict[int, float] = {}
 
     def fingerprints(self, pages: list[int]) -> np.ndarray:
@@ -77,23 +90,17 @@ class MirrorMachine(RuleBasedStateMachine):
     def keys(self, pages: list[int]) -> list[bytes]:
         return [int(page).to_bytes(8, "little") + bytes(24) for page in self.fingerprints(pages)]
 
-    def see(self) -> None:
-        self.mirror.update(
-            [record_of(number, self.incarnations[number]) for number in self.held], self.now + 9.0
-        )
-
     def peer(self, number: int) -> object:
-        name = record_of(number).server
-        return next(known for known in self.mirror.peers if known.record.server == name)
+        return self.mirror._peers[peer_of(number).server]
 
     @rule(number=peers, pages=pages_lists)
     def join_or_begin_anew(self, number: int, pages: list[int]) -> None:
-        self.incarnations[number] = self.incarnations.get(number, 0) + 1
+        known = self.mirror.join(peer_of(number)) or self.peer(number)
+        known.is_live, known.digest = True, bytes(16)  # type: ignore[attr-defined]
+        self.mirror.unload(known)  # type: ignore[arg-type]
         self.held[number] = set(pages) - {0}
-        self.see()
-        known = self.peer(number)
         self.mirror.add_pages(known, self.fingerprints(pages))  # type: ignore[arg-type]
-        self.mirror.loaded(known, 1)  # type: ignore[arg-type]
+        self.mirror.loaded(known)  # type: ignore[arg-type]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), added=pages_lists, removed=pages_lists)
@@ -108,14 +115,14 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), pages=pages_lists)
     def lack(self, data: st.DataObject, pages: list[int]) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        self.mirror.lacks(record_of(number).server, self.keys(pages))
+        self.mirror.lacks(peer_of(number).server, self.keys(pages))
         self.held[number] -= set(pages)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), seconds=st.sampled_from([1.0, 5.0]))
     def avoid(self, data: st.DataObject, seconds: float) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        self.mirror.avoid(record_of(number).server, seconds)
+        self.mirror.avoid(peer_of(number).server, seconds)
         self.avoided[number] = self.now + seconds
 
     @precondition(lambda self: self.held)
@@ -124,12 +131,12 @@ class MirrorMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[number]
         self.avoided.pop(number, None)
-        self.see()
+        self.mirror.drop(self.peer(number))  # type: ignore[arg-type]
 
     @rule()
     def time_passes(self) -> None:
         self.now += 2.0
-        self.see()
+        self.mirror.choose()
 
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:

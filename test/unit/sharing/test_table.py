@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.sharing.locality.replica_choice import choose_slots
-from sglang_tiered.sharing.locality.table import PageTable
+from sglang_tiered.sharing.replica_choice import choose_slots
+from sglang_tiered.sharing.table import PageTable
 
 if TYPE_CHECKING:
     import pytest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from sglang_tiered.sharing.locality.table import WORD_BITS
+from sglang_tiered.sharing.table import WORD_BITS
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -1,0 +1,417 @@
+"""The erasures that a server knows: those begun here and those that others told. Thread-safe.
+
+Servers that follow each other come to know the same set. A digest of it shows which have applied
+the same, and the book says what another one lacks. A record is kept for ``retention_s`` after the
+erasure began, within bounds of number and bytes; its short id for longer, so that it is not applied
+again. Ages travel, never times of day: no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import xxhash
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.sharing.pages.messages import (
+    ID_BYTES,
+    KEY_BYTES,
+    MAX_ERASED_KEYS,
+    MAX_ERASURES_BYTES,
+    SHORT_ID_BYTES,
+    Erased,
+)
+from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.storage.promises import Promises, keep
+from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+
+    from sglang_tiered.storage.base import Erasure
+
+__all__ = ["MAX_FORGETS", "MAX_PURGES", "ErasureBook", "Known", "NoteStore"]
+
+MAX_PURGES = 8_192
+"""Bounds the erasures of tenants that are known of one namespace. The oldest go first."""
+
+MAX_FORGETS = 16_384
+"""Bounds those of single pages, of at most 1,024 each."""
+
+MAX_KEYS_BYTES = 8 << 20
+"""Bounds their keys: 262,144 pages."""
+
+MAX_DROPPED = 16_384
+MAX_NAMESPACES = 8  # of which erasures are remembered; each change of weights begins one
+VERSION = 2
+_RECORD_BYTES = 64  # counted in a message for a record without its keys
+_NOTE_BYTES_PER_S = 2 << 20  # a note is written whole, so a large one is written less often
+
+logger = logging.getLogger(__name__)
+
+
+class NoteStore(Protocol):
+    """Small files beside the pages, as of ``storage.region.notes``. Both wait for the disk."""
+
+    def read(self, name: str) -> bytes: ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+
+class Known(NamedTuple):
+    """What a server knows at one moment. ``version`` counts up with every erasure."""
+
+    digest: bytes
+    version: int
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    tenant: bytes | None
+    keys: bytes | None
+    forget_at: float  # of the book's clock
+    version: int
+    local: Future[bool] | None  # true once it is durable here; None: it is
+    is_noted: bool = False
+
+    @property
+    def is_durable(self) -> bool:
+        return self.local is None or (self.local.done() and self.local.result())
+
+
+@dataclass(eq=False, slots=True)
+class _Shelf:
+    """What is known of one namespace, oldest first."""
+
+    records: dict[bytes, _Record] = field(default_factory=dict)
+    dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
+    sum: int = 0
+    keys_bytes: int = 0
+    num_forgets: int = 0
+
+    def add(self, name: bytes, record: _Record) -> None:
+        self.records[name] = record
+        self.sum ^= xxhash.xxh3_128_intdigest(name)
+        if record.keys is not None:
+            self.keys_bytes += len(record.keys)
+            self.num_forgets += 1
+        while self.num_forgets > MAX_FORGETS or self.keys_bytes > MAX_KEYS_BYTES:
+            self.drop(next(n for n, each in self.records.items() if each.keys is not None))
+        while len(self.records) - self.num_forgets > MAX_PURGES:
+            self.drop(next(n for n, each in self.records.items() if each.keys is None))
+
+    def drop(self, name: bytes) -> None:
+        record = self.records.pop(name)
+        self.sum ^= xxhash.xxh3_128_intdigest(name)
+        if record.keys is not None:
+            self.keys_bytes -= len(record.keys)
+            self.num_forgets -= 1
+        self.dropped[name[:SHORT_ID_BYTES]] = None
+        while len(self.dropped) > MAX_DROPPED:
+            del self.dropped[next(iter(self.dropped))]
+
+
+class _Spreading(NamedTuple):
+    """An erasure that began here, until every server that lives has applied it."""
+
+    names: tuple[bytes, ...]
+    version: int
+    is_done: Future[bool]
+
+
+class _Noted(msgspec.Struct, frozen=True, array_like=True):
+    id: bytes
+    tenant: bytes | None
+    keys: bytes | None
+    forget_at: float  # seconds since 1970, of this machine's clock
+
+
+class _NotedShelf(msgspec.Struct, frozen=True, array_like=True):
+    namespace: bytes
+    erasures: list[_Noted]
+    dropped: bytes
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    shelves: list[_NotedShelf]
+
+
+class ErasureBook:
+    """Never blocks, but for ``save`` and where it is made, which wait for the disk: any thread,
+    ``save`` on one. ``notes`` keep the records over a restart; those that are not known to be
+    durable in the store are not noted, so they are applied again, which is always safe."""
+
+    def __init__(
+        self,
+        namespace: bytes,
+        *,
+        retention_s: float,
+        notes: NoteStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._retention_s = retention_s
+        self._notes = notes
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._shelves: dict[bytes, _Shelf] = {}
+        self._version = 0
+        self._spreading: list[_Spreading] = []
+        self._promises = Promises()
+        self._saved: tuple[int, int] | None = None
+        self._save_again_at = 0.0
+        self._log = OnceLog(logger)
+        self.num_told = 0
+        self.num_applied = 0
+        self._recall()
+        self._shelf = self._use(namespace)
+
+    # ---- What is known ----
+
+    @property
+    def known(self) -> Known:
+        with self._lock:
+            return Known(self._shelf.sum.to_bytes(ID_BYTES, "little"), self._version)
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of the set of erasures that were applied here, in any order."""
+        return self._shelf.sum.to_bytes(ID_BYTES, "little")
+
+    def __len__(self) -> int:
+        return len(self._shelf.records)
+
+    def ids(self) -> tuple[Known, bytes]:
+        """What is known, and the short ids of all that was ever applied, as far as is known."""
+        with self._lock:
+            shelf = self._shelf
+            names = b"".join([*(name[:SHORT_ID_BYTES] for name in shelf.records), *shelf.dropped])
+            return Known(self._shelf.sum.to_bytes(ID_BYTES, "little"), self._version), names
+
+    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+        """Compare with what another server knows, by short ids. Returns this server's digest, what
+        the other lacks, oldest first and as much as one message takes, and what this one lacks."""
+        theirs = set(_short(ids))
+        with self._lock:
+            records, dropped = self._shelf.records, self._shelf.dropped
+            lacked = {n: r for n, r in records.items() if n[:SHORT_ID_BYTES] not in theirs}
+            ours = {name[:SHORT_ID_BYTES] for name in records}
+            lacking = b"".join(each for each in theirs if each not in ours and each not in dropped)
+            digest = self._shelf.sum.to_bytes(ID_BYTES, "little")
+            return digest, self._pack(lacked.items()), lacking
+
+    def take(self, ids: bytes) -> list[Erased]:
+        """Return the erasures of these short ids, as many as one message takes."""
+        wanted = set(_short(ids))
+        with self._lock:
+            records = self._shelf.records
+            return self._pack((n, r) for n, r in records.items() if n[:SHORT_ID_BYTES] in wanted)
+
+    def version_without(self, ids: bytes) -> int:
+        """Return the version up to which another server knows all, if these short ids are what it
+        lacks."""
+        lacking = set(_short(ids))
+        with self._lock:
+            versions = (
+                record.version
+                for name, record in self._shelf.records.items()
+                if name[:SHORT_ID_BYTES] in lacking
+            )
+            return min(versions, default=self._version + 1) - 1
+
+    def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
+        """Return those that were not applied here, each once."""
+        with self._lock:
+            shelf, found = self._shelf, {}
+            for each in erasures:
+                if each.id not in shelf.records and each.id[:SHORT_ID_BYTES] not in shelf.dropped:
+                    found[each.id] = each
+            return list(found.values())
+
+    def _pack(self, records: Iterable[tuple[bytes, _Record]]) -> list[Erased]:
+        now, left = self._clock(), MAX_ERASURES_BYTES
+        packed: list[Erased] = []
+        for name, record in records:
+            left -= _RECORD_BYTES + len(record.keys or b"")
+            if left < 0 and packed:
+                break
+            age_s = max(now - (record.forget_at - self._retention_s), 0.0)
+            packed.append(Erased(name, age_s, record.tenant, record.keys))
+        return packed
+
+    # ---- What is learnt ----
+
+    def begin(
+        self, what: Erasure, local: Future[bool] | None = None
+    ) -> tuple[Future[bool], list[Erased]]:
+        """Note an erasure that this server has begun itself; ``local`` is true once it is durable
+        here. Returns what others are to be told, and a future: true once that is durable and noted
+        and every server that lives has applied it (``settle``); false when the namespace changes
+        or the book is closed before."""
+        pieces: dict[bytes, bytes | None] = {what.id: None}
+        if what.keys is not None:
+            pieces = {}
+            for at in range(0, len(what.keys), MAX_ERASED_KEYS):
+                name = xxhash.xxh3_128_digest(what.id, seed=at) if at else what.id
+                pieces[name] = b"".join(what.keys[at : at + MAX_ERASED_KEYS])
+        is_done = self._promises.make()
+        with self._lock:
+            for name, keys in pieces.items():
+                self._learn(name, what.tenant, keys, 0.0, local)
+            self._spreading.append(_Spreading(tuple(pieces), self._version, is_done))
+        begun = [Erased(name, 0.0, what.tenant, keys) for name, keys in pieces.items()]
+        return is_done, begun
+
+    def learn(self, told: Erased, local: Future[bool]) -> None:
+        """Note that what another server told is hidden here; ``local`` is true once it is
+        durable."""
+        with self._lock:
+            self._learn(told.id, told.tenant, told.keys, told.age_s, local)
+            self.num_applied += 1
+
+    def _learn(
+        self,
+        name: bytes,
+        tenant: bytes | None,
+        keys: bytes | None,
+        age_s: float,
+        local: Future[bool] | None,
+    ) -> None:
+        if name in self._shelf.records:
+            return
+        age_s = age_s if age_s <= self._retention_s else self._retention_s
+        forget_at = self._clock() + self._retention_s - age_s
+        self._version += 1
+        self._shelf.add(name, _Record(tenant, keys, forget_at, self._version, local))
+
+    def settle(self, version: int | None) -> None:
+        """End what has spread: every server that lives has applied all up to ``version``; None:
+        there is no other. Drop what is old."""
+        with self._lock:
+            now, records = self._clock(), self._shelf.records
+            reached = self._version if version is None else version
+            for name in [n for n, record in records.items() if record.forget_at <= now]:
+                self._shelf.drop(name)
+            left = []
+            for each in self._spreading:
+                known = [records[name] for name in each.names if name in records]
+                if any(r.local is not None and r.local.done() and not r.is_durable for r in known):
+                    keep(each.is_done, False)
+                elif all(r.is_noted for r in known) and each.version <= reached:
+                    keep(each.is_done, True)
+                    self.num_told += 1
+                else:
+                    left.append(each)
+            self._spreading = left
+
+    def change_namespace(self, namespace: bytes) -> None:
+        """Continue under another namespace. What is known of the old one is kept for its return."""
+        with self._lock:
+            self._shelf = self._use(namespace)
+            self._version += 1
+            for each in self._spreading:
+                keep(each.is_done, False)
+            self._spreading.clear()
+
+    def _use(self, namespace: bytes) -> _Shelf:
+        shelf = self._shelves.pop(namespace, _Shelf())
+        self._shelves[namespace] = shelf
+        while len(self._shelves) > MAX_NAMESPACES:
+            del self._shelves[next(iter(self._shelves))]
+        return shelf
+
+    def promise(self) -> Future[bool]:
+        """Return a future that ends, as false, at the latest when the book is closed."""
+        return self._promises.make()
+
+    def close(self) -> None:
+        """End what has not spread, as false."""
+        self._promises.close()
+
+    # ---- Over a restart ----
+
+    def _recall(self) -> None:
+        """Read the note. One that does not verify is ignored: what it said is applied again."""
+        if self._notes is None:
+            return
+        file = unseal(self._notes.read(APPLIED_PURGES_NAME), _File)
+        if file is None or file.version != VERSION:
+            return
+        now, offset_s = self._clock(), self._clock() - self._wall_clock()
+        for noted in file.shelves:
+            shelf = self._shelves[noted.namespace] = _Shelf(
+                dropped=dict.fromkeys(_short(noted.dropped))
+            )
+            for each in noted.erasures:
+                # A clock that was set back would keep it for ever.
+                forget_at = min(each.forget_at + offset_s, now + self._retention_s)
+                self._version += 1
+                record = _Record(each.tenant, each.keys, forget_at, self._version, None, True)
+                shelf.add(each.id, record)
+
+    def save(self) -> None:
+        """Note what has become durable since. A failed write is retried with the next call."""
+        with self._lock:
+            durable = sum(each.is_durable for each in self._shelf.records.values())
+            state = (self._version, durable)
+            if state == self._saved or self._clock() < self._save_again_at:
+                return
+            fresh = [each for each in self._shelf.records.values() if each.is_durable]
+            offset_s = self._wall_clock() - self._clock()
+            shelves = [self._noted(name, shelf, offset_s) for name, shelf in self._shelves.items()]
+        try:
+            if self._notes is not None:
+                data = seal(_File(VERSION, shelves))
+                self._notes.write(APPLIED_PURGES_NAME, data)
+                self._save_again_at = self._clock() + len(data) / _NOTE_BYTES_PER_S
+        except OSError as error:
+            self._log.report(
+                "write",
+                "%s cannot be written (%s); until it can, no erasure counts as durable, and a "
+                "restart applies those of other servers again",
+                APPLIED_PURGES_NAME,
+                error,
+            )
+            return
+        self._log.settle("write")
+        with self._lock:
+            self._saved = state
+            for each in fresh:
+                each.is_noted = True
+
+    def _noted(self, namespace: bytes, shelf: _Shelf, offset_s: float) -> _NotedShelf:
+        erasures = [
+            _Noted(name, each.tenant, each.keys, each.forget_at + offset_s)
+            for name, each in shelf.records.items()
+            if each.is_durable
+        ]
+        return _NotedShelf(namespace, erasures, b"".join(shelf.dropped))
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the books do not balance."""
+        with self._lock:
+            for shelf in self._shelves.values():
+                total = keys_bytes = num_forgets = 0
+                for name, record in shelf.records.items():
+                    total ^= xxhash.xxh3_128_intdigest(name)
+                    keys_bytes += len(record.keys or b"")
+                    num_forgets += record.keys is not None
+                assert total == shelf.sum, f"the digest of {len(shelf.records)} erasures is off"
+                counted = (shelf.keys_bytes, shelf.num_forgets)
+                assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
+
+
+def _short(ids: bytes) -> Iterator[bytes]:
+    return (ids[at : at + SHORT_ID_BYTES] for at in range(0, len(ids), SHORT_ID_BYTES))
+
+
+assert MAX_KEYS_BYTES >= KEY_BYTES * MAX_ERASED_KEYS
+assert (MAX_PURGES + MAX_FORGETS + MAX_DROPPED) * SHORT_ID_BYTES <= MAX_ERASURES_BYTES

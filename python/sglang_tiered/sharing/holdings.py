@@ -1,0 +1,144 @@
+"""What this server holds, for those who follow it: a snapshot in pieces, and changes since.
+
+Nothing is kept for a follower. A piece of the snapshot is cut from what is held *now*; who has read
+all pieces applies the changes since the first of them, in order, and has what is held: the last
+change of a page says so, and a page without one has been there, or not, all the time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sglang_tiered.sharing.mirror import distinct
+from sglang_tiered.sharing.pages.messages import MAX_FINGERPRINTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    Fingerprints = npt.NDArray[np.uint64]
+    Held = Callable[[int], tuple[int, Fingerprints] | None]
+
+__all__ = ["Holdings", "Part"]
+
+_MIN_LOG = 1 << 18  # fingerprints of changes that are kept: 2 MiB, or as many as are held
+_NONE = np.empty(0, np.uint64)
+
+
+class Part(NamedTuple):
+    """One answer to a follower: see ``messages.Changes``."""
+
+    epoch: int
+    sequence: int
+    start: int | None
+    end: int | None
+    added: Fingerprints
+    removed: Fingerprints
+    more: bool
+
+
+class Holdings:
+    """``held(version)`` returns a version above 0 and the fingerprints that a load here could serve
+    now, in any order; None if it is still ``version``. ``look`` is called by one thread, the rest
+    by any."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._lock = threading.Lock()
+        self._version = 0
+        self._pages = _NONE
+        self.num_told = 0  # fingerprints, snapshots included
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, as for another namespace: followers take a snapshot."""
+        with self._lock:
+            self.epoch = secrets.randbits(62) | 1
+            self._version = 0
+            self._pages = _NONE
+            self.sequence = 0
+            self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
+            self._log_size = 0
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    def look(self) -> bool:
+        """Take up what came and went. Returns whether there was anything."""
+        epoch, before = self.epoch, self._pages
+        found = self._held(self._version)
+        if found is None:
+            return False
+        version, pages = found
+        pages = distinct(pages)
+        added, removed = _missing(pages, before), _missing(before, pages)
+        with self._lock:
+            if self.epoch != epoch:
+                return True  # of the namespace before; the next look sees this one's
+            self._version, self._pages = version, pages
+            if not len(added) and not len(removed):
+                return False
+            step = MAX_FINGERPRINTS
+            for at in range(0, max(len(added), len(removed)), step):
+                for change in _split(added[at : at + step], removed[at : at + step]):
+                    self._log.append(change)
+                    self._log_size += len(change[0]) + len(change[1])
+                    self.sequence += 1
+            while self._log_size > max(_MIN_LOG, len(pages)):
+                gone = self._log.popleft()
+                self._log_size -= len(gone[0]) + len(gone[1])
+        return True
+
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+        """Return the next part for a follower that has these; None if there is nothing."""
+        with self._lock:
+            if epoch != self.epoch or (
+                cursor is None and not self.sequence - len(self._log) <= sequence <= self.sequence
+            ):
+                cursor = 0
+            part = self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
+            if part is not None:
+                self.num_told += len(part.added) + len(part.removed)
+            return part
+
+    def _piece(self, start: int, begun_at: int) -> Part:
+        pages = self._pages
+        at = int(np.searchsorted(pages, np.uint64(min(start, (1 << 64) - 1))))
+        piece = pages[at : at + MAX_FINGERPRINTS]
+        is_last = at + len(piece) >= len(pages)
+        end = None if is_last else int(piece[-1])
+        has_changed = start > 0 and begun_at != self.sequence  # since the first piece
+        more = not is_last or has_changed
+        return Part(self.epoch, self.sequence, start, end, piece, _NONE, more)
+
+    def _changes(self, sequence: int) -> Part | None:
+        index = len(self._log) - (self.sequence - sequence)
+        if index == len(self._log):
+            return None
+        added, removed = self._log[index]
+        more = index + 1 < len(self._log)
+        return Part(self.epoch, sequence + 1, None, None, added, removed, more)
+
+
+def _missing(pages: Fingerprints, before: Fingerprints) -> Fingerprints:
+    """Return which sorted pages are not among others, sorted too."""
+    if not len(before):
+        return pages
+    at = np.searchsorted(before, pages)
+    at[at == len(before)] = 0
+    found: Fingerprints = pages[before[at] != pages]
+    return found
+
+
+def _split(added: Fingerprints, removed: Fingerprints) -> list[tuple[Fingerprints, Fingerprints]]:
+    """Split a change that is too large into one of pages that came and one of pages that went."""
+    if len(added) + len(removed) <= MAX_FINGERPRINTS:
+        return [(added, removed)]
+    return [(added, _NONE), (_NONE, removed)]

@@ -1,0 +1,210 @@
+"""``Membership``: servers name themselves in a Redis, and find the others there. Nothing else of
+theirs is in it.
+
+    sgt2:{<namespace hex>}:servers       set of ids, perhaps with dead ones
+    sgt2:{<namespace hex>}:server:<id>   the record of one, which expires unless it is renewed
+
+The text of an error from Redis is never shown, since it may repeat arguments, also of ``AUTH``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import redis
+from redis import exceptions
+
+from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.addresses import resolve, shown_address
+from sglang_tiered.sharing.index_url import parse_index_url
+from sglang_tiered.sharing.pages.link import check_address
+from sglang_tiered.sharing.serving import Role, Serving, is_serving
+from sglang_tiered.storage.backoff import OnceLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Membership", "MembershipFailure", "ServerRecord", "read_record"]
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2
+MAX_RECORD_BYTES = 1024
+MAX_SERVERS = 1024
+
+_WORDS = {
+    "OOM": "it is out of memory (maxmemory)",
+    "READONLY": "it is a read-only replica",
+    "NOAUTH": "it wants a password",
+    "WRONGPASS": "user or password is wrong",
+    "NOPERM": "the user may not run a command or touch a key that is needed",
+    "MOVED": "it is a cluster of several shards, which cannot hold an index",
+}
+_KINDS: dict[type[Exception], str] = {
+    exceptions.NoPermissionError: _WORDS["NOPERM"],
+    exceptions.OutOfMemoryError: _WORDS["OOM"],
+    exceptions.ReadOnlyError: _WORDS["READONLY"],
+    exceptions.MovedError: _WORDS["MOVED"],
+    exceptions.BusyLoadingError: "it is still loading its data",
+    exceptions.AuthenticationError: "user or password is wrong, or lacking",
+    exceptions.TimeoutError: "it did not answer in time",
+    exceptions.InvalidResponse: "the server there does not speak Redis' protocol",
+    exceptions.ResponseError: "it refused a command",
+}
+
+
+class ServerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a server says of itself: where its pages are asked for, and for routers its requests."""
+
+    version: int
+    address: str  # tcp://IP:port
+    url: str = ""  # empty until it is known
+    role: int = 0
+    rank: int = 0
+    bootstrap_port: int = 0
+
+    @property
+    def serving(self) -> Serving | None:
+        """Where the server answers requests, or None if it does not say so, or nothing usable."""
+        if self.role not in set(Role):
+            return None
+        serving = Serving(self.url, Role(self.role), self.rank, self.bootstrap_port)
+        return serving if is_serving(serving) else None
+
+
+def read_record(data: Any) -> ServerRecord | None:
+    """A record, or None for anything else, which whoever may write to that Redis can have there."""
+    if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
+        return None
+    record = unseal(data, ServerRecord)
+    if record is None or record.version != VERSION:
+        return None
+    try:
+        check_address(record.address)
+    except TransferError:
+        return None
+    return record
+
+
+class MembershipFailure(Exception):  # noqa: N818
+    """Redis did not do what it was asked; the message is one clause that may be shown."""
+
+
+class Membership:
+    """``namespace`` and ``server`` are asked for at every exchange, which blocks; call ``exchange``
+    on one thread. ``port`` is that of this server's pages, and ``host`` what it listens on: where
+    that stands for every address, others are told the one on the route to the Redis."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: Callable[[], bytes],
+        server: str,
+        host: str,
+        port: int,
+        timeout_s: float,
+        expiry_s: float,
+    ) -> None:
+        self._url = parse_index_url(url)
+        self._namespace = namespace
+        self._server = server
+        self._host = host
+        self._port = port
+        self._expiry_ms = int(expiry_s * 1000)
+        self._lock = threading.Lock()
+        self._serving: Callable[[str], Serving] | None = None
+        self._log = OnceLog(logger)
+        self._name = ""  # of the record of this server
+        pool = redis.ConnectionPool(
+            connection_class=self._url.kind,
+            max_connections=1,
+            **{
+                **self._url.options,
+                "socket_timeout": timeout_s,
+                "socket_connect_timeout": timeout_s,
+                "retry": None,
+                "protocol": 2,
+            },
+        )
+        self._redis: Any = redis.Redis(connection_pool=pool)
+
+    def __repr__(self) -> str:
+        return f"Membership({self._url.shown})"
+
+    def serve(self, serving: Callable[[str], Serving]) -> None:
+        """Say where this server answers requests from the next exchange on: what ``serving``
+        returns for the address at which others find this one's pages."""
+        with self._lock:
+            self._serving = serving
+
+    def exchange(self) -> list[str]:
+        """Name this server, and return the addresses of all. Raises ``MembershipFailure``."""
+        try:
+            return self._exchange()
+        except (exceptions.RedisError, OSError, ValueError) as error:
+            clause = next((c for kind, c in _KINDS.items() if isinstance(error, kind)), None)
+        raise MembershipFailure(f"{self._url.shown}: {clause or 'no connection'}")
+
+    def _exchange(self) -> list[str]:
+        prefix = f"sgt2:{{{self._namespace().hex()}}}"
+        record = self._record(self._address())
+        name = f"{prefix}:server:{self._server}"
+        pipe = self._redis.pipeline(transaction=False)
+        if self._name not in ("", name):
+            pipe.delete(self._name)
+        pipe.set(name, seal(record), px=self._expiry_ms)
+        pipe.sadd(f"{prefix}:servers", self._server)
+        pipe.pexpire(f"{prefix}:servers", 10 * self._expiry_ms)
+        pipe.srandmember(f"{prefix}:servers", MAX_SERVERS)
+        *_, ids = pipe.execute()
+        self._name = name
+        servers = [each.decode("ascii", "replace")[:64] for each in ids]
+        pipe = self._redis.pipeline(transaction=False)
+        for each in servers:
+            pipe.getrange(f"{prefix}:server:{each}", 0, MAX_RECORD_BYTES)
+        values = pipe.execute()
+        if gone := [each for each, value in zip(ids, values, strict=True) if not value]:
+            self._redis.srem(f"{prefix}:servers", *gone)
+        return [record.address for record in map(read_record, values) if record is not None]
+
+    def _record(self, address: str) -> ServerRecord:
+        with self._lock:
+            make = self._serving
+        serving = None if make is None else make(address)
+        if serving is None or is_serving(serving):
+            return ServerRecord(VERSION, address, *(serving or ()))
+        self._log.report("serving", "routers do not find this server: %r is no URL", serving.url)
+        return ServerRecord(VERSION, address)
+
+    def _address(self) -> str:
+        """The address at which others find this server. Raises ``OSError``."""
+        host = resolve(self._host)[0]
+        if host in ("0.0.0.0", "::"):
+            host = self._host_on_route()
+        return shown_address(host, self._port)
+
+    def _host_on_route(self) -> str:
+        """This machine's address on the route to the Redis, without sending anything."""
+        index = self._url.options
+        if "host" not in index:  # a Unix socket
+            return "127.0.0.1"
+        found = socket.getaddrinfo(index["host"], index["port"], type=socket.SOCK_DGRAM)
+        family, *_, target = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+
+    def close(self) -> None:
+        """Leave, if Redis answers at once."""
+        with contextlib.suppress(exceptions.RedisError, OSError):
+            if self._name:
+                self._redis.delete(self._name)
+        with contextlib.suppress(Exception):
+            self._redis.close()

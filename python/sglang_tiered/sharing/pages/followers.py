@@ -1,0 +1,175 @@
+"""``Followers``: who follows this server, each with few questions and one answer under way.
+
+A follower asks again once it has its answer: that is the flow control, and nothing is kept for it
+but what it asks. The page server's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages.messages import (
+    MAX_FINGERPRINTS,
+    Changes,
+    Compare,
+    Erased,
+    Erasures,
+    Follow,
+    Teach,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import zmq
+
+    from sglang_tiered.sharing.holdings import Part
+
+    Send = Callable[[bytes, Any, Sequence[memoryview]], list[zmq.MessageTracker] | None]
+
+__all__ = ["SIGN_OF_LIFE_S", "Followers", "Told"]
+
+SIGN_OF_LIFE_S = 2.0
+"""A follower that there is nothing to tell is answered after so long."""
+
+_MAX_FOLLOWERS = 1024
+_MAX_QUESTIONS = 8  # of one follower, without an answer
+
+assert MAX_FINGERPRINTS * 8 <= 1 << 20, "one frame"
+
+
+class Told(Protocol):
+    """What followers are told. Memory only; the server's thread calls it."""
+
+    @property
+    def namespace(self) -> bytes: ...
+
+    @property
+    def server(self) -> bytes: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+        """Return what a follower lacks, as ``Holdings.since``."""
+
+    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+        """Compare erasures, as ``ErasureBook.compare``."""
+
+    def taught(self, erasures: Sequence[Erased]) -> None:
+        """Take erasures that another server knows, to be applied."""
+
+
+@dataclass(eq=False, slots=True)
+class _Follower:
+    questions: deque[Follow] = field(default_factory=deque)  # without an answer
+    asked_at: float = 0.0
+    sending: Sequence[zmq.MessageTracker] = ()  # fingerprints that have not left
+
+    @property
+    def is_blocked(self) -> bool:
+        return bool(self.questions) and not all(tracker.done for tracker in self.sending)
+
+
+class Followers:
+    """``send`` sends to a client, and returns None if it is gone or reads nothing."""
+
+    def __init__(self, told: Told, send: Send, clock: Callable[[], float]) -> None:
+        self._told = told
+        self._send = send
+        self._clock = clock
+        self._known: dict[bytes, _Follower] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._known)
+
+    def hear(self, client: bytes, message: Follow | Compare | Teach) -> None:
+        """Serve a message. Raises ``TransferError`` for a breach of the protocol."""
+        told = self._told
+        if isinstance(message, Follow):
+            self._follow(client, message)
+        elif message.namespace != told.namespace:
+            if isinstance(message, Compare):  # it hears of the other one by its next answer
+                self._send(client, Erasures(told.digest, [], b""), ())
+        elif isinstance(message, Compare):
+            self._send(client, Erasures(*told.compare(message.ids)), ())
+        else:
+            for each in message.erasures:
+                each.split_keys()  # raises
+            told.taught(message.erasures)
+
+    def _follow(self, client: bytes, question: Follow) -> None:
+        known = self._known.get(client)
+        if known is None:
+            if len(self._known) >= _MAX_FOLLOWERS:
+                self._known.pop(next(iter(self._known)))  # it asks again, or is gone
+            known = self._known[client] = _Follower()
+        if len(known.questions) >= _MAX_QUESTIONS:
+            raise TransferError("a follower asks and asks, and reads no answer.")
+        known.questions.append(question)
+        known.asked_at = self._clock()
+        self._answer(client, known)
+
+    def answer_all(self) -> None:
+        """Answer the questions that there is an answer to."""
+        for client, known in list(self._known.items()):
+            self._answer(client, known)
+
+    def step(self) -> bool:
+        """Answer who waited for an answer to leave. Returns whether some still wait for that."""
+        blocked = [(client, known) for client, known in self._known.items() if known.sending]
+        for client, known in blocked:
+            if not known.is_blocked:
+                self._answer(client, known)
+        return any(known.is_blocked for _, known in blocked)
+
+    def tick(self) -> None:
+        """Give signs of life, and drop who has asked nothing for long."""
+        now = self._clock()
+        for client, known in list(self._known.items()):
+            if not known.questions:
+                if now - known.asked_at > 10 * SIGN_OF_LIFE_S:
+                    del self._known[client]
+            elif now - known.asked_at >= SIGN_OF_LIFE_S:
+                self._answer(client, known, is_sign=True)
+
+    def _answer(self, client: bytes, known: _Follower, *, is_sign: bool = False) -> None:
+        """Answer what there is an answer to; one that is asked again is answered at once."""
+        while known.questions and not known.is_blocked:
+            at_once = is_sign or len(known.questions) > 1
+            if not self._answer_one(client, known, known.questions[0], at_once=at_once):
+                return
+
+    def _answer_one(
+        self, client: bytes, known: _Follower, question: Follow, *, at_once: bool
+    ) -> bool:
+        told = self._told
+        namespace, digest = told.namespace, told.digest
+        part = None
+        if question.namespace == namespace:
+            part = told.since(question.epoch, question.sequence, question.cursor)
+            at_once = at_once or digest != question.told
+        elif question.epoch:  # it does not know yet that this is another namespace
+            at_once = True
+        if part is None and not at_once:
+            return False
+        if part is None:
+            epoch = question.epoch if question.namespace == namespace else 0
+            fields: tuple[Any, ...] = (epoch, question.sequence, None, None, 0, 0, False)
+            payload = b""
+        else:
+            sizes = (len(part.added), len(part.removed))
+            fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
+            payload = part.added.tobytes() + part.removed.tobytes()
+        known.questions.popleft()
+        answer = Changes(namespace, told.server, digest, *fields)
+        sent = self._send(client, answer, [memoryview(payload)] if payload else [])
+        if sent is None:
+            known.questions.clear()
+            self._known.pop(client, None)
+        known.sending = sent or ()
+        return True

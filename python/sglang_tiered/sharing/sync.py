@@ -1,0 +1,268 @@
+"""``PeerSync``: what this server and the others know of each other: pages, and erasures.
+
+It holds what followers of this server are told, follows the others, and has a thread that waits for
+what may take long: the store that erases what others told, and the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sglang_tiered.sharing.discovery import Discovery
+from sglang_tiered.sharing.erasures import ErasureBook
+from sglang_tiered.sharing.following import Follower
+from sglang_tiered.sharing.holdings import Holdings
+from sglang_tiered.sharing.mirror import Mirror
+from sglang_tiered.sharing.pages.messages import ID_BYTES
+from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.promises import all_true, ended, is_true, keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from sglang_tiered.sharing.erasures import NoteStore
+    from sglang_tiered.sharing.holdings import Held, Part
+    from sglang_tiered.sharing.membership import Membership
+    from sglang_tiered.sharing.pages.messages import Erased
+    from sglang_tiered.sharing.pages.settings import PageSettings
+    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.wire.keys import Keys
+
+    EraseWanted = Callable[[Erasure], Future[bool]]
+
+__all__ = ["PeerSync"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOLD = 65_536  # erasures that wait to be applied; beyond it they are told again
+_IDLE_PART = 20  # of the time that looking takes is spent between two looks
+_JOIN_S = 5.0
+
+
+class PeerSync:
+    """What a ``PageServer`` tells its followers. ``erase`` hides what another server erased before
+    it returns, spreads nothing and may block; its future is true once that is durable. Call
+    ``start`` once there is a server, whose ``tell`` is ``tell``. Every method of any thread."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        namespace: bytes,
+        held: Held,
+        erase: EraseWanted,
+        notes: NoteStore | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._erase = erase
+        self.server = secrets.token_bytes(ID_BYTES)
+        self.namespace = namespace
+        self._num_namespaces = 0
+        self.book = ErasureBook(
+            namespace, retention_s=settings.retention_s, notes=notes, clock=clock
+        )
+        self.mirror = Mirror(
+            settings.max_pages,
+            settings.max_peers,
+            salt=int.from_bytes(self.server[:8], "little"),
+            digest=lambda: self.book.digest,
+            clock=clock,
+        )
+        self.holdings = Holdings(held)
+        self._shown = self.book.digest
+        self._log = OnceLog(logger)
+        self._tell: Callable[[], None] = lambda: None
+        self._wakes = threading.Condition()
+        self._told: dict[bytes, Erased] = {}  # to be applied
+        self._is_awaited = self._is_closed = False
+        self._looked: list[Future[bool]] = []
+        self._thread = threading.Thread(target=self._run, name="tier-peer-keeper", daemon=True)
+
+    def start(
+        self,
+        tell: Callable[[], None],
+        membership: Membership | None,
+        pages: PageSettings,
+        keys: Keys | None,
+    ) -> None:
+        """Follow others from now on."""
+        settings = self._settings
+        self._tell = tell
+        self.follower = Follower(
+            self.mirror,
+            self.book,
+            namespace=self.namespace,
+            server=self.server,
+            settings=pages,
+            silence_s=settings.expiry_s,
+            max_pages=settings.max_pages,
+            keys=keys,
+            heard=self.taught,
+            clock=self._clock,
+        )
+        self.discovery = Discovery(
+            settings.peers,
+            settings.ports,
+            membership=membership,
+            found=self.follower.use,
+            every_s=settings.look_s,
+        )
+        self._thread.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why no other server is known, as one clause; empty while one is, or there is none. Takes
+        no lock."""
+        if self.mirror.has_peers:
+            return ""
+        troubles = self.follower.troubles
+        address = next(iter(troubles), "")
+        return self.discovery.trouble or (f"{address}: {troubles[address]}" if address else "")
+
+    # ---- What followers are told: the page server's thread ----
+
+    @property
+    def digest(self) -> bytes:
+        """That of the erasures whose pages followers are told to be gone, or will be first."""
+        return self._shown
+
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+        return self.holdings.since(epoch, sequence, cursor)
+
+    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+        return self.book.compare(ids)
+
+    def taught(self, erasures: Sequence[Erased]) -> None:
+        """Apply what another server told, soon."""
+        with self._wakes:
+            for each in self.book.unknown(erasures):
+                if len(self._told) < _MAX_TOLD:
+                    self._told[each.id] = each
+            self._is_awaited = True
+            self._wakes.notify()
+
+    # ---- Erasing, and other namespaces ----
+
+    def begin(self, what: Erasure, local: Future[bool] | None) -> Future[bool]:
+        """Tell every server what this one has begun to erase. From now on no page is found at one
+        that has not applied it, and single pages only once it says that it has them again."""
+        if what.keys:
+            self.mirror.hide_pages(what.keys)
+        if what.is_empty or not what.spread:
+            return ended(not self._is_closed)
+        is_done, begun = self.book.begin(what, local)
+        self.mirror.choose()
+        if local is not None:
+            local.add_done_callback(lambda _: self._wake())
+        self.follower.tell(begun)
+        self._wake()
+        return is_done
+
+    def set_namespace(self, namespace: bytes) -> None:
+        if namespace == self.namespace:
+            return
+        with self._wakes:
+            self.follower.set_namespace(namespace)
+            self.namespace = namespace
+            self._num_namespaces += 1
+            self._told.clear()
+            self.book.change_namespace(namespace)
+            self.holdings.begin()
+        self._wake()
+
+    def refresh(self, timeout_s: float) -> bool:
+        """Look at once what there is to tell, and what others have to. Blocks."""
+        deadline = self._clock() + timeout_s
+        looked = self.book.promise()
+        with self._wakes:
+            self._looked.append(looked)
+        self._wake()
+        found = all_true([looked, self.discovery.look()])
+        if not is_true(found, timeout_s):
+            return False
+        return is_true(self.follower.refresh(), max(0.0, deadline - self._clock()))
+
+    def close(self) -> None:
+        with self._wakes:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._wakes.notify()
+        self.book.close()  # before the others seem to be gone
+        self.discovery.close()
+        self.follower.close()
+        self._thread.join(_JOIN_S)
+
+    def check_integrity(self) -> None:
+        self.mirror.check_integrity()
+        self.book.check_integrity()
+
+    # ---- The keeper's thread ----
+
+    def _wake(self) -> None:
+        with self._wakes:
+            self._is_awaited = True
+            self._wakes.notify()
+
+    def _run(self) -> None:
+        pause_s = self._settings.publish_s
+        while True:
+            with self._wakes:
+                self._wakes.wait_for(lambda: self._is_awaited or self._is_closed, pause_s)
+                if self._is_closed:
+                    break
+                told, self._told = list(self._told.values()), {}
+                looked, self._looked = self._looked, []
+                self._is_awaited = False
+                moment = self._num_namespaces
+            begun = self._clock()
+            try:
+                self._apply(told, moment)
+                digest = self.book.digest  # before: what it names is hidden by now
+                is_new = self.holdings.look()
+                if is_new or digest != self._shown:
+                    self._shown = digest
+                    self._tell()
+                self.book.save()
+            except Exception:
+                self._log.fault("keeper", "internal error in what others are told; it goes on")
+            else:
+                self._log.settle("keeper")
+            for future in looked:
+                keep(future, True)
+            pause_s = max(self._settings.publish_s, _IDLE_PART * (self._clock() - begun))
+            self.follower.settle()
+
+    def _apply(self, told: list[Erased], moment: int) -> None:
+        """Apply erasures of others: one of a tenant is enough for all that were begun before."""
+        applied: dict[bytes | None, Future[bool]] = {}
+        for each in self.book.unknown(told):
+            try:
+                keys = each.split_keys()
+                if keys is None and each.tenant in applied:
+                    local = applied[each.tenant]
+                else:
+                    selected = None if keys is None else tuple(keys)
+                    local = self._erase(Erasure(selected, each.tenant, each.id, spread=False))
+                if keys is None:
+                    applied[each.tenant] = local
+            except Exception:
+                # Those who know it tell it again, and exchange no page with this server until then.
+                self._log.fault("erase", "what another server erased could not be erased here")
+                continue
+            self._log.settle("erase")
+            with self._wakes:
+                if self._num_namespaces != moment:
+                    return
+                self.book.learn(each, local)
+            local.add_done_callback(lambda _: self._wake())
+        if told:
+            self.follower.compare()

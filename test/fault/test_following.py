@@ -1,0 +1,191 @@
+"""Servers that follow each other: what one holds the others find, and no longer than that."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from page_peers import FrozenProcess
+from peer_servers import OTHER, key
+
+from kit.waiting import eventually
+from sglang_tiered.sharing.addresses import Target
+
+if TYPE_CHECKING:
+    from peer_servers import Servers
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_only_pages_of_others_are_found(servers: Servers) -> None:
+    one, two = servers.open(range(1, 100)), servers.open(range(90, 200))
+    servers.know_each_other()
+    assert one.finds(1, 95, 150, 500) == [False, True, True, False]
+    assert two.finds(1, 95, 150, 500) == [True, True, False, False]
+    (peer,) = two.sync.mirror.find([key(1)])
+    assert peer == (one.name, f"tcp://127.0.0.1:{one.target.port}")
+    figures = two.sync.mirror.figures()
+    assert (figures.num_peers, figures.num_usable, figures.num_pages) == (1, 1, 99)
+    assert two.sync.trouble == ""
+    assert two.sync.follower.num_breaches == 0
+
+
+def test_a_server_that_nobody_lists_only_looks(servers: Servers) -> None:
+    one, two = servers.open(range(1, 10)), servers.open(range(20, 30), listed=False)
+    servers.know_each_other()
+    assert two.finds(1) == [True]
+    assert one.finds(20) == [False]
+    servers.roster.append(two.target)
+    servers.know_each_other()
+    assert one.finds(20) == [True]
+
+
+def test_two_addresses_of_one_server_are_one(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.roster.append(Target("localhost", one.target.port))
+    servers.roster.append(Target("127.0.0.2", one.target.port))  # of the same loopback, refused
+    servers.know_each_other()
+    assert two.num_followed == 1
+    assert two.finds(1) == [True]
+    assert one.finds(1) == [False], "it is itself"
+
+
+def test_changes_arrive_without_another_snapshot(servers: Servers) -> None:
+    one, two = servers.open(range(1, 200_000)), servers.open()
+    servers.know_each_other()
+    source = random.Random(0)
+    pages = set(range(1, 200_000))
+    for _ in range(8):
+        pages -= set(source.sample(sorted(pages), 500))
+        pages |= {source.randrange(1, 1 << 60) for _ in range(600)}
+        one.hold(pages)
+        one.refresh()
+    two.refresh()
+    assert all(two.finds(*sorted(pages)))
+    assert two.sync.mirror.figures().num_pages == len(pages)
+    assert two.sync.follower.num_snapshots == 1
+
+
+def test_a_change_beyond_the_log_takes_another_snapshot(servers: Servers) -> None:
+    one, two = servers.open(range(1, 50_000)), servers.open()
+    servers.know_each_other()
+    two.sync.follower._loop.call(two.sync.follower._use, [])  # hears nothing meanwhile
+    for step in range(1, 4):
+        one.hold(range(step * 1_000_000, step * 1_000_000 + 200_000))
+        eventually(lambda step=step: int(one.sync.holdings._pages[0]) == step * 1_000_000)
+    two.refresh()
+    assert two.finds(1, 3_000_000, 3_199_999) == [False, True, True]
+    assert two.sync.mirror.figures().num_pages == 200_000
+
+
+def test_pages_change_while_a_snapshot_is_read(servers: Servers) -> None:
+    """Pieces are cut from what is held now, not from what was held first."""
+    pages = set(range(1, 500_000))
+    one = servers.open(pages)
+    one.refresh()
+    two = servers.open()
+    source = random.Random(1)
+    while not any(known.is_loaded for known in two.sync.mirror._peers.values()):
+        pages -= set(source.sample(sorted(pages), 1000))
+        pages |= {source.randrange(1, 1 << 60) for _ in range(1000)}
+        one.hold(pages)
+    servers.know_each_other()
+    assert all(two.finds(*source.sample(sorted(pages), 5000)))
+    assert two.sync.mirror.figures().num_pages == len(pages)
+
+
+def test_a_page_held_twice_survives_one_holder(servers: Servers) -> None:
+    one, two, three = servers.open([7, 8]), servers.open([7]), servers.open()
+    servers.know_each_other()
+    assert three.finds(7, 8) == [True, True]
+    one.close()
+    eventually(lambda: three.finds(8) == [False])
+    assert three.finds_at(7) == two.name
+
+
+def test_a_killed_server_is_gone_at_once(servers: Servers) -> None:
+    one = servers.open()
+    with FrozenProcess("peer_servers", one.target.port, 100, 50) as other:
+        name, port = other.line().split()
+        servers.roster.append(Target("127.0.0.1", int(port)))
+        eventually(lambda: one.finds_at(149) == name)
+        other.strike()
+        eventually(lambda: one.finds(149) == [False], timeout_s=3.0)
+    assert one.sync.follower.num_failures > 0
+    assert port in one.sync.trouble
+
+
+def test_a_hanging_server_is_gone_within_its_expiry(servers: Servers) -> None:
+    one = servers.open(expiry_s=4.0)
+    with FrozenProcess("peer_servers", one.target.port, 100, 50) as other:
+        name, port = other.line().split()
+        servers.roster.append(Target("127.0.0.1", int(port)))
+        eventually(lambda: one.finds_at(149) == name)
+        other.freeze()
+        eventually(lambda: one.finds(149) == [False], timeout_s=10.0)
+        assert "has said nothing" in one.sync.trouble or "closed" in one.sync.trouble
+        os.kill(other.pid, signal.SIGCONT)
+        eventually(lambda: one.finds_at(149) == name)
+
+
+def test_a_server_that_starts_again_is_known_anew(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open()
+    servers.know_each_other()
+    one.close()
+    eventually(lambda: two.finds(1) == [False])
+    again = servers.open([2], port=one.target.port)
+    eventually(lambda: two.finds(1, 2) == [False, True])
+    assert two.finds_at(2) == again.name
+
+
+def test_a_short_loss_costs_no_snapshot(servers: Servers) -> None:
+    one, two = servers.open(range(1, 1000)), servers.open()
+    servers.know_each_other()
+    follower = two.sync.follower
+    (each,) = [each for each in follower._all() if each.known is not None]
+    follower._loop.call(follower._lose, each, "a cable was pulled")
+    one.hold(range(1, 1001))
+    eventually(lambda: two.finds(1000) == [True])
+    assert follower.num_snapshots == 1
+
+
+def test_namespaces_do_not_see_each_other(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2], namespace=OTHER)
+    servers.know_each_other()
+    assert one.finds(2) == two.finds(1) == [False]
+    assert "another model" in one.sync.trouble
+    one.set_namespace(OTHER)
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
+    assert one.sync.trouble == ""
+
+
+def test_a_new_namespace_finds_no_old_page(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert two.finds(1) == [True]
+    two.set_namespace(OTHER)
+    assert two.finds(1) == [False]
+    two.refresh()
+    assert two.finds(1) == [False]
+    eventually(lambda: one.finds(2) == [False])
+
+
+def test_more_servers_than_the_bound_leave_the_bound(servers: Servers) -> None:
+    one = servers.open(max_peers=2)
+    others = [servers.open([number]) for number in range(1, 4)]
+    eventually(lambda: sum(one.finds(1, 2, 3)) == 2)
+    assert one.num_followed == 2
+    assert len(others) == 3
+
+
+def test_pages_beyond_the_bound_wait_for_room(servers: Servers) -> None:
+    one = servers.open(max_pages=100)
+    two = servers.open(range(1, 151))
+    servers.know_each_other()
+    figures = one.sync.mirror.figures()
+    assert (figures.num_pages, figures.num_cut) == (100, 50)
+    two.hold(range(61, 151))
+    eventually(lambda: all(one.finds(*range(61, 151))))

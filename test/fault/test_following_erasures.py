@@ -1,0 +1,228 @@
+"""What one server erases is erased everywhere, and comes back from nowhere: a table of what is
+erased x where the other server is when it happens, and what may go wrong besides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from peer_servers import OTHER
+
+from kit.waiting import eventually
+from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.promises import ended, is_true
+from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.notes import Notes
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from peer_servers import Server, Servers
+
+pytestmark = pytest.mark.timeout(120)
+
+TENANT, ANOTHER = b"t" * 16, b"a" * 16
+KEYS = [bytes([number]) * 32 for number in range(1, 4)]
+SELECTORS = {
+    "pages": Erasure.of(KEYS),
+    "many pages": Erasure.of([n.to_bytes(32, "big") for n in range(20 * MAX_ERASED_KEYS + 1)]),
+    "tenant": Erasure(tenant=TENANT),
+    "no tenant": Erasure(tenant=bytes(16)),
+    "everything": Erasure(),
+}
+
+
+def has_applied(server: Server, what: Erasure) -> bool:
+    if what.keys is None:
+        return server.purged == [what.tenant]
+    return sorted(server.forgotten) == sorted(what.keys)
+
+
+@pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
+@pytest.mark.parametrize("other_is", ["there", "down", "away", "refusing", "unlisted", "back"])
+def test_an_erasure_is_applied_once_before_pages_move(
+    servers: Servers, tmp_path: Path, what: Erasure, other_is: str
+) -> None:
+    device = FileDevice(tmp_path, direct=False)
+    one = servers.open([1], notes=Notes(device))
+    two = servers.open([2], listed=other_is != "unlisted")
+    if other_is == "down":
+        two.close()
+    elif other_is == "away":
+        for server in (one, two):
+            server.sync.discovery._targets = ()  # neither knows where the other is
+        servers.know_each_other()
+    else:
+        servers.know_each_other()
+    two.refuses = other_is == "refusing"
+    done = one.erase(what)
+    assert one.finds(2) == [False] or has_applied(two, what), "at once"
+    if other_is == "refusing":
+        eventually(lambda: two.sync._log._active != set())
+        one.refresh()
+        assert not done.done()
+        assert one.finds(2) == two.finds(1) == [False]
+        assert one.sync.mirror.figures().num_usable == 0
+        two.refuses = False
+    assert is_true(done, 20.0)
+    if other_is == "there":
+        assert has_applied(two, what), "it answered before the other server had done so"
+    if other_is == "down":
+        two = servers.open([2])
+    elif other_is == "away":
+        for server in (one, two):
+            server.sync.discovery._targets = servers.roster
+    elif other_is == "back":
+        two.close()
+        one.close()
+        one = servers.open([1], notes=Notes(device))
+        assert one.sync.book.digest != bytes(16), "it forgot"
+        two = servers.open([2])
+    eventually(lambda: two.finds(1) == [True])
+    assert has_applied(two, what), "it took a page first"
+    if other_is != "unlisted":
+        eventually(lambda: one.finds(2) == [True])
+    servers.know_each_other()
+    assert has_applied(two, what), "twice"
+    assert one.erased == []
+
+
+def test_a_third_server_passes_on_what_it_heard(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    one.close()  # only the other knows of it now
+    late = servers.open([3])
+    eventually(lambda: late.finds(2) == two.finds(3) == [True])
+    assert late.purged == two.purged == [TENANT]
+
+
+def test_an_unlisted_server_tells_those_it_follows(servers: Servers) -> None:
+    one = servers.open([1])
+    two = servers.open([2], listed=False)
+    servers.know_each_other()
+    assert is_true(two.erase(Erasure.of(KEYS)), 20.0)
+    assert one.forgotten == KEYS
+    # And those that it could not tell when it happened.
+    two.sync.discovery._targets = ()
+    eventually(lambda: two.num_followed == 0)
+    assert is_true(two.erase(Erasure(tenant=TENANT)), 20.0)
+    two.sync.discovery._targets = servers.roster
+    eventually(lambda: one.purged == [TENANT])
+    eventually(lambda: two.finds(1) == [True])
+
+
+def test_servers_that_erase_at_once_come_to_agree(servers: Servers) -> None:
+    several = [servers.open([number]) for number in range(1, 5)]
+    servers.know_each_other()
+    tenants = [bytes([number]) * 16 for number in range(40)]
+    done = [several[n % 4].erase(Erasure(tenant=tenant)) for n, tenant in enumerate(tenants)]
+    assert all(is_true(each, 20.0) for each in done)
+    for number, server in enumerate(several):
+        told = {tenant for i, tenant in enumerate(tenants) if i % 4 != number}
+        assert set(server.purged) == told
+        others = [page for page in range(1, 5) if page != number + 1]
+        eventually(lambda server=server, others=others: all(server.finds(*others)))
+
+
+def test_a_restart_applies_nothing_twice(servers: Servers, tmp_path: Path) -> None:
+    device = FileDevice(tmp_path, direct=False)
+    one, two = servers.open([1]), servers.open([2], notes=Notes(device))
+    servers.know_each_other()
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    assert is_true(two.erase(Erasure.of(KEYS)), 20.0)
+    eventually(lambda: all(r.is_noted for r in two.sync.book._shelf.records.values()))
+    two.close()
+    again = servers.open([2], notes=Notes(device))
+    eventually(lambda: one.finds(2) == again.finds(1) == [True])
+    assert again.erased == []
+    fresh = servers.open([3])
+    eventually(lambda: fresh.finds(1) == [True])
+    assert fresh.purged == [TENANT] and fresh.forgotten == KEYS
+
+
+def test_what_is_too_old_here_separates_nobody(servers: Servers) -> None:
+    """Each drops a record by its own clock: they differ by what neither is to apply again."""
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    with one.sync.book._lock:
+        one.sync.book._shelf.drop(next(iter(one.sync.book._shelf.records)))
+    one.sync.follower.compare()
+    one.pages.tell()
+    assert one.sync.book.digest != two.sync.book.digest
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
+    assert one.erased == [] and two.purged == [TENANT]
+
+
+def test_an_erasure_before_a_new_namespace_reaches_others(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    one.erase(Erasure(tenant=TENANT))
+    one.set_namespace(OTHER)
+    eventually(lambda: two.purged == [TENANT])
+
+
+def test_a_namespace_that_returns_knows_its_erasures(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    for namespace in (OTHER, bytes(range(32))):
+        two.set_namespace(namespace)
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
+    assert two.purged == [TENANT]
+
+
+def test_closing_says_that_nobody_was_told(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    two.refuses = True
+    done = one.erase(Erasure(tenant=TENANT))
+    one.close()
+    assert done.done() and not done.result()
+
+
+def test_forgotten_pages_push_out_no_purge(servers: Servers) -> None:
+    """Each kind has bounds of its own, in number and bytes."""
+    one = servers.open([1])
+    one.erase(Erasure(tenant=TENANT))
+    for number in range(300):
+        first = number * MAX_ERASED_KEYS
+        keys = [(first + n).to_bytes(32, "big") for n in range(MAX_ERASED_KEYS)]
+        one.erase(Erasure.of(keys))
+    late = servers.open([2])
+    eventually(lambda: late.finds(1) == [True], timeout_s=60.0)
+    assert late.purged == [TENANT]
+    assert len(late.forgotten) == 256 * MAX_ERASED_KEYS
+    assert late.forgotten[-1] == keys[-1]
+
+
+def test_an_erasure_without_its_note_is_not_durable(servers: Servers, tmp_path: Path) -> None:
+    class Full(Notes):
+        def write(self, name: str, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+    one = servers.open([1], notes=Full(FileDevice(tmp_path, direct=False)))
+    done = one.erase(Erasure(tenant=TENANT))
+    one.refresh()
+    assert not done.done()
+    one.close()
+    assert done.done() and not done.result()
+
+
+def test_no_erased_page_is_listed_once_digests_agree(servers: Servers) -> None:
+    """Who erased tells that its pages are gone before it tells that it erased."""
+    one, two = servers.open(range(1, 1000)), servers.open([5000])
+    servers.know_each_other()
+
+    def erase(what: Erasure) -> Future[bool]:
+        one.hold(range(500, 1000))
+        return ended(True)
+
+    one.erase_store = erase
+    assert is_true(two.erase(Erasure(tenant=TENANT)), 20.0)
+    assert one.purged == [TENANT]
+    assert not any(two.finds(*range(1, 500)))
+    assert all(two.finds(*range(500, 1000)))

@@ -1,0 +1,210 @@
+"""The wire between servers that follow each other, message by message: whatever becomes of one,
+what is found in the end is there, and each erasure was applied once."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+from page_peers import HOST, strange_client, strange_server
+from peer_servers import NAMESPACE, key
+
+from kit.waiting import eventually
+from sglang_tiered.sharing.addresses import Target
+from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.storage.base import Erasure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from peer_servers import Servers
+
+pytestmark = pytest.mark.timeout(120)
+
+TENANT = b"t" * 16
+ID, NOBODY = b"s" * 16, bytes(16)
+Frames = list[bytes]
+
+
+class Relay:
+    """Between followers and a server: does something once to the first message of a kind."""
+
+    def __init__(self, port: int, kind: str, mistreat: Callable[[Frames], list[Frames]]) -> None:
+        self._server = port
+        self._kind = kind
+        self._mistreat = mistreat
+        self.num_mistreated = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._front = self._context.socket(zmq.ROUTER)
+        self._front.linger = 0
+        self.port = self._front.bind_to_random_port(f"tcp://{HOST}")
+        self._backs: dict[bytes, zmq.Socket[bytes]] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            poller = zmq.Poller()
+            for socket in (self._front, *self._backs.values()):
+                poller.register(socket, zmq.POLLIN)
+            ready = dict(poller.poll(10))
+            if self._front in ready:
+                client, *frames = self._front.recv_multipart()
+                if client not in self._backs:
+                    self._backs[client] = self._context.socket(zmq.DEALER)
+                    self._backs[client].linger = 0
+                    self._backs[client].connect(f"tcp://{HOST}:{self._server}")
+                for each in self._passed(frames):
+                    self._backs[client].send_multipart(each)
+            for client, back in list(self._backs.items()):
+                if back in ready:
+                    for each in self._passed(back.recv_multipart()):
+                        self._front.send_multipart([client, *each])
+
+    def _passed(self, frames: Frames) -> list[Frames]:
+        if self.num_mistreated or msgspec.msgpack.decode(frames[1])[0] != self._kind:
+            return [frames]
+        self.num_mistreated += 1
+        return self._mistreat(frames)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+MISTREATMENTS: dict[str, Callable[[Frames], list[Frames]]] = {
+    "dropped": lambda frames: [],
+    "twice": lambda frames: [frames, frames],
+    "cut": lambda frames: [[*frames[:1], frames[1][:-1], *frames[2:]]],
+    "without its payload": lambda frames: [frames[:2]],
+    "with more payload": lambda frames: [[*frames, b"12345678"]],
+    "of another version": lambda frames: [[b"sgt-pages/1", *frames[1:]]],
+    "garbage": lambda frames: [[b"\xff" * 40, b"\x00", *frames[2:]]],
+    "of one frame": lambda frames: [frames[:1]],
+}
+KINDS = ["follow", "changes", "compare", "erasures", "teach"]
+
+
+@pytest.fixture
+def relays() -> Iterator[list[Relay]]:
+    opened: list[Relay] = []
+    yield opened
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", MISTREATMENTS)
+def test_a_mistreated_message_costs_time_only(
+    servers: Servers, relays: list[Relay], kind: str, what: str
+) -> None:
+    one = servers.open(range(1, 100), listed=False, expiry_s=4.0)
+    two = servers.open(range(50, 150), listed=False, expiry_s=4.0)
+    one.erase(Erasure(tenant=TENANT))
+    two.erase(Erasure.of([key(7)]))
+    relay = Relay(one.target.port, kind, MISTREATMENTS[what])
+    relays.append(relay)
+    servers.roster.append(Target(HOST, relay.port))  # one follows itself, two follows one
+    eventually(lambda: relay.num_mistreated)
+    eventually(lambda: two.finds(1, 99) == [True, True])
+    eventually(lambda: one.sync.book.digest == two.sync.book.digest)
+    one.hold(range(2, 101))
+    eventually(lambda: two.finds(1, 99, 100) == [False, True, True])
+    eventually(lambda: one.forgotten and two.purged)
+    assert one.forgotten == [key(7)] and two.purged == [TENANT]
+    assert two.sync.mirror.figures().num_pages == 99
+
+
+def changes(**more: Any) -> messages.Changes:
+    values = {
+        "namespace": NAMESPACE,
+        "server": ID,
+        "digest": NOBODY,
+        "epoch": 7,
+        "sequence": 1,
+        "start": 0,
+        "end": None,
+        "num_added": 1,
+        "num_removed": 0,
+        "more": False,
+    }
+    return messages.Changes(**{**values, **more})
+
+
+PAGE = (5).to_bytes(8, "little")
+LIES: dict[str, tuple[Any, bytes]] = {
+    "pages without a number": (changes(num_added=2), PAGE),
+    "half a page": (changes(), PAGE[:4]),
+    "a piece that ends before it begins": (changes(start=9, end=3), PAGE),
+    "an end beyond all pages": (changes(end=1 << 63, num_added=0, more=True), b""),
+    "an erasure of no pages": (
+        messages.Erasures(NOBODY, [messages.Erased(ID, 0.0, None, b"")], b""),
+        b"",
+    ),
+    "pages that nobody asked for": (messages.Found(1, [3]), b"page"),
+    "a refusal": (messages.Refuse("no\nno \x1b[31m"), b""),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_server_is_left_and_tried_again(servers: Servers, lie: str) -> None:
+    message, payload = LIES[lie]
+    one = servers.open([1])
+    with strange_server() as liar:
+        servers.roster.append(Target(HOST, liar.port))
+        for _ in range(2):
+            liar.hear(messages.Follow)
+            liar.say(message, *([payload] if payload else []))
+            if lie == "an end beyond all pages":
+                liar.say(changes(start=5, num_added=0), b"")
+        eventually(lambda: one.sync.follower.num_failures >= 2 or one.finds(5) == [False])
+        assert one.finds(5) == [False]
+        assert "\n" not in one.sync.trouble and "\x1b" not in one.sync.trouble
+
+
+def test_endless_pages_of_a_liar_are_bounded(servers: Servers) -> None:
+    one = servers.open(max_pages=1000)
+    with strange_server() as liar:
+        servers.roster.append(Target(HOST, liar.port))
+        asked = liar.hear(messages.Follow)
+        for number in range(3):
+            first = 1 + number * 65_536
+            piece = b"".join(n.to_bytes(8, "little") for n in range(first, first + 65_536))
+            end = first + 65_535
+            liar.say(changes(start=asked.cursor, end=end, num_added=65_536, more=True), piece)
+            if number < 2:
+                asked = liar.hear(messages.Follow)
+        eventually(lambda: one.sync.follower.num_breaches)
+        assert one.sync.mirror.figures().num_pages <= 1000
+
+
+STRANGERS: dict[str, Any] = {
+    "another namespace": messages.Follow(b"x" * 32, ID, NOBODY, NOBODY, 1, 1, None),
+    "numbers from nowhere": messages.Follow(NAMESPACE, ID, NOBODY, NOBODY, 9, 1 << 60, 1 << 63),
+    "erasures of another namespace": messages.Teach(
+        b"x" * 32, [messages.Erased(ID, 0.0, None, None)]
+    ),
+    "an erasure of half a key": messages.Teach(
+        NAMESPACE, [messages.Erased(ID, 0.0, None, b"x" * 31)]
+    ),
+    "ids of half a length": messages.Compare(NAMESPACE, b"12345"),
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_a_stranger_disturbs_nobody(servers: Servers, who: str) -> None:
+    one, two = servers.open(range(1, 1000)), servers.open()
+    servers.know_each_other()
+    with strange_client(one.target.port) as stranger:
+        for _ in range(300):  # and reads nothing
+            stranger.send(VERSION_FRAME, encode(STRANGERS[who]))
+        one.hold(range(1, 1001))
+        eventually(lambda: two.finds(1000) == [True])
+        assert one.erased == []
+        assert one.pages.num_followers <= 3

@@ -1,0 +1,197 @@
+"""Servers that name themselves in a real Redis, which may be slow, gone, empty, or full of what
+somebody else wrote: it costs knowledge of new servers and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from redis_server import RedisServer
+
+from kit.waiting import eventually
+from sglang_tiered.checksummed import seal
+from sglang_tiered.sharing.discovery import Discovery
+from sglang_tiered.sharing.membership import (
+    VERSION,
+    Membership,
+    MembershipFailure,
+    ServerRecord,
+    read_record,
+)
+from sglang_tiered.sharing.serving import Role, Serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+NAMESPACE = bytes(range(32))
+PREFIX = f"sgt2:{{{NAMESPACE.hex()}}}"
+
+
+@pytest.fixture
+def join(redis_server: RedisServer) -> Iterator[Callable[..., Membership]]:
+    joined: list[Membership] = []
+
+    def join(number: int, url: str = "", **changes: object) -> Membership:
+        values = {"namespace": lambda: NAMESPACE, "host": "127.0.0.1", "timeout_s": 1.0}
+        one = Membership(
+            url or redis_server.url,
+            server=f"{number:032x}",
+            port=7000 + number,
+            expiry_s=2.0,
+            **(values | changes),  # type: ignore[arg-type]
+        )
+        joined.append(one)
+        return one
+
+    yield join
+    for one in joined:
+        one.close()
+
+
+def test_servers_find_each_other_until_they_leave(
+    join: Callable[..., Membership], redis_server: RedisServer
+) -> None:
+    one, two = join(1), join(2)
+    assert one.exchange() == ["tcp://127.0.0.1:7001"]
+    both = {"tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"}
+    assert set(two.exchange()) == set(one.exchange()) == both
+    two.close()
+    assert one.exchange() == ["tcp://127.0.0.1:7001"]
+    for name in redis_server.client.keys("*"):
+        assert redis_server.client.pttl(name) > 0, name
+    # One that is killed leaves by itself.
+    other = join(3)
+    other.exchange()
+    eventually(lambda: len(one.exchange()) == 1, timeout_s=10.0)
+    assert redis_server.client.scard(f"{PREFIX}:servers") == 1
+
+
+def test_namespaces_do_not_see_each_other(join: Callable[..., Membership]) -> None:
+    names = [NAMESPACE]
+    one, two = join(1), join(2, namespace=lambda: names[-1])
+    one.exchange()
+    assert len(two.exchange()) == 2
+    names.append(b"x" * 32)
+    assert two.exchange() == ["tcp://127.0.0.1:7002"]
+    assert one.exchange() == ["tcp://127.0.0.1:7001"], "it left"
+
+
+def test_a_wildcard_listener_says_its_route_address(join: Callable[..., Membership]) -> None:
+    assert join(1, host="0.0.0.0").exchange() == ["tcp://127.0.0.1:7001"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"garbage",
+        seal(ServerRecord(VERSION + 1, "tcp://192.0.2.1:1")),
+        seal(ServerRecord(VERSION, "ipc:///tmp/x")),
+        seal(ServerRecord(VERSION, "tcp://name:1")),
+        seal([VERSION]),
+        b"x" * (1 << 20),
+    ],
+)
+def test_what_another_wrote_is_no_server(
+    join: Callable[..., Membership], redis_server: RedisServer, value: bytes
+) -> None:
+    assert read_record(value) is None
+    redis_server.client.sadd(f"{PREFIX}:servers", "9" * 32)
+    redis_server.client.set(f"{PREFIX}:server:{'9' * 32}", value)
+    assert join(1).exchange() == ["tcp://127.0.0.1:7001"]
+
+
+def test_routers_hear_where_requests_are_answered(
+    join: Callable[..., Membership], redis_server: RedisServer
+) -> None:
+    one = join(1)
+    one.serve(lambda address: Serving(f"http{address[3:]}", Role.PREFILL, 3, 8998))
+    one.exchange()
+    record = read_record(redis_server.client.get(f"{PREFIX}:server:{1:032x}"))
+    assert record is not None
+    assert record.serving == Serving("http://127.0.0.1:7001", Role.PREFILL, 3, 8998)
+    one.serve(lambda _: Serving("ftp://x", Role.PREFILL, 3))
+    one.exchange()
+    record = read_record(redis_server.client.get(f"{PREFIX}:server:{1:032x}"))
+    assert record is not None and record.serving is None
+
+
+def test_a_dead_redis_costs_only_new_servers(
+    join: Callable[..., Membership], redis_server: RedisServer
+) -> None:
+    one, two = join(1), join(2)
+    two.exchange()
+    told: list[list[str]] = []
+    discovery = Discovery((), (), membership=one, found=told.append, every_s=0.05)
+    try:
+        eventually(lambda: told and len(told[-1]) == 2)
+        for stop in (redis_server.pause, redis_server.kill):
+            stop()
+            eventually(lambda: discovery.trouble != "")
+            assert redis_server.url.rpartition("/")[0].partition("//")[2] in discovery.trouble
+            redis_server.resume() if stop == redis_server.pause else redis_server.start()
+            eventually(lambda: discovery.trouble == "")
+        two.exchange()
+        eventually(lambda: len(told[-1]) == 2)
+    finally:
+        discovery.close()
+
+
+@pytest.mark.parametrize("password", [None, "wrong-horse"])
+def test_a_refused_login_never_shows_the_password(
+    join: Callable[..., Membership], password: str | None
+) -> None:
+    with RedisServer(password="right-horse") as server:
+        url = server.url.replace("right-horse", password) if password else server.url
+        url = url if password else url.replace(":right-horse@", "")
+        with pytest.raises(MembershipFailure) as caught:
+            join(1, url).exchange()
+        said = f"{caught.value} {caught.value!r} {caught.value.__cause__} {join(2, url)!r}"
+        assert "horse" not in said
+        assert "password" in str(caught.value)
+        assert join(3, server.url).exchange() == ["tcp://127.0.0.1:7003"]
+
+
+@pytest.mark.parametrize("kind", ["full", "replica"])
+def test_a_redis_that_refuses_writes_says_why(
+    join: Callable[..., Membership], redis_server: RedisServer, kind: str
+) -> None:
+    if kind == "full":
+        redis_server.client.config_set("maxmemory", "1")
+    else:
+        redis_server.client.replicaof("127.0.0.1", "1")
+    with pytest.raises(MembershipFailure, match="out of memory" if kind == "full" else "replica"):
+        join(1).exchange()
+
+
+def test_tls_is_used_and_the_certificate_looked_at(
+    join: Callable[..., Membership], tmp_path: Path
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=127.0.0.1"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    os.chmod(key, 0o644)
+    with RedisServer() as server:
+        server.client.config_set("tls-cert-file", str(certificate))
+        server.client.config_set("tls-key-file", str(key))
+        server.client.config_set("tls-auth-clients", "no")
+        try:
+            server.client.config_set("tls-port", str(port := 16400 + os.getpid() % 1000))
+        except Exception:
+            pytest.skip("this Redis has no TLS")
+        good = f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}"
+        assert join(1, good).exchange() == ["tcp://127.0.0.1:7001"]
+        with pytest.raises(MembershipFailure, match="no connection"):
+            join(2, f"rediss://127.0.0.1:{port}").exchange()

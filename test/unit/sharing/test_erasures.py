@@ -1,0 +1,237 @@
+"""The book of erasures: what is known, what another one lacks, and what survives a restart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.sharing import erasures
+from sglang_tiered.sharing.erasures import ErasureBook
+from sglang_tiered.sharing.pages.messages import Erased
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.promises import ended, keep, promise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAMESPACE, OTHER = bytes(32), b"x" * 32
+RETENTION_S = 1000.0
+
+
+class Shelf:
+    """A shard's notes, and two clocks."""
+
+    def __init__(self) -> None:
+        self.now, self.wall = 100.0, 1e9
+        self.files: dict[str, bytes] = {}
+        self.num_writes = 0
+        self.error: OSError | None = None
+
+    def read(self, name: str) -> bytes:
+        return self.files.get(name, b"")
+
+    def write(self, name: str, data: bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.files[name] = data
+        self.num_writes += 1
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.wall += seconds
+
+    def open(self, namespace: bytes = NAMESPACE) -> ErasureBook:
+        return ErasureBook(
+            namespace,
+            retention_s=RETENTION_S,
+            notes=self,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.wall,
+        )
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+def exchange(one: ErasureBook, other: ErasureBook) -> tuple[list[Erased], list[Erased]]:
+    """What each lacks of the other, as the follower of ``other`` would hear and teach it."""
+    _, ids = one.ids()
+    _, told, lacking = other.compare(ids)
+    return one.unknown(told), one.take(lacking)
+
+
+def learn(book: ErasureBook, told: Sequence[Erased]) -> None:
+    for each in told:
+        book.learn(each, ended(True))
+
+
+def test_equal_sets_have_equal_digests_in_any_order(shelf: Shelf) -> None:
+    one, other = shelf.open(), shelf.open()
+    assert one.digest == bytes(16)
+    one.begin(Erasure(tenant=b"a" * 16))
+    one.begin(Erasure.of([b"k" * 32]))
+    other.begin(Erasure())
+    lacked, taught = exchange(one, other)
+    assert [each.tenant for each in lacked] == [None]
+    assert [each.keys for each in taught] == [None, b"k" * 32]
+    learn(one, lacked)
+    learn(other, taught[::-1])
+    assert one.digest == other.digest != bytes(16)
+    assert exchange(one, other) == ([], [])
+    for book in (one, other):
+        book.check_integrity()
+
+
+def test_a_message_holds_what_fits_others_the_rest(shelf: Shelf) -> None:
+    one, other = shelf.open(), shelf.open()
+    one.begin(Erasure.of([n.to_bytes(32, "big") for n in range(40 * 1024)]))
+    rounds = 0
+    while one.digest != other.digest:
+        _, taught = exchange(other, one)[1], exchange(one, other)[1]
+        assert sum(len(each.keys or b"") for each in taught) <= 384 << 10
+        learn(other, taught)
+        rounds += 1
+        assert rounds < 10
+    assert rounds == 4
+
+
+def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
+    one, other = shelf.open(), shelf.open()
+    one.begin(Erasure(tenant=b"a" * 16))
+    shelf.pass_time(600)
+    learn(other, exchange(one, other)[1])
+    shelf.pass_time(399)
+    other.settle(None)
+    assert len(other) == 1
+    shelf.pass_time(2)
+    for book in (one, other):
+        book.settle(None)
+        assert (len(book), book.digest) == (0, bytes(16))
+    # Who still has it tells it, and it is not applied again.
+    assert one.unknown([Erased(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)]) == []
+
+
+@pytest.mark.parametrize("age_s", [float("inf"), float("nan"), 1e300])
+def test_an_age_that_cannot_be_is_the_oldest(shelf: Shelf, age_s: float) -> None:
+    book = shelf.open()
+    book.learn(Erased(b"i" * 16, age_s, None, None), ended(True))
+    book.settle(None)
+    assert len(book) == 0
+
+
+def test_purges_and_pages_have_bounds_of_their_own(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasures, "MAX_FORGETS", 5)
+    monkeypatch.setattr(erasures, "MAX_PURGES", 3)
+    monkeypatch.setattr(erasures, "MAX_KEYS_BYTES", 4 * 32)
+    book = shelf.open()
+    for number in range(10):
+        book.begin(Erasure.of([bytes([number]) * 32]))
+        book.begin(Erasure(tenant=bytes([number]) * 16))
+    kept = [(each.tenant, each.keys) for each in book._shelf.records.values()]
+    assert [tenant[0] for tenant, keys in kept if keys is None] == [7, 8, 9]
+    assert [keys[0] for _, keys in kept if keys is not None] == [6, 7, 8, 9]
+    book.check_integrity()
+
+
+def test_done_means_durable_noted_and_everywhere(shelf: Shelf) -> None:
+    book, local = shelf.open(), promise()
+    done, told = book.begin(Erasure(tenant=b"a" * 16), local)
+    version = book.known.version
+    book.save()
+    book.settle(version)
+    assert not done.done(), "not durable"
+    keep(local, True)
+    book.settle(version)
+    assert not done.done(), "not noted"
+    shelf.pass_time(1)
+    book.save()
+    book.settle(version - 1)
+    assert not done.done(), "not everywhere"
+    book.settle(version)
+    assert done.result(0) is True
+    assert book.num_told == len(told) == 1
+
+
+@pytest.mark.parametrize("end", ["refused", "namespace", "closed"])
+def test_an_erasure_that_is_not_done_says_so(shelf: Shelf, end: str) -> None:
+    book, local = shelf.open(), promise()
+    done, _ = book.begin(Erasure(), local)
+    if end == "refused":
+        keep(local, False)
+        book.settle(None)
+    elif end == "namespace":
+        book.change_namespace(OTHER)
+    else:
+        book.close()
+    assert done.result(0) is False
+
+
+def test_what_is_durable_is_known_after_a_restart(shelf: Shelf) -> None:
+    book = shelf.open()
+    book.begin(Erasure(tenant=b"a" * 16), ended(True))
+    book.begin(Erasure(tenant=b"b" * 16), promise())  # which the store has not made durable
+    book.save()
+    book.change_namespace(OTHER)
+    book.begin(Erasure.of([b"k" * 32]), ended(True))
+    shelf.pass_time(1)
+    book.save()
+    shelf.pass_time(9)
+    again = shelf.open()
+    assert [each.tenant for each in again._shelf.records.values()] == [b"a" * 16]
+    assert [each.age_s for each in again.compare(b"")[1]] == [10.0]
+    again.change_namespace(OTHER)
+    assert [each.keys for each in again._shelf.records.values()] == [b"k" * 32]
+    again.check_integrity()
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_note_is_no_note(shelf: Shelf, damage: bytes | None) -> None:
+    book = shelf.open()
+    book.begin(Erasure(), ended(True))
+    book.save()
+    (name,) = shelf.files
+    shelf.files[name] = shelf.files[name][:-1] + b"~" if damage is None else damage
+    assert len(shelf.open()) == 0
+
+
+def test_a_clock_set_back_keeps_nothing_for_ever(shelf: Shelf) -> None:
+    book = shelf.open()
+    book.begin(Erasure(), ended(True))
+    book.save()
+    shelf.wall -= 1e6
+    again = shelf.open()
+    shelf.pass_time(RETENTION_S + 1)
+    again.settle(None)
+    assert len(again) == 0
+
+
+def test_a_large_note_is_written_less_often(shelf: Shelf) -> None:
+    book = shelf.open()
+    book.begin(Erasure.of([n.to_bytes(32, "big") for n in range(1 << 17)]), ended(True))
+    book.save()
+    for _ in range(10):
+        book.begin(Erasure.of([b"k" * 32]), ended(True))
+        book.save()
+    assert shelf.num_writes == 1
+    shelf.pass_time(4)
+    book.save()
+    book.save()
+    assert shelf.num_writes == 2
+
+
+def test_a_failed_note_is_written_again(shelf: Shelf) -> None:
+    book = shelf.open()
+    done, _ = book.begin(Erasure(), ended(True))
+    shelf.error = OSError(28, "No space left on device")
+    book.save()
+    book.settle(None)
+    assert not done.done()
+    shelf.error = None
+    book.save()
+    book.settle(None)
+    assert done.result(0) is True
