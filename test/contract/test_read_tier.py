@@ -16,6 +16,7 @@ from shared_tier import SharedTier
 from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, drained, eventually
+from sglang_tiered.sharing.lending import BorrowingClient, PageLender
 from sglang_tiered.storage.base import (
     Erasure,
     Health,
@@ -28,8 +29,8 @@ from sglang_tiered.storage.base import (
     Tier,
     WriteTier,
 )
+from sglang_tiered.storage.borrowed import BorrowedEngine
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
-from sglang_tiered.storage.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -103,7 +104,7 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         lender = PageLender(owner.directory, owner.submit_load)
         opened.callback(lender.close)
         borrower = BorrowedEngine()
-        borrower.lender, borrower.claim = owner.directory, b"model"
+        borrower.lender, borrower.claim = BorrowingClient(owner.directory), b"model"
         lender.claim = b"model"
         return Place(borrower, owner)
     tier: WriteTier

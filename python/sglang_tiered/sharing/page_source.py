@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.region.engine import RegionEngine
 
-__all__ = ["PageSource"]
+__all__ = ["BufferPool", "PageSource"]
 
 _SMALLEST_BYTES = 64 << 10
 
@@ -29,7 +29,7 @@ _SMALLEST_BYTES = 64 << 10
 class _Pages:
     """The pages that one read found. ``release`` returns ``data`` to the pool."""
 
-    def __init__(self, pool: _Memory, data: memoryview, places: list[Place | None]) -> None:
+    def __init__(self, pool: BufferPool, data: memoryview, places: list[Place | None]) -> None:
         self._pool = pool
         self.data = data
         self.places: Sequence[Place | None] = places
@@ -38,7 +38,7 @@ class _Pages:
         self._pool.return_buffer(self.data)
 
 
-class _Memory:
+class BufferPool:
     """Keeps aligned buffers for reuse: a fresh one costs a page fault per 4 KiB. Sizes are rounded
     up by a quarter at most, so that most requests fit a free one; ``max_free_bytes`` may be idle.
     """
@@ -72,7 +72,7 @@ class PageSource:
 
     def __init__(self, region: RegionEngine, *, max_free_bytes: int) -> None:
         self._region = region
-        self._memory = _Memory(max_free_bytes)
+        self._memory = BufferPool(max_free_bytes)
 
     @property
     def is_pressed(self) -> bool:

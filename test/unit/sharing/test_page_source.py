@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.runs import NAMESPACE, MakeRun
-from sglang_tiered.sharing.page_source import PageSource, _Memory
+from sglang_tiered.sharing.page_source import BufferPool, PageSource
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
@@ -150,7 +150,7 @@ def test_page_evicted_before_the_read_is_not_served(
 
 
 def test_idle_read_memory_is_bounded() -> None:
-    memory = _Memory(max_free_bytes=1 << 20)
+    memory = BufferPool(max_free_bytes=1 << 20)
     first = memory.borrow_buffer(300_000)
     assert 300_000 <= first.nbytes <= 375_000
     memory.return_buffer(first)

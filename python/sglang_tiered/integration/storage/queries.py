@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-    from sglang_tiered.storage.lending import BorrowedEngine
+    from sglang_tiered.storage.borrowed import BorrowedEngine
     from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.stack import TierStack
     from sglang_tiered.storage.stack.tiers import Span

@@ -57,7 +57,10 @@ class ReadPages(Protocol):
     """Memory with pages in it. The server calls ``release`` once, after its last use."""
 
     data: memoryview
-    places: Sequence[Place | None]  # by request order; None: not held under that length
+
+    @property
+    def places(self) -> Sequence[Place | None]:
+        """By request order; None: not held under that length."""
 
     def release(self) -> None: ...
 
@@ -96,9 +99,9 @@ class PageServer:
     """Answers every request exactly once, as long as its client is connected and reads: a client
     relies on that.
 
-    Binds ``host`` and ``port`` (0: any free one) on construction. Raises ``TransferError`` when
-    that fails. With ``keys`` everything is encrypted and only their holders are admitted. ``told``
-    is what followers hear; without it there is nothing to follow."""
+    Binds ``host`` and ``port`` (0: any free one), or ``endpoint``, on construction. Raises
+    ``TransferError`` when that fails. With ``keys`` everything is encrypted and only their holders
+    are admitted. ``told`` is what followers hear; without it there is nothing to follow."""
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class PageServer:
         namespace: bytes,
         host: str = "127.0.0.1",
         port: int = 0,
+        endpoint: str | None = None,
         settings: PageSettings | None = None,
         keys: Keys | None = None,
         told: Told | None = None,
@@ -125,17 +129,18 @@ class PageServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = keys.guard_server(self._context) if keys is not None else None
         try:
-            self._socket = self._bind(host, port, keys)
+            self._socket = self._bind(endpoint or endpoint_of(host, port or "*"), keys)
         except (zmq.ZMQError, OverflowError) as error:
             self._destroy()
+            where = f"{host} port {port}" if endpoint is None else endpoint
             raise TransferError(
-                f"cannot listen for other servers on {host} port {port} ({error}); choose another."
+                f"cannot listen for other servers on {where} ({error}); choose another."
             ) from error
         self._loop = EndpointLoop("tier-page-server", self._step, self._tick)
         self._loop.add_socket(self._socket, self._on_messages)
         self._loop.start()
 
-    def _bind(self, host: str, port: int, keys: Keys | None) -> zmq.Socket[bytes]:
+    def _bind(self, endpoint: str, keys: Keys | None) -> zmq.Socket[bytes]:
         settings = self._settings
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
@@ -146,13 +151,14 @@ class PageServer:
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = max(_HEARTBEAT_MS, math.ceil(settings.stuck_timeout_s * 1000))
         socket.tcp_maxrt = math.ceil(settings.stuck_timeout_s * 1000)
-        socket.ipv6 = ":" in host
+        socket.ipv6 = "[" in endpoint
         if keys is not None:
             keys.secure_server(socket)
-        socket.bind(endpoint_of(host, port or "*"))
-        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+        socket.bind(endpoint)
+        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        port = bound.rstrip(b"\0").rpartition(b":")[2]
+        self.port = int(port) if port.isdigit() else 0
         return socket
 
     def set_namespace(self, namespace: bytes) -> None:

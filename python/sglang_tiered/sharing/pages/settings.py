@@ -24,6 +24,7 @@ class PageSettings:
     work of its own.
     """
 
+    is_local: bool = False  # over a Unix socket, of this machine and user
     connect_timeout_s: float = 2.0
     answer_timeout_s: float = 5.0
     idle_s: float = 60.0

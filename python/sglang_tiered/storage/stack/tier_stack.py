@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import ReadTier, RemoteTier, Run, TenantUsage
-    from sglang_tiered.storage.lending import BorrowedEngine
+    from sglang_tiered.storage.borrowed import BorrowedEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
 __all__ = ["AppliedErasures", "TierStack"]
@@ -123,6 +123,11 @@ class TierStack(WriteTier):
     @property
     def _all(self) -> list[ReadTier]:
         return [self.nvme, *self.remote.values()]
+
+    @property
+    def generation(self) -> int:
+        """Changes with every erasure, once all tiers hide what it names."""
+        return self._generation
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Report every read of a tier to an observer from now on."""

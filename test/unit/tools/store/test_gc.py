@@ -15,13 +15,12 @@ import pytest
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
 from sglang_tiered.integration.storage.shards import shard_name
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
-from sglang_tiered.storage.lending.wire import short_path
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import ERASED_NAME, MANIFEST_NAME, NOTE_NAMES
+from sglang_tiered.storage.region.files import ERASED_NAME, LENDING_NAME, MANIFEST_NAME, NOTE_NAMES
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 from sglang_tiered.tools.store import gc
@@ -60,8 +59,10 @@ def untidy(
     engine.close()
     flip(shard / region_name(0), 8)
     (shard / "PROBE").write_bytes(b"")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender, short_path(shard) as path:
-        lender.bind(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender:
+        directory = os.open(shard, os.O_RDONLY)
+        lender.bind(f"/proc/self/fd/{directory}/{LENDING_NAME}")  # whose own name may be too long
+        os.close(directory)
     (shard / "CHECKPOINT.tmp").write_bytes(b"x")
     for name in NOTE_NAMES:
         (shard / name).write_bytes(b"x")

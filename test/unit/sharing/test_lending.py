@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import socket
+import dataclasses
+import os
+import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.sharing.lending import BorrowingClient, PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
-from sglang_tiered.storage.lending import BorrowedEngine, PageLender, lender
-from sglang_tiered.storage.lending.wire import short_path
+from sglang_tiered.storage.borrowed import BorrowedEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.files import LENDING_NAME
@@ -47,7 +49,7 @@ def lending(owner: RegionEngine) -> Iterator[PageLender]:
 @pytest.fixture
 def borrower(owner: RegionEngine) -> Iterator[BorrowedEngine]:
     engine = BorrowedEngine()
-    engine.lender, engine.claim = owner.directory, b"model"
+    engine.lender, engine.claim = BorrowingClient(owner.directory), b"model"
     yield engine
     engine.close()
     engine.check_integrity()
@@ -57,7 +59,7 @@ def store(engine: RegionEngine, run: Run) -> None:
     assert set(finished(engine.submit_store(run))) == {Reason.OK}
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 9_000, lender.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, 9_000, 4 << 20])
 def test_another_process_loads_in_pieces_of_any_size(
     owner: RegionEngine,
     lending: PageLender,
@@ -65,10 +67,12 @@ def test_another_process_loads_in_pieces_of_any_size(
     make_run: MakeRun,
     blank: Blank,
     page_data: PageData,
-    monkeypatch: pytest.MonkeyPatch,
     piece_bytes: int,
 ) -> None:
-    monkeypatch.setattr(lender, "PIECE_BYTES", piece_bytes)
+    client: Any = borrower.lender
+    client._client._settings = dataclasses.replace(
+        client._client._settings, request_bytes=piece_bytes
+    )
     stored, missing = make_run(1, [100, (4096, 50), 9000, (1,) * 600]), make_run(2, [100])
     store(owner, stored)
     keys, pages = stored.keys, stored.pages
@@ -208,19 +212,20 @@ def test_a_dead_lender_is_misses_until_the_next(
     """Its process is killed in the middle of an answer, and the socket stays behind."""
     now = 100.0
     borrower = BorrowedEngine(clock=lambda: now)
-    borrower.lender, borrower.claim = owner.directory, b"model"
+    borrower.lender, borrower.claim = BorrowingClient(owner.directory), b"model"
     run = make_run(1, [100])
     store(owner, run)
-    with socket.socket(socket.AF_UNIX) as listening:
-        with short_path(owner.directory) as path:
-            listening.bind(path)
-        listening.listen()
-        listening.settimeout(TIMEOUT_S)
-        job = borrower.submit_load(blank(run))
-        connection, _ = listening.accept()
-        assert connection.recv(1)
-        connection.close()
-        assert finished(job) == [Reason.MISS]
+    process = os.fork()
+    if process == 0:  # listens, and is killed with the question unanswered
+        held = HeldEngine(owner)
+        first = PageLender(owner.directory, held.submit)
+        first.claim = b"model"
+        held.begun.wait(TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    eventually((owner.directory / LENDING_NAME).exists)
+    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
+    os.waitpid(process, 0)
+    assert (owner.directory / LENDING_NAME).exists()
     assert borrower.stats().health is Health.MISS_ONLY
     assert borrower.lookup(run.keys) == (0, Stop.UNHEALTHY)
 
@@ -249,3 +254,52 @@ def test_closing_leaves_the_socket_of_others(owner: RegionEngine) -> None:
     assert (owner.directory / LENDING_NAME).exists()
     others.close()
     assert not (owner.directory / LENDING_NAME).exists()
+
+
+def test_one_read_serves_all_ranks_that_ask(
+    owner: RegionEngine,
+    held: tuple[HeldEngine, PageLender],
+    make_run: MakeRun,
+    blank: Blank,
+    page_data: PageData,
+) -> None:
+    engine, lends = held
+    run = make_run(1, [5000, 100])
+    store(owner, run)
+    borrowers, jobs = [BorrowedEngine() for _ in range(3)], []
+    for one in borrowers:
+        one.lender, one.claim = BorrowingClient(owner.directory), b"model"
+        jobs.append(one.submit_load(blank(run)))
+    eventually(lambda: sum(r.num_readers for r in lends._source._reads.values()) == 3)
+    engine.let_go.set()
+    for job in jobs:
+        assert finished(job) == [Reason.OK] * 2
+        assert page_data(job.run) == page_data(run)
+    assert owner.stats().num_pages_loaded == 2
+    for one in borrowers:
+        one.close()
+    eventually(lambda: not lends._source._reads)
+
+
+def test_who_asks_after_an_erasure_joins_no_read(
+    owner: RegionEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    generation = [0]
+    engine = HeldEngine(owner)
+    lends = PageLender(owner.directory, engine.submit, lambda: generation[0])
+    lends.claim = b"model"
+    run = make_run(1, [100])
+    store(owner, run)
+    borrowers = [BorrowedEngine() for _ in range(2)]
+    for one in borrowers:
+        one.lender, one.claim = BorrowingClient(owner.directory), b"model"
+    before = borrowers[0].submit_load(blank(run))
+    assert engine.begun.wait(TIMEOUT_S)
+    generation[0] += 1
+    after = borrowers[1].submit_load(blank(run))
+    eventually(lambda: len(lends._source._reads) == 2)
+    engine.let_go.set()
+    assert finished(before) == finished(after) == [Reason.OK]
+    for one in borrowers:
+        one.close()
+    lends.close()

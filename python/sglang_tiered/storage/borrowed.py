@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
-
-import msgspec
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_tiered.storage.base import (
     EngineStats,
@@ -23,53 +19,55 @@ from sglang_tiered.storage.base import (
     WriteTier,
 )
 from sglang_tiered.storage.jobs import JobBook
-from sglang_tiered.storage.lending.wire import (
-    Request,
-    receive_into,
-    receive_message,
-    send_message,
-    short_path,
-)
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
-    from pathlib import Path
 
     from sglang_tiered.storage.base import Erasure, TenantUsage
 
-__all__ = ["BorrowedEngine"]
-
-NUM_THREADS = 2
-"""Loads that are under way at once: the one that SGLang waits for, and the next."""
+__all__ = ["BorrowedEngine", "Lender"]
 
 RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""
 
-_REASONS = tuple(Reason)
+
+class Lender(Protocol):
+    """The process that has the pages."""
+
+    def fetch(
+        self,
+        claim: bytes,
+        run: Run,
+        deadline_s: float | None,
+        done: Callable[[list[Reason] | None], None],
+    ) -> None:
+        """Fill the pages of a run with those of the lender, if it takes them for the same
+        (``claim``). ``done`` is called once, on a thread that must not wait, after the last touch
+        of the pages; None: there is no lender."""
+
+    def close(self) -> None:
+        """End every fetch."""
 
 
 class BorrowedEngine(WriteTier):
     """Loads pages from the lender, and keeps none. Lookups answer that every key is held, and
     stores that it is held already: only the lender knows, and the caller takes the minimum of both.
     Nothing is found while ``claim`` or ``lender`` is None: what the pages are taken to be, and the
-    shard of the process that has them. A page that the lender lost meanwhile is a miss."""
+    process that has them. A page that the lender lost meanwhile is a miss."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.claim: bytes | None = None
-        self.lender: Path | None = None
+        self.lender: Lender | None = None
         self.notes = _NoNotes()
         self._clock = clock
         self._lock = threading.Lock()  # of all below
         self._closed = False
         self._generation = 0  # of erasures
         self._failed_at: float | None = None
-        self._idle: list[socket.socket] = []
-        self._connections: set[socket.socket] = set()
         self._jobs = JobBook()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tier-borrower")
 
     @property
     def serves(self) -> bool:
@@ -110,73 +108,24 @@ class BorrowedEngine(WriteTier):
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
+            claim, lender, generation = self.claim, self.lender, self._generation
             if self._closed:
                 self._jobs.finish(job)
-            else:
-                self._threads.submit(self._load, job, self.claim, self._generation)
+                return job
+        done = partial(self._ended, job, generation)
+        if claim is None or lender is None:
+            done([Reason.MISS] * run.num_pages)
+        else:
+            lender.fetch(claim, run, deadline_s, done)
         return job
 
-    def _load(self, job: Job, claim: bytes | None, generation: int) -> None:
-        reasons = [Reason.MISS] * job.run.num_pages
-        try:
-            if claim is not None and self.lender is not None:
-                self._ask(job.run, claim, self.lender, reasons)
-                self._failed_at = None
-        except (OSError, msgspec.MsgspecError):
-            self._failed_at = self._clock()
-        finally:
-            with self._lock:
-                if generation != self._generation:  # some of it may be erased
-                    reasons = [Reason.CANCELLED] * job.run.num_pages
-                job.reasons = reasons
-                self._jobs.finish(job)
-
-    def _ask(self, run: Run, claim: bytes, lender: Path, reasons: list[Reason]) -> None:
-        """Fill ``reasons`` as pages arrive. Raises ``OSError`` where the lender ends before."""
-        lengths = [sum(segment.nbytes for segment in page) for page in run.pages]
-        connection = self._connect(lender)
-        try:
-            request = Request(claim, list(run.keys), lengths)
-            send_message(connection, msgspec.msgpack.encode(request))
-            at = 0
-            while at < run.num_pages:
-                piece = receive_message(connection)
-                if not piece or len(piece) > run.num_pages - at:
-                    raise ConnectionError("the lender ended in the middle of an answer")
-                arrived = [_REASONS[number] for number in piece]
-                for position, reason in enumerate(arrived, at):
-                    if reason is Reason.OK:
-                        for segment in run.pages[position]:
-                            receive_into(connection, segment)
-                    reasons[position] = reason
-                at += len(piece)
-        except BaseException:
-            self._drop(connection)
-            raise
+    def _ended(self, job: Job, generation: int, reasons: list[Reason] | None) -> None:
         with self._lock:
-            self._idle.append(connection)
-
-    def _connect(self, lender: Path) -> socket.socket:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with self._lock:
-            self._connections.add(connection)
-        try:
-            with short_path(lender) as path:
-                connection.connect(path)
-            if self._closed:  # which did not see this one, perhaps
-                raise ConnectionError("closed")
-        except OSError:
-            self._drop(connection)
-            raise
-        return connection
-
-    def _drop(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-        connection.close()
+            self._failed_at = self._clock() if reasons is None else None
+            job.reasons = reasons or [Reason.MISS] * job.run.num_pages
+            if generation != self._generation:  # some of it may be erased
+                job.reasons = [Reason.CANCELLED] * job.run.num_pages
+            self._jobs.finish(job)
 
     # ---- What concerns the store is its owner's ----
 
@@ -229,19 +178,11 @@ class BorrowedEngine(WriteTier):
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._connections)
-        for connection in connections:  # ends the wait for an answer
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._threads.shutdown(wait=True)
-        self._idle.clear()
-        for connection in list(self._connections):
-            self._drop(connection)
+        if self.lender is not None:
+            self.lender.close()
 
     def check_integrity(self) -> None:
-        with self._lock:
-            idle = set(self._idle)
-            assert idle <= self._connections, f"{len(idle - self._connections)} unknown connections"
+        """Do nothing: there are no books but of jobs."""
 
 
 class _NoNotes(Notes):
