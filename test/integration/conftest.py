@@ -160,7 +160,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For modules about how long computing takes, which are to call theirs ``model``."""
+    """For modules about how long computing takes."""
     path = tmp_path_factory.mktemp("model") / "demo"
     write_model(path, 0, SHAPES["8m"])
     return path

@@ -26,10 +26,10 @@ POOL = ("--max-total-tokens", str(LENGTH + 4096))
 
 
 def test_turn_of_a_hundred_thousand_tokens_returns(
-    launch: Launch, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server_process.REQUEST_DEADLINE_S", 600.0)
-    long_context = write_long_context(model, tmp_path / "model", 1 << 17)
+    long_context = write_long_context(demo_model, tmp_path / "model", 1 << 17)
     (context,), (turn,) = make_prompts(51, 1, LENGTH), make_prompts(52, 1, TURN)
 
     def ask(*arguments: str) -> tuple[Answer, Answer]:
