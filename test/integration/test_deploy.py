@@ -253,14 +253,14 @@ def test_a_chat_request_is_answered_through_the_router(stack: Stack) -> None:
     assert answer["choices"][0]["message"]["content"]
 
 
-def test_servers_share_the_index_and_the_bucket(stack: Stack) -> None:
+def test_servers_share_the_redis_and_the_bucket(stack: Stack) -> None:
     for name in SERVERS:
         (record,) = ask(stack.url(name, 30000) + "/tier/costs")["ranks"]
         assert (record["role"], record["keyed"]) == (name, True)
         assert all(record["tiers"][tier]["healthy"] for tier in ("nvme", "peer", "object")), record
     place = {"host": "127.0.0.1", "port": stack.ports["redis", 6379]}
     with Redis(**place, password=SECRETS["REDIS_PASSWORD"]) as client:
-        assert len(list(client.scan_iter("sgt1:*:serves:*"))) == len(SERVERS)
+        assert len(list(client.scan_iter("sgt2:*:server:*"))) == len(SERVERS)
     with Redis(**place) as stranger, pytest.raises(AuthenticationError):
         stranger.ping()
     assert stack.bucket is not None

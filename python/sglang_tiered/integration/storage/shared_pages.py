@@ -4,7 +4,7 @@ Latent attention (MLA) has one vector per token instead of the keys and values o
 and every rank of tensor parallelism computes all of it. The lowest rank on a machine opens the
 tiers as a server of one rank would: its shard, its namespace and its part of the limits do not say
 how many ranks there are, so a server with another ``--tp-size`` finds the same pages. The others
-open nothing (``storage.lending``).
+open nothing (``sharing.lending``).
 """
 
 from __future__ import annotations
