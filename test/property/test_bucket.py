@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class TwoEngines(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
-        self.now = 1_000_000.0
+        self.now = time.time()
         self.present: dict[bytes, set[bytes]] = {name: set() for name in NAMESPACES}
         # Pages of which some copy was damaged: which copy counts is not the model's to know.
         self.damaged: dict[bytes, set[bytes]] = {name: set() for name in NAMESPACES}
@@ -143,7 +144,9 @@ class TwoEngines(RuleBasedStateMachine):
         pairs = {(namespace, key) for namespace in namespaces for key in gone}
         self.erased |= pairs
         self.unheard[1 - number] |= pairs
-        self.unheard[number] -= pairs
+        # It has heard of all others: what it stored before that is from before.
+        self.must[number] -= {key for _, key in self.unheard[number]}
+        self.unheard[number].clear()
         self.may[number] -= gone
         for other in (0, 1):
             if self.namespaces[other] in namespaces:
@@ -197,7 +200,7 @@ class TwoEngines(RuleBasedStateMachine):
         if not found:
             return
         namespace, path, key = found[choice % len(found)]
-        data = bytearray(path.read_bytes())
+        data = bytearray(path.read_bytes() or b"?")
         if how == "flip":
             data[choice % len(data)] ^= 1 << choice % 8
             path.write_bytes(data)
