@@ -79,6 +79,7 @@ FORKED = {
     "test_pod_backend",
     "test_prefetch",
     "test_route",
+    "test_route_pair",
     "test_sglang_server_kits",
     "test_trained_model",
     "test_weights",
