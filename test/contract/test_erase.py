@@ -503,7 +503,8 @@ def test_an_erasure_reaches_a_peer_before_pages(peers: Peers, what: Erasure, oth
     elif other_is == "down":
         other = peers.open("other")
     peers.connect()
-    assert store(other, LATER, B) == [Reason.OK] * 4
+    # It hears of the erasure in between, if that means these pages too.
+    assert set(store(other, LATER, B)) <= {Reason.OK, Reason.CANCELLED}
     if other_is in ("up", "both restarted"):
         assert not any(other.nvme.contains(GONE)), "true before it was done"
     eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")

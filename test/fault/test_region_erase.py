@@ -230,6 +230,26 @@ def test_erasures_go_with_the_last_older_region(tmp_path: Path) -> None:
         assert len(engine._device.read_file(ERASED_NAME)) == 8192  # type: ignore[attr-defined]
 
 
+def test_a_deleted_regions_blocks_bring_nothing_back(tmp_path: Path) -> None:
+    """A new region file may be given them, and a loss of power may uncover them: they are taken for
+    the region only if they carry its number."""
+    device = SimulatedDevice()
+    with running(tmp_path, device) as engine:
+        assert store(engine, OF_A[:3], A) == [Reason.OK] * 3
+        for what in (Erasure(), Erasure(tenant=A)):  # two records, so the next start writes one
+            assert is_true(engine.erase(what), TIMEOUT_S)
+    device = device.restart()
+    with running(tmp_path, device):
+        pass
+    device = device.restart()
+    with running(tmp_path, device) as engine:
+        device.power_off_at = device.num_changes + 1  # a file is made, and gets its header
+        assert store(engine, LATER[:1]) != [Reason.OK]
+    for seed in range(64):
+        with running(tmp_path, SimulatedDevice(device.crash("reorder", seed))) as engine:
+            assert not any(engine.contains(OF_A[:3])), seed
+
+
 @pytest.mark.parametrize("is_torn", [False, True])
 def test_only_what_no_region_holds_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_torn: bool
@@ -405,6 +425,32 @@ def test_what_was_under_way_never_lands(tmp_path: Path) -> None:
         assert held(engine, wanted) == 4
 
 
+def test_stores_of_a_namespace_before_are_forgotten_too(tmp_path: Path) -> None:
+    """They are on their way still when the namespace has changed, and may be of use to a later
+    process: what is forgotten of them must not be there then."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    def before(operation: str) -> None:
+        if operation == "writev":
+            writing.set()
+            assert go_on.wait(TIMEOUT_S)
+
+    inner = SimulatedDevice()
+    with running(tmp_path, FaultyDevice(inner, before=before)) as engine:
+        jobs = [submit(engine, LATER[:2])]
+        assert writing.wait(TIMEOUT_S)
+        jobs += [submit(engine, LATER[2:4]), submit(engine, [LATER[4]])]
+        engine.set_namespace(b"\x77" * 32)
+        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4]]))
+        go_on.set()
+        assert is_true(durable, TIMEOUT_S)
+        assert all(job.wait(TIMEOUT_S) for job in jobs)
+        assert drained(engine, TIMEOUT_S)
+        engine.check_integrity()
+    with running(tmp_path, inner.restart()) as engine:
+        assert engine.contains(LATER[:5]) == [False, True, False, True, False]
+
+
 def test_pages_being_rescued_are_forgotten_too(tmp_path: Path) -> None:
     """Reclaim holds pinned pages in memory, on their way to the end of the log."""
     reading, go_on = threading.Event(), threading.Event()
@@ -471,9 +517,13 @@ def test_bounds_of_keys_survive_packing() -> None:
     assert np.array_equal(found.rows, made.rows)
     assert len(made.rows) == 3
     assert made.next_sequence() == 6
-    assert made.drop_before(5)
-    assert made.is_empty, "a bound at the first extent of a region says nothing of it"
-    assert not made.drop_before(5)
+    unused = Erased()
+    unused.add(Erasure.of([b"c" * 32]), Bound(7, 0))
+    assert unused.next_sequence() == 7, "region 7 has nothing that is meant"
+    made.drop_before(5)
+    assert not made.tenants, "a bound at the first extent of a region says nothing of it"
+    assert not len(made.rows)
+    assert (made.everyone, made.next_sequence()) == (Bound(5, 0), 5)
 
 
 def test_forgetting_checks_its_keys(tmp_path: Path) -> None:

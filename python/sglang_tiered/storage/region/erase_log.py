@@ -164,25 +164,26 @@ class Erased:
 
     def next_sequence(self) -> int:
         """Return a sequence above all bounds: what is stored from now on is not meant."""
-        bounds = [bound.sequence + 1 for bound in (self.everyone, *self.tenants.values())]
-        bounds += [int(part["sequence"].max()) + 1 for part in self.parts if len(part)]
-        return 0 if self.is_empty else max(bounds)
+        bounds = (self.everyone, *self.tenants.values())
+        above = [bound.sequence + (bound.offset > 0) for bound in bounds]
+        above += [int((p["sequence"] + (p["offset"] > 0)).max()) for p in self.parts if len(p)]
+        return max(above)
 
-    def drop_before(self, sequence: int) -> bool:
-        """Drop what speaks only of regions older than ``sequence``; true when there was any."""
+    def drop_before(self, sequence: int) -> None:
+        """Drop what speaks only of regions older than ``sequence``, which are gone, and say that
+        they are dead. So their numbers are not given again: after a loss of power a filesystem may
+        show a new file the blocks of a deleted one, which would be taken for a region of that
+        number."""
+        if self.is_empty:
+            return
         first = Bound(sequence, BLOCK_BYTES)
-        kept = {tenant: bound for tenant, bound in self.tenants.items() if bound > first}
+        self.tenants = {tenant: bound for tenant, bound in self.tenants.items() if bound > first}
+        self.everyone = max(self.everyone, Bound(sequence, 0))
         rows = self.rows
         is_new = (rows["sequence"] > sequence) | (
             (rows["sequence"] == sequence) & (rows["offset"] > BLOCK_BYTES)
         )
-        changed = len(kept) < len(self.tenants) or NOWHERE < self.everyone <= first
-        self.tenants = kept
-        self.everyone = self.everyone if self.everyone > first else NOWHERE
-        if is_new.all():
-            return changed
         self.parts = [rows[is_new]]
-        return True
 
     def keep_needed(self, regions: Iterable[tuple[int, Contents]]) -> None:
         """Drop what none of these regions, which are all there are, holds a page of."""

@@ -130,10 +130,9 @@ class StoreState:
             self.hide_all(keep=False)
         else:
             self.num_pages_erased += self.index.drop_tenant(tenant)
-        queued = [o for o in self.stores if isinstance(o, StoreTicket)]
-        placed = [part.ticket for write in self.writes for part in write.parts]
-        placed += [part.ticket for part in self.placing]
-        gone = {ticket for ticket in (*queued, *placed) if tenant in (None, ticket.tenant)}
+        queued = self._queued()
+        under_way = (*queued, *self._placed())
+        gone = {ticket for ticket in under_way if tenant in (None, ticket.tenant)}
         for ticket in gone:
             for index in range(len(ticket.positions)):
                 self._drop_pending(ticket, index)
@@ -145,8 +144,12 @@ class StoreState:
 
     def _erase_pages(self, keys: Sequence[bytes]) -> None:
         self.num_pages_erased += self.index.discard(key_words(keys))
-        gone = {key for key in keys if key in self.pending}
-        for ticket in {self.pending[key] for key in gone}:
+        gone = set(keys)
+        tickets = {self.pending.pop(key) for key in keys if key in self.pending}
+        # Those of a namespace before are not pending, but a later process may find their pages.
+        under_way = (*self._queued(), *self._placed())
+        tickets.update(each for each in under_way if each.generation != self.generation)
+        for ticket in tickets:
             ticket.forgotten |= gone.intersection(map(ticket.key, range(ticket.num_placed)))
             waiting = ticket.positions[ticket.num_placed :]
             kept = [p for p in waiting if ticket.job.run.keys[p] not in gone]
@@ -157,8 +160,15 @@ class StoreState:
             if waiting and not kept:
                 self.stores.remove(ticket)
                 self._finish_if_settled(ticket)
-        for key in gone:
-            del self.pending[key]
+
+    def _queued(self) -> list[StoreTicket]:
+        """Return the stores that have pages without a place."""
+        return [order for order in self.stores if isinstance(order, StoreTicket)]
+
+    def _placed(self) -> list[StoreTicket]:
+        """Return the stores that have pages on their way to the device."""
+        parts = itertools.chain(self.placing, *(write.parts for write in self.writes))
+        return [part.ticket for part in parts]
 
     def hide(self, item: Wanted, reason: Reason) -> None:
         """Hide a page that could not be loaded, or a bad sector would fail the same load for ever.
