@@ -1,7 +1,8 @@
 """What is held: the pages that a bucket lists, in memory. No I/O.
 
-A page takes about 200 bytes: its key, a row of 28 bytes, and their place in a table that the
-collector of garbage need not look into. Nothing here locks: the owner's lock guards every call.
+A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 28 bytes,
+and their place in a table that the collector of garbage need not look into. Nothing here locks: the
+owner's lock guards every call.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Held(NamedTuple):
 
 
 class _Share:
-    """What one tenant has. One that was erased is dead, and its rows are swept later."""
+    """What one tenant has. One that was erased is dead, and its rows are swept later. ``keys`` are
+    by age, roughly, and only of a share that has a limit."""
 
     def __init__(self, tenant: bytes) -> None:
         self.tenant = tenant
         self.num_pages = self.num_bytes = 0
+        self.keys: dict[bytes, None] = {}
 
 
 class PageIndex:
@@ -142,7 +145,8 @@ class PageIndex:
         self._rows[name.key] = _ROW.pack(*row)
         self._count(share, 1, stored)
         if self._max_tenant_bytes is not None and any(name.tenant):
-            self._evict_of_share(number, share, self._max_tenant_bytes)
+            share.keys[name.key] = None
+            self._evict_of_share(share, self._max_tenant_bytes)
         self._evict()
 
     def _count(self, share: _Share, num_pages: int, num_bytes: int) -> None:
@@ -172,6 +176,7 @@ class PageIndex:
         del self._rows[key]
         share = self._shares[held.share]
         assert share is not None
+        share.keys.pop(key, None)
         self._count(share, -1, -held.stored)
         return True
 
@@ -239,14 +244,15 @@ class PageIndex:
                 num_dropped += self.drop(key)
         return num_dropped
 
-    def _evict_of_share(self, number: int, share: _Share, limit: int) -> None:
-        if share.num_bytes <= limit:
-            return
-        for key in list(self._rows):
+    def _evict_of_share(self, share: _Share, limit: int) -> None:
+        """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""
+        for _ in range(len(share.keys)):
             if share.num_bytes <= limit:
                 return
-            row = self._rows[key]
-            if _ROW.unpack(row)[0] == number and not self._is_pinned(key):
+            key = next(iter(share.keys))
+            if self._is_pinned(key):
+                share.keys[key] = share.keys.pop(key)
+            else:
                 self.num_pages_evicted += self.drop(key)
 
     def check_integrity(self) -> None:
@@ -260,4 +266,6 @@ class PageIndex:
         usage = self.usage()
         shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
         assert shares == found, f"tenants have {shares} of {found}"
+        keyed = {key for share in self._shares if share is not None for key in share.keys}
+        assert keyed <= self._rows.keys(), "a share has keys without rows"
         assert self.num_pages <= self._max_pages, f"{self.num_pages} > {self._max_pages}"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sglang_tiered.storage.bucket.index import PageIndex
 from sglang_tiered.storage.bucket.names import PageName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -70,6 +74,24 @@ def test_a_tenants_share_costs_no_other_tenant() -> None:
     for number in range(10, 20):
         table.put(page(number), 100)
     assert held(table, 1, *range(10, 20)) == [1, 17, 18, 19]
+    table.check_integrity()
+
+
+class Unwalked(dict[bytes, bytes]):
+    def __iter__(self) -> Iterator[bytes]:
+        raise AssertionError("all pages are looked at")
+
+
+def test_a_full_share_looks_at_no_other_page() -> None:
+    """Or each page that is listed would cost as much as all that are held, under the lock."""
+    table = index(max_tenant_bytes=300)
+    for number in range(1000):
+        table.put(page(number, tenant=B if number % 100 == 99 else number.to_bytes(16, "big")), 100)
+    rows = table._rows = Unwalked(table._rows)
+    for number in range(2000, 2010):
+        table.put(page(number, tenant=B), 100)
+    table._rows = dict(rows.items())
+    assert held(table, 999, *range(2000, 2010)) == [999, 2008, 2009]
     table.check_integrity()
 
 
