@@ -106,7 +106,7 @@ def test_bucket_pages_reach_nvme_under_their_tenant(
     assert len(held) == NUM_PAGES + 2, "the windows too"
     assert {page.tenant for page in held} == {TENANT}
     assert all(page.is_used for page in held), "reclaim would take them first"
-    shutil.rmtree(str(resumed.stack.bucket._client.directory))  # type: ignore[attr-defined]
+    shutil.rmtree(str(resumed.stack.bucket._requests.directory))  # type: ignore[attr-defined]
     pool = resumed.mem_pool_host
     expected = pool.buffer.clone()
     pool.buffer.zero_()
@@ -124,7 +124,7 @@ def test_nvme_that_stores_nothing_ends_a_checkpoint(
 
 
 def test_bucket_without_its_objects_ends_a_checkpoint(resumed: TieredStorage) -> None:
-    shutil.rmtree(str(resumed.stack.bucket._client.directory))  # type: ignore[attr-defined]
+    shutil.rmtree(str(resumed.stack.bucket._requests.directory))  # type: ignore[attr-defined]
     begun = time.monotonic()
     assert make_durable(resumed, HASHES, Tier.NVME, TENANT, 0.5) == 0
     assert time.monotonic() - begun < 5.0
