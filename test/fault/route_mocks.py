@@ -140,7 +140,7 @@ class Mocks:
     """``run`` runs what mocks do on their thread."""
 
     def __init__(self, ports: Sequence[int]) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # whatever SGLang's import made the default
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.all = [Mock(port) for port in ports]

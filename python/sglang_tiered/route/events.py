@@ -161,7 +161,8 @@ async def _replayed(
         await socket.send_multipart([b"", due.to_bytes(8, "big")])
         while True:
             try:
-                frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
+                async with asyncio.timeout(REPLAY_S):  # ``wait_for`` may lose a cancellation
+                    frames = await socket.recv_multipart()
             except TimeoutError:
                 return
             if len(frames) != 4 or frames[2] == _END:

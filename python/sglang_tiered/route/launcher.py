@@ -190,7 +190,8 @@ async def _end(process: asyncio.subprocess.Process | None) -> None:
         return
     process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), STOP_S)
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

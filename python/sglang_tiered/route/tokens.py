@@ -145,7 +145,8 @@ class TokenReader:
         work = asyncio.ensure_future(self._make(data, path))
         work.add_done_callback(self._done)
         try:
-            return await asyncio.wait_for(asyncio.shield(work), self._budget_s)
+            async with asyncio.timeout(self._budget_s):
+                return await asyncio.shield(work)
         except TimeoutError:
             self.num_late += 1
             return guess

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.kv_events import (
 )
 
 from server_process import free_port
-from sglang_tiered.route.events import Publisher, apply, follow, publisher_of
+from sglang_tiered.route.events import REPLAY_S, Publisher, apply, follow, publisher_of
 from sglang_tiered.route.pages import PageIndex
 
 if TYPE_CHECKING:
@@ -129,6 +129,32 @@ def test_lost_batch_is_replayed(told: Told) -> None:
             (skip, lambda: told.own(1, 2, 3) == (3, 3, 3)),
         ]
     )
+
+
+def test_a_follower_cancelled_with_a_replay_ends(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its server has gone, and just then something arrives."""
+    arriving: list[asyncio.Future[list[bytes]]] = []
+
+    def receive(_: object) -> asyncio.Future[list[bytes]]:
+        arriving.append(asyncio.get_running_loop().create_future())
+        return arriving[-1]
+
+    async def run() -> None:
+        context = zmq.asyncio.Context()
+        work = asyncio.create_task(follow(context, told.where, PageIndex(), 0))
+        while not arriving:
+            await asyncio.sleep(0)
+        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
+        arriving[0].set_result([b"", b"kv", bytes(8), payload])
+        work.cancel()
+        ended, _ = await asyncio.wait([work], timeout=2 * REPLAY_S)
+        context.destroy(linger=0)
+        assert ended, "it goes on"
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive)
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("replays", [True, False])
