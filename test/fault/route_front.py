@@ -75,12 +75,17 @@ class Front:
         eventually(is_ready, f"{num_servers} servers behind the front")
 
     def picker_pid(self) -> int:
-        (pid,) = [
-            child.pid
-            for child in psutil.Process(self.process.pid).children()
-            if "--with-parent" in child.cmdline()
-        ]
-        return int(pid)
+        """The picker's, once there is one: a dead one is followed by another a moment later."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process(self.process.pid).children()
+                found[:] = [one.pid for one in children if "--with-parent" in one.cmdline()]
+            return len(found) == 1
+
+        eventually(is_there, "one picker")
+        return found[0]
 
     # ---- Asking ----
 
