@@ -80,7 +80,7 @@ def test_ranks_keep_latent_attention_pages_only_once(
     assert kept(server) == kept_by_one
     server.stop()
     assert shards(tmp_path / "two") == shards(tmp_path / "one")
-    # What an object and its manifest cost beside their pages depends on how many there are.
+    # What pins, records and markers take differs by little.
     difference = bucket_bytes(tmp_path / "two") - bucket_bytes(tmp_path / "one")
     assert abs(difference) < PAGE_BYTES
 

@@ -128,7 +128,7 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the tiers are open, or opening; an operator may have detached them."""
 
     server: str
-    """This scheduler's id in the index of other servers, in hex; empty without an index."""
+    """This scheduler's id among the servers that share pages, in hex; empty without any."""
 
     page_tokens: Annotated[int, Meta(gt=0, lt=1 << 53)]
     kv_bytes_per_token: Annotated[int, Meta(gt=0, lt=1 << 53)]
