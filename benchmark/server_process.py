@@ -47,17 +47,23 @@ def _ports() -> Iterator[int]:
 _own_ports, _ports_lock = _ports(), threading.Lock()
 
 
-def free_port() -> int:
-    """A free port that no other worker of these tests picks before it is bound, which a server
-    does seconds later: all are below 22,000, from where on SGLang picks those that its children
-    bind, below 30000, where the documented commands listen, and below those of outgoing
-    connections."""
+def free_ports(number: int) -> int:
+    """The first of so many neighbours that are free, and that no other worker of these tests picks
+    before they are bound, which a server does seconds later: all are below 22,000, from where on
+    SGLang picks those that its children bind, below 30000, where the documented commands listen,
+    and below those of outgoing connections."""
+    assert number <= STRIDE
     while True:
         with _ports_lock:
-            port = next(_own_ports)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+            first = next(_own_ports)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
+def free_port() -> int:
+    return free_ports(1)
 
 
 @dataclass

@@ -79,15 +79,15 @@ def test_a_pin_outlives_cap_and_age_everywhere(url: str) -> None:
 
 
 def test_churn_of_ten_caps_leaves_a_pin(tmp_path: Path) -> None:
+    """A name's time is in seconds, so the writers' clock goes on by one a run."""
     url, size = tmp_path.as_uri(), 14_000
-    cap = 6 * size
-    with (
-        opened(url, capacity_bytes=cap) as first,
-        opened(url, capacity_bytes=cap) as second,
-    ):
+    cap, now = 6 * size, time.time()
+    settings = {"capacity_bytes": cap, "wall_clock": lambda: now}
+    with opened(url, **settings) as first, opened(url, **settings) as second:
         assert store(first, run_of(0), run_of(1)) == OK
         pinned(first, "a", run_of(0))
         for number in range(2, 62):
+            now += 1.0
             assert store((first, second)[number % 2], run_of(number)) == OK
             if number % 6 == 0:
                 collect(second, 100.0 * number, capacity_bytes=cap)
