@@ -26,6 +26,7 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
+from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 A, B = b"a" * 16, b"b" * 16
 OF_A, OF_B, LATER = keys(range(12)), keys(range(100, 112)), keys(range(200, 206))
+NOTE = Note(b"n" * 16, float("inf"), b"whose it was")
 GONE, STAYS = OF_A[::3], [each for number, each in enumerate(OF_A) if number % 3]
 
 
@@ -126,6 +128,7 @@ def test_damage_brings_nothing_erased_back(
     with running(tmp_path, device) as engine:
         fill(engine)
         assert is_true(engine.erase(what), TIMEOUT_S)
+        assert is_true(engine.note_erased([], [NOTE]), TIMEOUT_S)
     files = device.crash("kill")
     good = files.pop(ERASED_NAME) if name == ERASED_NAME else older(what, Bound(9, 4096))
     bits = range(0, 8 * len(good), 13 if name == PURGES_NAME else 577)
@@ -199,6 +202,7 @@ def test_a_torn_append_costs_nothing() -> None:
     """Whichever of its blocks came to the disk."""
     before, torn = Erased({A: Bound(3, 8192)}), Erased()
     torn.add(Erasure.of(keys(range(400))), Bound(4, 4096))
+    torn.tell([NOTE])
     good, record = erase_log.pack(before), erase_log.pack_record(torn)
     num_blocks = len(record) // 4096
     assert num_blocks > 3
@@ -212,7 +216,9 @@ def test_a_torn_append_costs_nothing() -> None:
         found = erase_log.unpack(bytes(data))
         assert found is not None
         assert found.tenants == before.tenants
-        assert len(found.rows) == (400 if kept == (1 << num_blocks) - 1 else 0)
+        missing = [block for block in range(num_blocks) if not kept >> block & 1]
+        assert len(found.rows) == (400 if missing in ([], [num_blocks - 1]) else 0)
+        assert list(found.notes.values()) == ([] if missing else [NOTE])  # the last block
         assert found.num_bytes == (len(data) if len(found.rows) or not kept else 0)
 
 
@@ -299,6 +305,32 @@ def test_known_names_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.Monke
     with running(tmp_path, SimulatedDevice(files)) as engine:
         assert engine.has_erased(names) == [False, True, True, True, True, False]
     assert not is_true(engine.note_erased(names[5:]), TIMEOUT_S), "closed"
+
+
+def test_notes_outlive_a_restart_until_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a file that began without: the version before had none."""
+    monkeypatch.setattr(erase_log, "MAX_NOTES_BYTES", 53)
+    device = SimulatedDevice()
+    with monkeypatch.context() as before, running(tmp_path, device) as engine:
+        before.setattr(erase_log, "VERSION", 1)
+        fill(engine)
+        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+    first, old, other = NOTE._replace(id=bytes(16)), NOTE._replace(until_s=1.0), b"o" * 16
+    notes = [first, old, Note(other, time.time() + 1e6, b"x" * 30), NOTE._replace(id=b"z" * 16)]
+    with running(tmp_path, device := SimulatedDevice(device.crash("kill"))) as engine:
+        assert held(engine, OF_A) == 8
+        assert is_true(engine.note_erased([], notes), TIMEOUT_S)
+        assert engine.has_erased([NOTE.id, other, b"?" * 16]) == [True, True, False]
+    with running(tmp_path, device := SimulatedDevice(device.crash("drop"))) as engine:
+        assert engine.erased_notes == (*notes[2:],), "three have room, and the oldest goes"
+        assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
+        monkeypatch.setattr(erase_log, "_SLACK_BYTES", -1 << 30)  # written anew from now on
+        assert is_true(engine.erase(Erasure.of(LATER)), TIMEOUT_S)
+    with running(tmp_path, SimulatedDevice(device.crash("drop"))) as engine:
+        assert engine.erased_notes == (notes[3], notes[2]._replace(data=b"y"))
+        assert held(engine, OF_A) == 8
 
 
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:

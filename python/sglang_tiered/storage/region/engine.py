@@ -48,7 +48,7 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pending import PinOrder, plan_spans
+from sglang_tiered.storage.region.pending import Note, PinOrder, plan_spans
 from sglang_tiered.storage.region.pinning.pin_files import PinFiles
 from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
@@ -150,6 +150,7 @@ class RegionEngine(WriteTier):
         state.bytes_written = report.bytes_written
         state.adopt(report.pins)
         self._first_sequence = report.next_sequence
+        self._erased_notes = tuple(report.erased.notes.values())
         self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
         device = self._device
         self.notes = Notes(device)
@@ -396,7 +397,7 @@ class RegionEngine(WriteTier):
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)
-        return self._erase(what, [what.id])
+        return self._erase(what, [what.id], ())
 
     def has_erased(self, ids: Iterable[bytes]) -> list[bool]:
         """Return of each name of an erasure whether one of that name is durable here, or was noted
@@ -405,18 +406,26 @@ class RegionEngine(WriteTier):
         with self._state.lock:
             return [digest in self._state.erased_ids for digest in digests]
 
-    def note_erased(self, ids: Iterable[bytes]) -> Future[bool]:
-        """Remember names of erasures that were done here under other names. True once a restart
-        knows them. Memory only."""
-        return self._erase(Erasure(()), ids)
+    def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note] = ()) -> Future[bool]:
+        """Remember names of erasures that were done here, perhaps under other names, and what the
+        caller notes of them: each note replaces the one of its name, and is kept until its time is
+        over, 64 MiB and 65,536 of them at most, the oldest going first. True once a restart knows
+        them. Memory only."""
+        kept = tuple(notes)
+        return self._erase(Erasure(()), [*ids, *(note.id for note in kept)], kept)
 
-    def _erase(self, what: Erasure, ids: Iterable[bytes]) -> Future[bool]:
+    @property
+    def erased_notes(self) -> tuple[Note, ...]:
+        """Return what was noted of erasures before the store was opened, the oldest first."""
+        return self._erased_notes
+
+    def _erase(self, what: Erasure, ids: Iterable[bytes], notes: tuple[Note, ...]) -> Future[bool]:
         digests = tuple(map(xxhash.xxh3_64_intdigest, ids))
         state, durable = self._state, self._promises.make()
         with state.lock:
             if state.closed:
                 return ended(False)
-            state.erase(what, digests, durable)
+            state.erase(what, digests, notes, durable)
             jobs = [] if what.is_empty else state.jobs.inflight
         unread = [ended(False)] if self._has_unread_pins else []
         return self._promises.watch(all_true([durable, *unread], jobs))

@@ -26,10 +26,12 @@ from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    padded,
     parse_region_name,
     verifies,
     with_checksum,
 )
+from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
     UNREADABLE_ERRNOS,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MANY",
     "MAX_IDS",
+    "MAX_NOTES_BYTES",
     "VERSION",
     "Bound",
     "EraseLog",
@@ -67,18 +70,23 @@ __all__ = [
     "unpack",
 ]
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had no notes."""
 MAX_IDS = 1 << 16
 """Erasures that are known by name. Beyond it the oldest are done again when they are heard of
 again, which is safe and costs pages."""
+MAX_NOTES_BYTES = 64 << 20
+"""Of all notes together. The oldest go first."""
 MANY = 1 << 18
 """Beyond so many keys and tenants, what no region holds is looked for when the file is written
 anew."""
 
 MAGIC = b"SGLTERSD"
 RECORD_MAGIC = b"SGLTERSR"
+NOTES_MAGIC = b"SGLTERSN"
 _HEAD = struct.Struct("<8sIIQ")  # magic version reserved durable_bytes
 _RECORD = struct.Struct("<8sQQQIIQ")  # magic record_bytes, bound of all, tenants ids keys
+_NOTES = struct.Struct("<8sQQ")  # magic record_bytes num_notes
 _CHECKSUM = struct.Struct("<Q")
 _SLACK_BYTES = 1 << 20  # of records, beyond twice what is needed, before the file is written anew
 
@@ -87,6 +95,7 @@ _OLDER = struct.Struct("<8sIIQQ")  # magic version num_tenants, bound of all
 
 _TENANTS: np.dtype[Any] = np.dtype([("tenant", "V16"), ("sequence", "<u8"), ("offset", "<u8")])
 _KEYS: np.dtype[Any] = np.dtype([("key", "S32"), ("sequence", "<u8"), ("offset", "<u8")])
+_NOTE: np.dtype[Any] = np.dtype([("id", "V16"), ("until", "<f8"), ("nbytes", "<u4")])
 
 _SWEPT_ROWS = 1 << 12  # at a time, as a lookup waits for it
 _PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
@@ -111,6 +120,8 @@ class Erased:
     tenants: dict[bytes, Bound] = field(default_factory=dict)
     everyone: Bound = NOWHERE
     ids: dict[int, None] = field(default_factory=dict)  # the oldest first
+    notes: dict[bytes, Note] = field(default_factory=dict)  # by name, the oldest first
+    notes_bytes: int = 0
     damaged: str = ""  # the file that is, if one is: everything is dead
     num_bytes: int = 0  # of the file, up to where the next record goes; 0: it must be written anew
     parts: list[npt.NDArray[Any]] = field(default_factory=lambda: [np.zeros(0, _KEYS)])
@@ -134,7 +145,8 @@ class Erased:
     def packed_bytes(self) -> int:
         """Return what the file takes if it is written anew."""
         num_keys = sum(map(len, self.parts))
-        return BLOCK_BYTES + _record_bytes(len(self.tenants), len(self.ids), num_keys)
+        nbytes = BLOCK_BYTES + _record_bytes(len(self.tenants), len(self.ids), num_keys)
+        return nbytes + _notes_bytes(len(self.notes), self.notes_bytes)
 
     def add(self, what: Erasure, bound: Bound) -> None:
         """Declare dead what is meant and lies before the bound."""
@@ -154,6 +166,23 @@ class Erased:
         while len(self.ids) > MAX_IDS:
             del self.ids[next(iter(self.ids))]
 
+    def tell(self, notes: Iterable[Note]) -> None:
+        """Keep notes, as many as there is room for."""
+        for note in notes:
+            self._untell(note.id)
+            self.notes[note.id] = note
+            self.notes_bytes += len(note.data)
+        while self.notes_bytes > MAX_NOTES_BYTES or len(self.notes) > MAX_IDS:
+            self._untell(next(iter(self.notes)))
+
+    def _untell(self, name: bytes) -> None:
+        note = self.notes.pop(name, None)
+        self.notes_bytes -= len(note.data) if note is not None else 0
+
+    def drop_expired(self, now_s: float) -> None:
+        for note in [each for each in self.notes.values() if each.until_s <= now_s]:
+            self._untell(note.id)
+
     def merge(self, other: Erased) -> None:
         for tenant, bound in other.tenants.items():
             self.tenants[tenant] = max(self.tenants.get(tenant, NOWHERE), bound)
@@ -161,6 +190,7 @@ class Erased:
         self.damaged = self.damaged or other.damaged
         self.parts += [part for part in other.parts if len(part)]
         self.note(other.ids)
+        self.tell(other.notes.values())
 
     def next_sequence(self) -> int:
         """Return a sequence above all bounds: what is stored from now on is not meant."""
@@ -244,10 +274,11 @@ def _before(sequence: int, offsets: npt.NDArray[np.uint64], bound: Bound) -> npt
 def _record_bytes(num_tenants: int, num_ids: int, num_keys: int) -> int:
     tables = num_tenants * _TENANTS.itemsize + num_ids * 8 + num_keys * _KEYS.itemsize
     nbytes = _RECORD.size + tables + _CHECKSUM.size
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return padded(nbytes)
 
 
 def pack_record(erased: Erased) -> bytes:
+    """Return what one append says: a record, and one of notes where there are any."""
     rows, tenants = erased.rows, np.zeros(len(erased.tenants), _TENANTS)
     for row, (tenant, bound) in zip(tenants, erased.tenants.items(), strict=True):
         row["tenant"], row["sequence"], row["offset"] = np.void(tenant), *bound
@@ -256,7 +287,44 @@ def pack_record(erased: Erased) -> bytes:
     counts = len(tenants), len(ids), len(rows)
     fields = _RECORD.pack(RECORD_MAGIC, nbytes, *erased.everyone, *counts)
     tables = tenants.tobytes(), ids.tobytes(), rows.tobytes()
-    return with_checksum(b"".join((fields, *tables)), nbytes)
+    return with_checksum(b"".join((fields, *tables)), nbytes) + _pack_notes(erased)
+
+
+def _notes_bytes(num_notes: int, data_bytes: int) -> int:
+    nbytes = _NOTES.size + num_notes * _NOTE.itemsize + data_bytes + _CHECKSUM.size
+    return padded(nbytes) if num_notes else 0
+
+
+def _pack_notes(erased: Erased) -> bytes:
+    """Return the record of the notes; nothing where there are none."""
+    nbytes = _notes_bytes(len(erased.notes), erased.notes_bytes)
+    if not nbytes:
+        return b""
+    table = np.zeros(len(erased.notes), _NOTE)
+    for row, note in zip(table, erased.notes.values(), strict=True):
+        row["id"], row["until"], row["nbytes"] = np.void(note.id), note.until_s, len(note.data)
+    data = (note.data for note in erased.notes.values())
+    fields = _NOTES.pack(NOTES_MAGIC, nbytes, len(table))
+    return with_checksum(b"".join((fields, table.tobytes(), *data)), nbytes)
+
+
+def _unpack_notes(data: memoryview) -> tuple[Erased, int] | None:
+    """Unpack the notes that the data begins with, and say how long their record is."""
+    if len(data) < BLOCK_BYTES:
+        return None
+    magic, nbytes, num_notes = _NOTES.unpack_from(data)
+    if magic != NOTES_MAGIC or not 0 < nbytes <= len(data) or not verifies(data[:nbytes]):
+        return None
+    table = np.frombuffer(data, _NOTE, num_notes, _NOTES.size)
+    if nbytes != _notes_bytes(num_notes, int(table["nbytes"].sum())):
+        return None
+    ends = (np.cumsum(table["nbytes"].astype(np.int64)) + _NOTES.size + table.nbytes).tolist()
+    erased = Erased()
+    erased.tell(
+        Note(row["id"].tobytes(), float(row["until"]), bytes(data[end - int(row["nbytes"]) : end]))
+        for row, end in zip(table, ends, strict=True)
+    )
+    return erased, nbytes
 
 
 def _unpack_record(data: memoryview) -> tuple[Erased, int] | None:
@@ -306,7 +374,7 @@ def unpack(data: bytes) -> Erased | None:
     if version > VERSION:
         raise _newer(ERASED_NAME, version, VERSION)
     erased, view, at = Erased(), memoryview(data), BLOCK_BYTES
-    while (found := _unpack_record(view[at:])) is not None:
+    while (found := _unpack_record(view[at:]) or _unpack_notes(view[at:])) is not None:
         erased.merge(found[0])
         at += found[1]
     if at < durable_bytes or not _is_sane(erased):
@@ -378,7 +446,9 @@ def _read(device: Device, name: str, unpack: Callable[[bytes], Erased | None]) -
 
 
 def drop_gone(device: Device, erased: Erased) -> None:
-    """Drop what is said of regions whose files are gone, but not from the file."""
+    """Drop what is said of regions whose files are gone, and notes that are of no use any more,
+    but not from the file."""
+    erased.drop_expired(time.time())
     sequences = [parse_region_name(name) for name in device.list_names()]
     first = min((s for s in sequences if s is not None), default=erased.next_sequence())
     erased.drop_before(first)
@@ -434,6 +504,7 @@ class EraseLog:
         for order in orders:
             new.add(order.what, bound)
             new.note(order.ids)
+            new.tell(order.notes)
         self._erased.merge(new)
         durable = self._record(new)
         tenants = [order.what.tenant for order in orders if order.what.keys is None]

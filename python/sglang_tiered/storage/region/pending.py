@@ -27,6 +27,7 @@ __all__ = [
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
+    "Note",
     "Part",
     "Piece",
     "PinOrder",
@@ -141,12 +142,21 @@ class LoadSpan:
     wanted: list[Wanted]
 
 
+class Note(NamedTuple):
+    """What the owner of a store wants to know of an erasure after a restart, by its name."""
+
+    id: bytes  # 16 bytes
+    until_s: float  # seconds since 1970: of no use from then on
+    data: bytes
+
+
 class EraseOrder(NamedTuple):
     """Make an erasure durable, that it took from pins too, and give back what it frees."""
 
     what: Erasure
     pins: tuple[str, ...]
     ids: tuple[int, ...]  # digests of names that it makes known
+    notes: tuple[Note, ...]
     durable: Future[bool]
 
 

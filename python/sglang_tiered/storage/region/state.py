@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure, Job, Run
-    from sglang_tiered.storage.region.pending import Part
+    from sglang_tiered.storage.region.pending import Note, Part
     from sglang_tiered.storage.region.pinning.pins import Pin
     from sglang_tiered.storage.region.regions import Region
 
@@ -110,10 +110,16 @@ class StoreState:
         self.index.clear()
         self.pending.clear()
 
-    def erase(self, what: Erasure, ids: tuple[int, ...], durable: Future[bool]) -> None:
+    def erase(
+        self,
+        what: Erasure,
+        ids: tuple[int, ...],
+        notes: tuple[Note, ...],
+        durable: Future[bool],
+    ) -> None:
         """Hide pages, keep those under way from becoming visible, and have the writer make that
         durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
-        digests of names to remember with it."""
+        digests of names to remember with it, and ``notes`` what the owner says of such."""
         if what.keys is not None:
             pins = self.unpin_pages(what.keys)
             self._erase_pages(what.keys)
@@ -121,7 +127,7 @@ class StoreState:
             pins = self.pins.of_tenant(what.tenant)
             self.unpin(pins)
             self._erase_tenant(what.tenant)
-        self.stores.appendleft(EraseOrder(what, tuple(pins), ids, durable))
+        self.stores.appendleft(EraseOrder(what, tuple(pins), ids, notes, durable))
         self.store_ready.notify()
 
     def _erase_tenant(self, tenant: bytes | None) -> None:
