@@ -1,4 +1,4 @@
-"""What ``WriteTier`` promises of stores, over everything that keeps pages."""
+"""What ``TierEngine`` promises of stores, over everything that keeps pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
-    WriteTier,
+    TierEngine,
 )
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
@@ -81,8 +81,8 @@ if BUCKET:  # any URL of an object tier; credentials are where they always are
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WriteTier]:
-    made: WriteTier
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
+    made: TierEngine
     if request.param == "memory":
         made = MemoryEngine(CAPACITY)
     elif request.param == "faulty-without-faults":
@@ -107,11 +107,11 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WriteTier
     made.close()
 
 
-def store(engine: WriteTier, run: Run) -> list[Reason]:
+def store(engine: TierEngine, run: Run) -> list[Reason]:
     return finished(engine.submit_store(run)).reasons
 
 
-def load(engine: WriteTier, run: Run) -> list[Reason]:
+def load(engine: TierEngine, run: Run) -> list[Reason]:
     return finished(engine.submit_load(run)).reasons
 
 
@@ -124,7 +124,7 @@ def select(run: Run, positions: list[int]) -> Run:
     return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
 
 
-def test_storing_twice_is_a_successful_duplicate(engine: WriteTier, make_run: MakeRun) -> None:
+def test_storing_twice_is_a_successful_duplicate(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(7, [4096, 4096])
     store(engine, select(run, [0]))
     job = finished(engine.submit_store(run))
@@ -133,13 +133,13 @@ def test_storing_twice_is_a_successful_duplicate(engine: WriteTier, make_run: Ma
     assert job.num_leading_ok == 2
 
 
-def test_a_page_beyond_the_tier_has_no_space(engine: WriteTier, make_run: MakeRun) -> None:
+def test_a_page_beyond_the_tier_has_no_space(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(8, [100, CAPACITY + 1])
     assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
 
 
 def test_a_store_beyond_the_queue_goes_in_parts(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = rest = make_run(17, [16_384] * 40)
     assert QUEUE < run.num_bytes < CAPACITY
@@ -153,7 +153,7 @@ def test_a_store_beyond_the_queue_goes_in_parts(
     assert page_data(target) == page_data(run)
 
 
-def test_a_full_queue_drops_from_the_end(engine: WriteTier, make_run: MakeRun) -> None:
+def test_a_full_queue_drops_from_the_end(engine: TierEngine, make_run: MakeRun) -> None:
     runs = [make_run(seed, [16_384] * 40) for seed in range(300, 304)]
     outcomes: Counter[tuple[JobKind, Reason]] = Counter()
     for number, job in enumerate([engine.submit_store(run) for run in runs]):
@@ -169,7 +169,7 @@ def test_a_full_queue_drops_from_the_end(engine: WriteTier, make_run: MakeRun) -
 
 
 def test_eviction_holds_the_cap_and_forgets_the_oldest(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [make_run(seed, [16_384] * 8) for seed in range(100, 130)]
     for run in runs:
@@ -185,7 +185,7 @@ def test_eviction_holds_the_cap_and_forgets_the_oldest(
 
 
 def test_the_store_lets_go_of_the_buffers(
-    engine: WriteTier, make_run: MakeRun, blank: Blank
+    engine: TierEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     original = make_run(9, [4096, 4097])
     buffers = [bytearray(b"".join(page)) for page in original.pages]
@@ -198,7 +198,7 @@ def test_the_store_lets_go_of_the_buffers(
     assert [b"".join(page) for page in target.pages] == [b"".join(p) for p in original.pages]
 
 
-def test_cancelled_store_still_finishes(engine: WriteTier, make_run: MakeRun) -> None:
+def test_cancelled_store_still_finishes(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(11, [65_536] * 8)
     job = engine.submit_store(run)
     job.cancel()
@@ -208,7 +208,7 @@ def test_cancelled_store_still_finishes(engine: WriteTier, make_run: MakeRun) ->
 
 
 def test_clear_forgets_everything_and_works_on(
-    engine: WriteTier, make_run: MakeRun, blank: Blank
+    engine: TierEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(12, [4096] * 4)
     store(engine, run)
@@ -220,7 +220,7 @@ def test_clear_forgets_everything_and_works_on(
 
 
 def test_closed_engine_answers_and_never_raises(
-    engine: WriteTier, make_run: MakeRun, blank: Blank
+    engine: TierEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(13, [4096] * 2)
     store(engine, run)
@@ -235,7 +235,7 @@ def test_closed_engine_answers_and_never_raises(
 
 
 def test_visible_only_when_readable(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     runs = [make_run(seed, [4096] * 4) for seed in range(200, 230)]
     wrong: list[str] = []
@@ -263,7 +263,7 @@ def test_visible_only_when_readable(
 
 
 def test_concurrent_stores_and_loads(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     wrong: list[object] = []
 
@@ -288,7 +288,7 @@ def test_concurrent_stores_and_loads(
     assert not wrong
 
 
-def test_the_books_balance(engine: WriteTier, make_run: MakeRun, blank: Blank) -> None:
+def test_the_books_balance(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
     run = make_run(14, [4096, 5000, 100])
     store(engine, run)
     store(engine, run)
@@ -311,7 +311,7 @@ def test_the_books_balance(engine: WriteTier, make_run: MakeRun, blank: Blank) -
     assert 0.0 < stats.store_durations.sum_s < TIMEOUT_S
 
 
-def damage(engine: WriteTier, directory: Path, data: bytes) -> None:
+def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
     """Flip a bit of the stored copy of ``data``, behind the engine's back."""
     inner = engine.inner if isinstance(engine, FaultyEngine) else engine
     if isinstance(inner, MemoryEngine):
@@ -337,7 +337,7 @@ def damage(engine: WriteTier, directory: Path, data: bytes) -> None:
 
 
 def test_a_flipped_bit_is_corrupt_then_a_miss(
-    engine: WriteTier, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = make_run(16, [4096, 4096, 4096])
     store(engine, run)

@@ -1,4 +1,4 @@
-"""What ``WriteTier`` promises to tenants, over everything that keeps pages."""
+"""What ``TierEngine`` promises to tenants, over everything that keeps pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     TenantUsage,
-    WriteTier,
+    TierEngine,
 )
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kit.runs import Blank, MakeRun, PageData
 
-MakeEngine = Callable[..., WriteTier]
+MakeEngine = Callable[..., TierEngine]
 
 CAPACITY = 1 << 20
 REGION = 64 * 1024
@@ -55,10 +55,10 @@ ENGINES = [
 
 @pytest.fixture(params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
-    made: list[WriteTier] = []
+    made: list[TierEngine] = []
 
-    def make(max_tenant_bytes: int | None = None) -> WriteTier:
-        engine: WriteTier
+    def make(max_tenant_bytes: int | None = None) -> TierEngine:
+        engine: TierEngine
         if request.param == "memory":
             engine = MemoryEngine(CAPACITY, max_tenant_bytes=max_tenant_bytes)
         elif request.param == "faulty-without-faults":
@@ -99,7 +99,7 @@ def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine) -> WriteTier:
+def engine(make_engine: MakeEngine) -> TierEngine:
     return make_engine()
 
 
@@ -107,11 +107,11 @@ def of(tenant: bytes, run: Run) -> Run:
     return Run(run.keys, run.pages, tenant)
 
 
-def hits(engine: WriteTier, run: Run) -> int:
+def hits(engine: TierEngine, run: Run) -> int:
     return engine.lookup(run.keys).num_hits
 
 
-def usage(engine: WriteTier) -> dict[bytes, TenantUsage]:
+def usage(engine: TierEngine) -> dict[bytes, TenantUsage]:
     return {entry.tenant: entry for entry in engine.tenants(100)}
 
 
@@ -121,7 +121,7 @@ def test_a_tenant_of_wrong_length_raises(make_run: MakeRun) -> None:
 
 
 def test_pages_count_for_the_tenant_that_stored_them(
-    engine: WriteTier, make_run: MakeRun, blank: Blank
+    engine: TierEngine, make_run: MakeRun, blank: Blank
 ) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
     for run in runs:
@@ -140,7 +140,7 @@ def test_pages_count_for_the_tenant_that_stored_them(
 
 
 def test_purge_forgets_one_tenant_and_nothing_else(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     mine, other, untenanted = (
         of(A, make_run(1, PAGES)),
@@ -162,7 +162,7 @@ def test_purge_forgets_one_tenant_and_nothing_else(
     assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
 
-def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeRun) -> None:
+def test_what_has_no_tenant_can_be_purged_too(engine: TierEngine, make_run: MakeRun) -> None:
     mine, untenanted = of(A, make_run(1, PAGES)), make_run(2, PAGES)
     for run in (mine, untenanted):
         finished(engine.submit_store(run))
@@ -171,7 +171,7 @@ def test_what_has_no_tenant_can_be_purged_too(engine: WriteTier, make_run: MakeR
 
 
 def test_a_purged_tenant_may_store_again(
-    engine: WriteTier, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     run = of(A, make_run(1, PAGES))
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_a_purged_tenant_may_store_again(
         assert hits(engine, run) == 0
 
 
-def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_run: MakeRun) -> None:
+def test_a_purge_of_no_tenant_changes_nothing(engine: TierEngine, make_run: MakeRun) -> None:
     run = of(A, make_run(1, PAGES))
     finished(engine.submit_store(run))
     assert is_true(engine.erase(Erasure(tenant=B)), TIMEOUT_S)
@@ -191,7 +191,7 @@ def test_a_purge_of_an_unknown_tenant_changes_nothing(engine: WriteTier, make_ru
     assert engine.stats().num_pages_erased == 0
 
 
-def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None:
+def test_clear_purges_every_tenant(engine: TierEngine, make_run: MakeRun) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
     for run in runs:
         finished(engine.submit_store(run))
@@ -202,13 +202,13 @@ def test_clear_purges_every_tenant(engine: WriteTier, make_run: MakeRun) -> None
     assert engine.stats().num_pages_erased == 12
 
 
-def test_a_closed_engine_promises_no_purge(engine: WriteTier) -> None:
+def test_a_closed_engine_promises_no_purge(engine: TierEngine) -> None:
     engine.close()
     assert not is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert not is_true(engine.erase(Erasure()), TIMEOUT_S)
 
 
-def test_no_earlier_store_lands_behind_a_purge(engine: WriteTier, make_run: MakeRun) -> None:
+def test_no_earlier_store_lands_behind_a_purge(engine: TierEngine, make_run: MakeRun) -> None:
     stop = threading.Event()
     others: list[Run] = []
 

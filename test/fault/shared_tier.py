@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
-    BucketTier,
     Health,
     Job,
     JobKind,
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import EngineStats, Erasure
+    from sglang_tiered.storage.base import Erasure, TierStats
 
 
-class SharedTier(MemoryEngine, BucketTier):
+class SharedTier(MemoryEngine):
     """A remote tier over a dictionary. ``hold`` keeps jobs from running
     until ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
 
@@ -108,7 +107,7 @@ class SharedTier(MemoryEngine, BucketTier):
         self.num_looks += 1
         return self.stats().health
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         stats = super().stats()
         return dataclasses.replace(stats, health=Health.MISS_ONLY) if self.sick else stats
 

@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from sglang_tiered.storage.base import Job, JobKind, Reason, WriteTier
+from sglang_tiered.storage.base import Job, JobKind, Reason, TierEngine
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import EngineStats, Erasure, LookupResult, Run, TenantUsage
+    from sglang_tiered.storage.base import Erasure, LookupResult, Run, TenantUsage, TierStats
 
 __all__ = ["Fault", "FaultyDevice", "FaultyEngine"]
 
@@ -198,7 +198,7 @@ def _flip(segments: Sequence[memoryview], bit: int) -> None:
         position -= segment.nbytes
 
 
-class FaultyEngine(WriteTier):
+class FaultyEngine(TierEngine):
     """Any engine, with chosen jobs failing at once or held back.
 
     Jobs are numbered from 0 in order of submission. One in ``failing`` finishes with its reason on
@@ -206,7 +206,7 @@ class FaultyEngine(WriteTier):
     ``release``; so an engine that finishes inside submit can stand for a slow one.
     """
 
-    def __init__(self, inner: WriteTier, failing: dict[int, Reason] | None = None) -> None:
+    def __init__(self, inner: TierEngine, failing: dict[int, Reason] | None = None) -> None:
         self.inner = inner
         self.failing = failing or {}
         self.num_jobs = 0
@@ -263,7 +263,7 @@ class FaultyEngine(WriteTier):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self.inner.contains(keys)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         stats = self.inner.stats()
         return dataclasses.replace(
             stats, num_inflight_jobs=stats.num_inflight_jobs + len(self._held)
@@ -272,7 +272,7 @@ class FaultyEngine(WriteTier):
     def tenants(self, limit: int) -> list[TenantUsage]:
         return self.inner.tenants(limit)
 
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """What is held counts as queued: a store of any of the pages is dropped whole."""
         with self._lock:
             for job in self._held:
@@ -284,8 +284,8 @@ class FaultyEngine(WriteTier):
                     job.cancel()
         return self.inner.erase(what)
 
-    def set_namespace(self, namespace: bytes) -> None:
-        self.inner.set_namespace(namespace)
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
+        self.inner.set_namespace(namespace, keep=keep)
 
     def flush(self, timeout_s: float) -> bool:
         return self.inner.flush(timeout_s)

@@ -22,7 +22,7 @@ from sglang_tiered.policy.cost_model import LoadDecision
 from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
-from sglang_tiered.storage.base import EngineStats, Health, JobKind, Reason
+from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
 from sglang_tiered.storage.bucket.stats import BucketStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
@@ -37,7 +37,7 @@ def timed(*seconds: float) -> DurationCounts:
     return durations.take()
 
 
-ENGINE = EngineStats(
+ENGINE = TierStats(
     health=Health.RUNNING,
     health_reason="",
     num_pages=3,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.base import Job, ReadTier, Reason
+    from sglang_tiered.storage.base import Job, Reason, TierEngine
 
 __all__ = ["TIMEOUT_S", "drained", "eventually", "finished"]
 
@@ -37,7 +37,7 @@ def finished(job: Job) -> list[Reason]:
     return job.reasons
 
 
-def drained(tier: ReadTier, timeout_s: float) -> bool:
+def drained(tier: TierEngine, timeout_s: float) -> bool:
     """Wait until no job of a tier is under way; false when the time ran out."""
     deadline = time.monotonic() + timeout_s
     while True:

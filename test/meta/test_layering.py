@@ -315,11 +315,11 @@ def test_the_walk_sees_both_source_roots() -> None:
         ("sglang_tiered.integration.disaggregation.manager", "import zmq.asyncio"),
         ("sglang_tiered.storage.base", "from ..policy import admission"),
         ("sglang_tiered.storage.region.engine", "from ...policy.eviction import LRU"),
-        ("sglang_tiered.policy.eviction", "from sglang_tiered.storage.base import WriteTier"),
+        ("sglang_tiered.policy.eviction", "from sglang_tiered.storage.base import TierEngine"),
         ("sglang_tiered.policy.eviction", "from sglang_tiered import storage"),
         ("sglang_tiered.storage.base", "import sglang_tiered.transfer.messages"),
         ("sglang_tiered.storage.base", "from .. import integration"),
-        ("sglang_tiered.transfer.decode.sessions", "from ...storage.base import WriteTier"),
+        ("sglang_tiered.transfer.decode.sessions", "from ...storage.base import TierEngine"),
         ("sglang_tiered.config", "from .integration import compat"),
         ("sglang_tiered.config", "import sglang_tiered_lab"),
         ("sglang_tiered_lab.trace.replay", "from sglang_tiered.transfer import messages"),
@@ -370,7 +370,7 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
         ),
         (
             "sglang_tiered.storage.region.engine",
-            "from ..base import WriteTier\nfrom . import index",
+            "from ..base import TierEngine\nfrom . import index",
         ),
         ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
         ("sglang_tiered_lab.trace.replay", "from sglang_tiered.storage.memory import MemoryEngine"),
@@ -393,7 +393,7 @@ def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
 
 
 def test_a_packages_relative_import_counts_from_itself() -> None:
-    source = "from .base import WriteTier\nfrom ..policy import admission"
+    source = "from .base import TierEngine\nfrom ..policy import admission"
     assert violations(source, "sglang_tiered.storage", is_package=True) == [
         "sglang_tiered.storage:2: imports sglang_tiered.policy: storage must not import policy"
     ]

@@ -25,10 +25,8 @@ from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.base import (
     Health,
-    LookupResult,
-    RemoteTier,
-    Stop,
     Tier,
+    TierEngine,
     TierStats,
 )
 from sglang_tiered.storage.promises import ended
@@ -65,7 +63,6 @@ class PeerStats(TierStats):
     num_busy: int = 0  # the holder had too much to do
     num_lost: int = 0  # the holder could not be reached, or did not answer
     num_recovered: int = 0  # that a second holder served
-    num_inflight_jobs: int = 0
     # Served to others.
     num_served: int = 0
     bytes_served: int = 0
@@ -83,7 +80,7 @@ class PeerStats(TierStats):
     num_purges_applied: int = 0
 
 
-class PeerTier(RemoteTier):
+class PeerTier(TierEngine):
     """``erase`` erases on this server what another one told; it is called on a thread of the tier,
     and may block. The tier reads from ``region``, which its owner closes after the tier.
 
@@ -187,16 +184,6 @@ class PeerTier(RemoteTier):
             return Health.FAILED
         return Health.MISS_ONLY if self._sync.trouble else Health.RUNNING
 
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        if self._closed:
-            return LookupResult(0, Stop.UNHEALTHY)
-        found = self._sync.mirror.find(keys)
-        if None not in found:
-            return LookupResult(len(keys), Stop.END)
-        num_hits = found.index(None)
-        is_sick = not num_hits and self.health is not Health.RUNNING
-        return LookupResult(num_hits, Stop.UNHEALTHY if is_sick else Stop.MISS)
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._closed:
             return [False] * len(keys)
@@ -257,7 +244,7 @@ class PeerTier(RemoteTier):
             return ended(False)
         return self._sync.begin(what, local)
 
-    def set_namespace(self, namespace: bytes) -> None:
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """As the contract says; pages of the old namespace are no longer served either."""
         self._sync.set_namespace(namespace)
         self._server.set_namespace(namespace)

@@ -1,9 +1,8 @@
 """The contract of a tier.
 
 A tier keeps *pages* under 32-byte keys. Pages come in *runs*: the consecutive pages of one radix
-node's chain. A ``ReadTier`` finds and loads pages, a ``WriteTier`` stores them too, a
-``RemoteTier`` lies beyond this machine, and a ``BucketTier`` is both. The rules every tier keeps
-(``test/contract`` runs over all of them):
+node's chain. Every tier is a ``TierEngine``; those that servers share lie beyond this machine, and
+have no shares of tenants. The rules every tier keeps (``test/contract`` runs over all of them):
 
 1. ``lookup``, ``contains`` and ``some_keys`` read memory only and return at once; they may run on
    the scheduler thread.
@@ -40,14 +39,11 @@ from sglang_tiered.metrics.durations import DurationCounts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
-    from typing import Any
 
 __all__ = [
     "KEY_BYTES",
     "NO_TENANT",
     "TENANT_BYTES",
-    "BucketTier",
-    "EngineStats",
     "Erasure",
     "Health",
     "Job",
@@ -57,15 +53,13 @@ __all__ = [
     "Page",
     "PinInfo",
     "PinRefusal",
-    "ReadTier",
     "Reason",
-    "RemoteTier",
     "Run",
     "Stop",
     "TenantUsage",
     "Tier",
+    "TierEngine",
     "TierStats",
-    "WriteTier",
     "unique_keys",
 ]
 
@@ -293,34 +287,29 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters since the tier was opened, and gauges of now. Reading them takes no I/O."""
+    """Counters since the tier was opened, and gauges of now. Reading them takes no I/O. What a tier
+    does not have is 0."""
 
     health: Health
     health_reason: str  # why it is not RUNNING, as one clause; empty while it is
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats(TierStats):
-    """Counters and gauges of a tier that stores."""
-
-    num_pages: int  # pages a lookup can hit
-    stored_bytes: int  # payload bytes of those pages
-    physical_bytes: int  # bytes of storage taken, the figure the cap bounds
-    capacity_bytes: int
-    num_pages_stored: int
-    num_pages_loaded: int
-    num_pages_evicted: int
-    bytes_stored: int  # payload bytes stored
-    bytes_written: int  # bytes handed to the device: headers, padding, reinsertion included
-    bytes_loaded: int
-    num_pages_reinserted: int  # saved from storage that was reclaimed
-    bytes_reinserted: int  # payload bytes of those, in bytes_written but not in bytes_stored
-    num_inflight_jobs: int
-    queued_store_bytes: int  # payload bytes of stores submitted and not done
-    num_tenants: int  # that hold pages, no tenant included
-    num_pages_erased: int  # hidden by ``erase``
-    num_regions_stuck: int  # whose file cannot be removed; of the region engine
-    reasons: dict[tuple[JobKind, Reason], int]  # pages by outcome
+    num_pages: int = 0  # pages a lookup can hit
+    stored_bytes: int = 0  # payload bytes of those pages
+    physical_bytes: int = 0  # bytes of storage taken, the figure the cap bounds
+    capacity_bytes: int = 0
+    num_pages_stored: int = 0
+    num_pages_loaded: int = 0
+    num_pages_evicted: int = 0
+    bytes_stored: int = 0  # payload bytes stored
+    bytes_written: int = 0  # bytes handed to the device: headers, padding, reinsertion included
+    bytes_loaded: int = 0
+    num_pages_reinserted: int = 0  # saved from storage that was reclaimed
+    bytes_reinserted: int = 0  # payload of those, in bytes_written but not in bytes_stored
+    num_inflight_jobs: int = 0
+    queued_store_bytes: int = 0  # payload bytes of stores submitted and not done
+    num_tenants: int = 0  # that hold pages, no tenant included
+    num_pages_erased: int = 0  # hidden by ``erase``
+    num_regions_stuck: int = 0  # whose file cannot be removed; of the region engine
+    reasons: dict[tuple[JobKind, Reason], int] = field(default_factory=dict)  # pages by outcome
     num_pages_copied: int = 0  # read for the bucket or other servers, and not loaded
     bytes_copied: int = 0
     store_durations: DurationCounts = DurationCounts()  # of jobs that made a page durable
@@ -357,28 +346,40 @@ class PinRefusal(NamedTuple):
     why: str  # one sentence
 
 
-class ReadTier(ABC):
-    """A tier that pages can be loaded from. Thread-safe: every method may be called from any
-    thread."""
+class TierEngine(ABC):
+    """A tier. Thread-safe: every method may be called from any thread.
+
+    What has a body here is what a tier without anything of its own for it does.
+    """
+
+    tier = Tier.NVME
 
     @property
     def health(self) -> Health:
         return self.stats().health
 
-    @abstractmethod
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Count the leading keys that a load could serve now. Memory only; does not pin.
-
-        ``Stop.UNHEALTHY`` while the tier serves no loads, and when it is closed.
-        """
+    # ---- Lookups: memory only ----
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys a load could serve now. Memory only; does not pin."""
+        """Return which keys a load could serve now; does not pin. False for all while the tier
+        serves no loads, and when it is closed."""
 
-    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        """Count the leading keys that a load could serve now; does not pin.
+
+        ``Stop.UNHEALTHY`` while the tier serves no loads, and when it is closed.
+        """
+        num_hits = [*self.contains(keys), False].index(False)
+        if not num_hits and self.health is not Health.RUNNING:
+            return LookupResult(0, Stop.UNHEALTHY)
+        return LookupResult(num_hits, Stop.END if num_hits == len(keys) else Stop.MISS)
+
     def some_keys(self, limit: int) -> list[bytes]:
         """Return at most ``limit`` keys that a load could serve now, to measure the tier with."""
+        return []
+
+    # ---- Jobs ----
 
     @abstractmethod
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
@@ -390,130 +391,66 @@ class ReadTier(ABC):
         that did not arrive are ``IO_ERROR``.
         """
 
+    def submit_store(self, run: Run) -> Job:
+        """Queue the pages that are neither held nor on their way; the rest are duplicates, and all
+        are in a tier that takes none.
+
+        Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
+        at least is taken by a tier that is well and has nothing queued, so a run of any size is
+        stored by submitting again what was left of it, job after job.
+        """
+        job = Job(JobKind.STORE, run)
+        job.reasons = [Reason.DUPLICATE] * run.num_pages
+        job.finish()
+        return job
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether every page stored before the call is durable. False when the storage
+        refuses, the time runs out or the tier is closed. Blocks."""
+        return self.health is not Health.FAILED
+
+    def refresh(self, timeout_s: float) -> bool:
+        """Return whether what other servers changed was looked for within that time. Blocks."""
+        return self.health is not Health.FAILED
+
+    # ---- Erasing ----
+
     @abstractmethod
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Erase pages: hidden on return, no pin keeps them any more, and what is on its way of them
         does not become visible. Memory only. Pages stored again after the call are found again.
 
         True once they do not come back after a crash or loss of power either, and no job that
         concerns them is under way. False when that is not known, because the storage refused or
         the tier is closed: ask again. It is not true before all that was asked before is.
+
+        A tier that servers share erases for all of them, or without ``spread`` for this one alone:
+        the server that told it makes it durable. ``local`` is what this server's own tier answered.
         """
 
     @abstractmethod
-    def set_namespace(self, namespace: bytes) -> None:
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """Continue under another namespace, as when a running server's weights are replaced. Pages
         of the old one stop being visible at once; jobs submitted before finish under it. Memory
-        only. Raises ``ValueError`` for a digest of the wrong length."""
+        only. Without ``keep`` no process opens the old one again. Raises ``ValueError`` for a
+        digest of the wrong length."""
+
+    # ---- Books ----
 
     @abstractmethod
     def stats(self) -> TierStats:
         """Return a consistent snapshot; O(1) and without I/O."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Finish running I/O, cancel what has not begun, release files. Idempotent."""
+    def tenants(self, limit: int) -> list[TenantUsage]:
+        """Return the tenants with the most physical bytes, at most ``limit``. Takes no I/O, but
+        time linear in their number: for an operator's request, not for every step."""
+        return []
 
     @abstractmethod
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming every term when the books do not balance. Call it while
         nothing is submitted."""
 
-
-class WriteTier(ReadTier):
-    """A tier that keeps what it is given."""
-
     @abstractmethod
-    def submit_store(self, run: Run) -> Job:
-        """Queue the pages that are neither held nor on their way; the rest are duplicates.
-
-        Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
-        at least is taken by a tier that is well and has nothing queued, so a run of any size is
-        stored by submitting again what was left of it, job after job.
-        """
-
-    @abstractmethod
-    def flush(self, timeout_s: float) -> bool:
-        """Return whether every page stored before the call is durable. False when the storage
-        refuses, the time runs out or the tier is closed. Blocks."""
-
-    @abstractmethod
-    def stats(self) -> EngineStats: ...
-
-    @abstractmethod
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        """Return the tenants with the most physical bytes, at most ``limit``. Takes no I/O, but
-        time linear in their number: for an operator's request, not for every step."""
-
-
-class RemoteTier(ReadTier):
-    """A tier beyond this machine, shared with other servers."""
-
-    tier: Tier
-
-    @abstractmethod
-    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
-        """Erase pages as every tier does, for every server that shares the tier, or without
-        ``spread`` for this one alone: the server that told it makes it durable. ``local`` is what
-        this server's own tier answered."""
-
-    @abstractmethod
-    def refresh(self, timeout_s: float) -> bool:
-        """Return whether what other servers changed was looked for within that time. Blocks."""
-
-
-class BucketTier(RemoteTier, WriteTier):
-    """A remote tier that stores."""
-
-    tier = Tier.OBJECT
-
-    @abstractmethod
-    def pin(
-        self,
-        name: str,
-        keys: Iterable[bytes],
-        tenant: bytes = NO_TENANT,
-        until_s: float | None = None,
-        data: bytes = b"",
-    ) -> Future[bool] | PinRefusal:
-        """Keep pages for every server, those that are still to be stored too, until ``until_s``
-        (seconds since 1970; None: until it is unpinned), in the place of a pin of the same name.
-        Memory only, in time that grows with the keys. True once the pin is in the bucket, false
-        when that is not known: it is tried again. Raises ``ValueError`` for what no pin can be."""
-
-    @abstractmethod
-    def unpin(self, name: str) -> Future[bool]:
-        """Let a pin go, if there is one of that name, whoever made it. True once it is gone."""
-
-    @abstractmethod
-    def has_pin(self, name: str) -> bool:
-        """Return whether a pin of that name is known here. Memory only."""
-
-    @abstractmethod
-    def pins(self) -> list[PinInfo]:
-        """Return all pins that are known here. For an operator's request."""
-
-    @abstractmethod
-    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
-        """Return names and data of a tenant's pins that are known here. Memory only."""
-
-    @property
-    @abstractmethod
-    def pinned_bytes(self) -> int:
-        """Return what pins keep, in bytes of the bucket."""
-
-    @property
-    @abstractmethod
-    def pin_bound_bytes(self) -> int:
-        """Return what all pins may keep together."""
-
-    @abstractmethod
-    def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
-        """Have ``told`` called, on a thread of the tier, with the erasures in the bucket that were
-        not there yet; after a start with all that are there, some at a time. One of this server
-        names no pages: all its tiers have erased them. It may block for seconds. No page that they
-        name is stored until it returns, so that nothing read before comes after."""
-
-    @abstractmethod
-    def object_stats(self) -> Any:
-        """Return what ``stats`` has no place for."""
+    def close(self) -> None:
+        """Finish running I/O, cancel what has not begun, release files. Idempotent."""

@@ -8,15 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_tiered.storage.base import (
-    EngineStats,
     Health,
     Job,
     JobKind,
-    LookupResult,
     Reason,
     Run,
-    Stop,
-    WriteTier,
+    TierEngine,
+    TierStats,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Erasure, TenantUsage
+    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["BorrowedEngine", "Lender"]
 
@@ -52,7 +50,7 @@ class Lender(Protocol):
         """End every fetch."""
 
 
-class BorrowedEngine(WriteTier):
+class BorrowedEngine(TierEngine):
     """Loads pages from the lender, and keeps none. Lookups answer that every key is held, and
     stores that it is held already: only the lender knows, and the caller takes the minimum of both.
     Nothing is found while ``claim`` or ``lender`` is None: what the pages are taken to be, and the
@@ -84,26 +82,10 @@ class BorrowedEngine(WriteTier):
 
     # ---- Lookups ----
 
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        if self.health is not Health.RUNNING:
-            return LookupResult(0, Stop.UNHEALTHY)
-        if not self.serves:
-            return LookupResult(0, Stop.MISS if keys else Stop.END)
-        return LookupResult(len(keys), Stop.END)
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return [self.serves] * len(keys)
 
-    def some_keys(self, limit: int) -> list[bytes]:
-        return []  # known here
-
     # ---- Jobs ----
-
-    def submit_store(self, run: Run) -> Job:
-        job = Job(JobKind.STORE, run)
-        job.reasons = [Reason.DUPLICATE] * run.num_pages
-        job.finish()
-        return job
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
@@ -132,45 +114,22 @@ class BorrowedEngine(WriteTier):
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         """Do nothing: ``claim`` says what pages are taken to be."""
 
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Fail what is on its way. The borrower keeps nothing that could come back."""
         with self._lock:
             self._generation += 1
         return ended(not self._closed)
 
-    def flush(self, timeout_s: float) -> bool:
-        return not self._closed
-
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        return []
-
     # ---- Books ----
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         """Count no pages: the lender counts what it reads for other ranks too."""
         health = self.health
         with self._lock:
-            return EngineStats(
+            return TierStats(
                 health=health,
                 health_reason="" if health is Health.RUNNING else "the rank with the pages is gone",
-                num_pages=0,
-                stored_bytes=0,
-                physical_bytes=0,
-                capacity_bytes=0,
-                num_pages_stored=0,
-                num_pages_loaded=0,
-                num_pages_evicted=0,
-                bytes_stored=0,
-                bytes_written=0,
-                bytes_loaded=0,
-                num_pages_reinserted=0,
-                bytes_reinserted=0,
                 num_inflight_jobs=self._jobs.num_inflight,
-                queued_store_bytes=0,
-                num_tenants=0,
-                num_pages_erased=0,
-                num_regions_stuck=0,
-                reasons={},
             )
 
     def close(self) -> None:
@@ -182,7 +141,7 @@ class BorrowedEngine(WriteTier):
             self.lender.close()
 
     def check_integrity(self) -> None:
-        """Do nothing: there are no books but of jobs."""
+        assert not self._jobs.num_inflight, f"{self._jobs.num_inflight} loads under way"
 
 
 class _NoNotes(Notes):

@@ -14,15 +14,13 @@ import xxhash
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
-    EngineStats,
     Erasure,
     Health,
     JobKind,
-    LookupResult,
     Reason,
-    Stop,
     TenantUsage,
-    WriteTier,
+    TierEngine,
+    TierStats,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
@@ -42,7 +40,7 @@ class _Stored(NamedTuple):
     tenant: bytes
 
 
-class MemoryEngine(WriteTier):
+class MemoryEngine(TierEngine):
     """Keeps at most ``capacity_bytes`` of payload, and ``max_tenant_bytes`` of one tenant, whose
     own pages go for it. Thread-safe by one lock held throughout a call."""
 
@@ -60,15 +58,6 @@ class MemoryEngine(WriteTier):
         self._bytes_in = 0
         self._bytes_out = 0
         self._closed = False
-
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        with self._lock:
-            if self._closed:
-                return LookupResult(0, Stop.UNHEALTHY)
-            for num_hits, key in enumerate(keys):
-                if key not in self._pages:
-                    return LookupResult(num_hits, Stop.MISS)
-            return LookupResult(len(keys), Stop.END)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -153,9 +142,9 @@ class MemoryEngine(WriteTier):
         self._bytes_out += position
         return Reason.OK
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         with self._lock:
-            return EngineStats(
+            return TierStats(
                 health=Health.FAILED if self._closed else Health.RUNNING,
                 health_reason="closed" if self._closed else "",
                 num_pages=len(self._pages),
@@ -168,13 +157,9 @@ class MemoryEngine(WriteTier):
                 bytes_stored=self._bytes_in,
                 bytes_written=self._bytes_in,
                 bytes_loaded=self._bytes_out,
-                num_pages_reinserted=0,
-                bytes_reinserted=0,
                 num_inflight_jobs=self._jobs.num_inflight,
-                queued_store_bytes=0,
                 num_tenants=len(self._tenant_pages),
                 num_pages_erased=self._num_erased,
-                num_regions_stuck=0,
                 reasons=dict(self._jobs.outcomes),
                 store_durations=self._jobs.store_durations.take(),
             )
@@ -184,7 +169,7 @@ class MemoryEngine(WriteTier):
             largest = self._tenant_bytes.most_common(limit)
             return [TenantUsage(t, self._tenant_pages[t], size, size) for t, size in largest]
 
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         with self._lock:
             if what.keys is None:
                 pages = self._pages.items()
@@ -200,12 +185,9 @@ class MemoryEngine(WriteTier):
         for key in list(self._pages):
             self._drop(key)
 
-    def set_namespace(self, namespace: bytes) -> None:
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         with self._lock:
             self._clear()
-
-    def flush(self, timeout_s: float) -> bool:
-        return not self._closed
 
     def close(self) -> None:
         with self._lock:

@@ -16,12 +16,13 @@ import numpy as np
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks.rank_consensus import first_ranks
-from sglang_tiered.storage.base import BucketTier, Tier
+from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = [
     "NO_NOTE",
@@ -89,9 +90,9 @@ class _NamedNote(NamedTuple):
     note: PinNote
 
 
-def keepers(storage: TieredStorage) -> dict[Tier, RegionEngine | BucketTier]:
+def keepers(storage: TieredStorage) -> dict[Tier, RegionEngine | BucketEngine]:
     """Return what keeps pins for this rank; nothing where it borrows the pages of another."""
-    found: dict[Tier, RegionEngine | BucketTier] = {}
+    found: dict[Tier, RegionEngine | BucketEngine] = {}
     if isinstance(storage.region_engine, RegionEngine):
         found[Tier.NVME] = storage.region_engine
     if storage.stack.bucket is not None:

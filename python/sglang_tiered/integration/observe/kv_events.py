@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import compat
-from sglang_tiered.storage.base import Health, Stop
+from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,20 +41,19 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.base import BucketTier, ReadTier
+    from sglang_tiered.storage.base import TierEngine
 
     # Returns which keys a tier could serve now, or None while it is offline. Any thread; reads
     # memory only.
     Holds = Callable[[Sequence[bytes]], list[bool] | None]
 
-__all__ = ["TierEvents", "engine_holds", "tiers_of"]
+__all__ = ["TierEvents", "tiers_of"]
 
 MAX_PAGES = 1 << 16
 """Pages remembered; about 1 kB each with 64 tokens a page."""
 MAX_PAGES_PER_TAKE = 512
 """Pages announced in a step; each takes a few microseconds of the scheduler thread."""
 SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
-WINDOW_PAGES = 16
 
 _EVENTS = "sglang.srt.mem_cache.events:KVCacheEventRecorder"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
@@ -293,39 +292,20 @@ class TierEvents:
                     self._set_held(key, page, bits, may_return=may_return)
 
 
-def engine_holds(engine: ReadTier) -> Holds:
-    """Return a lookup of single keys in an engine that counts leading ones."""
-
-    def holds(keys: Sequence[bytes]) -> list[bool] | None:
-        held = [False] * len(keys)
-        at = 0
-        while at < len(keys):
-            # Misses often come in a row: look those up in short windows.
-            window = keys[at:] if at == 0 or held[at - 1] else keys[at : at + WINDOW_PAGES]
-            num_hits, stop = engine.lookup(window)
-            if stop is Stop.UNHEALTHY:
-                return None
-            held[at : at + num_hits] = [True] * num_hits
-            at += num_hits if stop is Stop.END else num_hits + 1
-        return held
-
-    return holds
-
-
 def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
     """Return lookups in the tiers that the storage has open."""
-    tiers = {StorageMedium.DISK: engine_holds(storage.stack.nvme)}
+    tiers = {StorageMedium.DISK: _holds_in(storage.stack.nvme)}
     if storage.stack.bucket is not None:
         # Other servers announce their own pages.
-        tiers[StorageMedium.EXTERNAL] = _bucket_holds(storage.stack.bucket)
+        tiers[StorageMedium.EXTERNAL] = _holds_in(storage.stack.bucket)
     return tiers
 
 
-def _bucket_holds(bucket: BucketTier) -> Holds:
+def _holds_in(engine: TierEngine) -> Holds:
     def holds(keys: Sequence[bytes]) -> list[bool] | None:
-        held = bucket.contains(keys)
-        # Asked afterwards: an unreachable bucket keeps its pages, and may come back.
-        return held if bucket.health is Health.RUNNING else None
+        held = engine.contains(keys)
+        # Asked afterwards: one that is offline keeps its pages, and may come back.
+        return held if engine.health is Health.RUNNING else None
 
     return holds
 

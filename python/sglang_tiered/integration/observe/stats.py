@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.hints import HintEnd
     from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.sharing.peer_tier import PeerStats
-    from sglang_tiered.storage.base import EngineStats
+    from sglang_tiered.storage.base import TierStats
     from sglang_tiered.storage.bucket.stats import BucketStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
@@ -67,7 +67,7 @@ class PlannerStats:
 class ObjectTierStats:
     """Says what this process did with the object tier, and what its index says is there."""
 
-    engine: EngineStats
+    engine: TierStats
     bucket: BucketStats
     moved: StackStats
     reads: TierReads
@@ -104,7 +104,7 @@ class PeerTierStats:
 class ProcessStats:
     """Holds the statistics of every tier and part of one scheduler process."""
 
-    nvme: EngineStats
+    nvme: TierStats
     host: PageAccounting  # itself: its counters go on
     spill: SpillStats
     planner: PlannerStats

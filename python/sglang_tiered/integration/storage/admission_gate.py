@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from sglang_tiered.policy.admission import Outcome
-    from sglang_tiered.storage.base import WriteTier
+    from sglang_tiered.storage.base import TierEngine
 
 __all__ = ["StoreGate"]
 
@@ -49,7 +49,7 @@ class StoreGate:
 
     def __init__(
         self,
-        engine: WriteTier,
+        engine: TierEngine,
         *,
         host_tokens: int,
         page_bytes: int,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_tiered.peer_config import PeerConfig
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
-    from sglang_tiered.storage.base import Erasure, RemoteTier, Tier
+    from sglang_tiered.storage.base import Erasure, Tier, TierEngine
     from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = [
@@ -188,7 +188,7 @@ def open_remote_tiers(
             host_pool.page_size * -(-SMALL_PAGE_BYTES // page_bytes),
             format_bytes(page_bytes * -(-SMALL_PAGE_BYTES // page_bytes)),
         )
-    remote: list[RemoteTier] = []
+    remote: list[TierEngine] = []
     if config.peers is not None:
         assert on_told is not None
         remote.append(_open_peers(config, rank, shard, namespace, on_told))

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import (
     NO_TENANT,
-    BucketTier,
     Health,
     JobKind,
     LookupResult,
     Reason,
     Stop,
+    Tier,
+    TierEngine,
 )
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.discovery import Discovery
@@ -44,13 +45,13 @@ if TYPE_CHECKING:
 
     from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.base import (
-        EngineStats,
         Erasure,
         Job,
         PinInfo,
         PinRefusal,
         Run,
         TenantUsage,
+        TierStats,
     )
     from sglang_tiered.storage.bucket.failures import RequestError
     from sglang_tiered.storage.bucket.settings import BucketSettings
@@ -62,7 +63,7 @@ logger = logging.getLogger(__name__)
 _MAX_CLOSE_S = 10.0
 
 
-class BucketEngine(BucketTier):
+class BucketEngine(TierEngine):
     """The pages of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
@@ -73,6 +74,8 @@ class BucketEngine(BucketTier):
     must be the one that the settings name, pages are encoded, and live under a namespace of their
     own. ``clock`` times deadlines and pauses, ``wall_clock`` the names of pages.
     """
+
+    tier = Tier.OBJECT
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class BucketEngine(BucketTier):
             state.discovery_ready.notify_all()
         return is_true(order.succeeded, timeout_s)
 
-    def set_namespace(self, namespace: bytes) -> None:
+    def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         own, state = self._own(namespace), self._state
         with state.lock:
             if own == state.namespace:
@@ -333,7 +336,7 @@ class BucketEngine(BucketTier):
             usage = self._state.index.usage()
         return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         return engine_stats(self._state, *self._diagnosis())
 
     def object_stats(self) -> BucketStats:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import EngineStats
+from sglang_tiered.storage.base import TierStats
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Health
@@ -36,12 +36,12 @@ class BucketStats:
     last_error: str  # of any request, as a clause that names no secret and no endpoint
 
 
-def engine_stats(state: BucketState, health: Health, reason: str) -> EngineStats:
-    """Build the answer of ``WriteTier.stats``; ``capacity_bytes`` is huge without a cap."""
+def engine_stats(state: BucketState, health: Health, reason: str) -> TierStats:
+    """Build the answer of ``TierEngine.stats``; ``capacity_bytes`` is huge without a cap."""
     capacity = state.settings.capacity_bytes
     with state.lock:
         index = state.index
-        return EngineStats(
+        return TierStats(
             health=health,
             health_reason=reason,
             num_pages=index.num_pages,
@@ -54,13 +54,10 @@ def engine_stats(state: BucketState, health: Health, reason: str) -> EngineStats
             bytes_stored=state.bytes_stored,
             bytes_written=state.bytes_written,
             bytes_loaded=state.bytes_loaded,
-            num_pages_reinserted=0,
-            bytes_reinserted=0,
             num_inflight_jobs=state.jobs.num_inflight,
             queued_store_bytes=state.staged_bytes,
             num_tenants=index.num_tenants,
             num_pages_erased=state.num_pages_erased,
-            num_regions_stuck=0,
             reasons=dict(state.jobs.outcomes),
             store_durations=state.jobs.store_durations.take(),
         )

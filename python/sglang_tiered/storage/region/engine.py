@@ -21,7 +21,6 @@ from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import (
     NO_TENANT,
-    EngineStats,
     Erasure,
     Health,
     Job,
@@ -31,7 +30,8 @@ from sglang_tiered.storage.base import (
     Run,
     Stop,
     TenantUsage,
-    WriteTier,
+    TierEngine,
+    TierStats,
 )
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
@@ -85,7 +85,7 @@ MAX_PIN_SHARE = 0.5
 to write those again takes no more than it frees."""
 
 
-class RegionEngine(WriteTier):
+class RegionEngine(TierEngine):
     """Pages in the region files of one directory, which it locks for as long as it is open.
 
     Opening recovers what earlier processes stored. Raises ``ValueError`` for sizes that cannot
@@ -331,12 +331,12 @@ class RegionEngine(WriteTier):
                 state.jobs.finish(job)
         return job
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         health = self._check_health()
         reason = "" if health is Health.RUNNING else self._health.diagnosis()[1] or "closed"
         state = self._state
         with state.lock:
-            return EngineStats(
+            return TierStats(
                 health=health,
                 health_reason=reason,
                 num_pages=len(state.index),
@@ -393,7 +393,7 @@ class RegionEngine(WriteTier):
             state.hide_all(keep=keep)
             state.namespace = namespace
 
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)

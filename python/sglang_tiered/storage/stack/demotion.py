@@ -21,7 +21,8 @@ from sglang_tiered.storage.stack.demotion_queue import Chain, DemotionQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.base import BucketTier, Job
+    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.view import RegionView, StoredPage
     from sglang_tiered.storage.stack.tiers import StackSettings
@@ -59,7 +60,7 @@ class Demoter:
     def __init__(
         self,
         nvme: RegionEngine,
-        bucket: BucketTier,
+        bucket: BucketEngine,
         settings: StackSettings,
         *,
         gate: threading.Lock,
@@ -326,7 +327,7 @@ class NvmeScan:
     since what earlier processes stored was perhaps never copied, and whenever the queue was too
     full to take what was stored. Used on one thread."""
 
-    def __init__(self, view: RegionView, bucket: BucketTier, queue: DemotionQueue) -> None:
+    def __init__(self, view: RegionView, bucket: BucketEngine, queue: DemotionQueue) -> None:
         self._view = view
         self._bucket = bucket
         self._queue = queue

@@ -23,7 +23,7 @@ from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from sglang_tiered.storage.base import ReadTier
+    from sglang_tiered.storage.base import TierEngine
     from sglang_tiered.storage.stack.promotion import Promoter
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
@@ -63,7 +63,7 @@ class Loader:
 
     def __init__(
         self,
-        tiers: Mapping[Tier, ReadTier],
+        tiers: Mapping[Tier, TierEngine],
         promoter: Promoter,
         *,
         order: Callable[[], Sequence[Tier]],

@@ -14,7 +14,7 @@ from sglang_tiered.storage.base import Reason, Run
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.storage.base import Job, Page, Tier, WriteTier
+    from sglang_tiered.storage.base import Job, Page, Tier, TierEngine
 
 __all__ = ["Promoter"]
 
@@ -26,7 +26,7 @@ class Promoter:
     not at all; ``may_store`` is asked first, and must not block."""
 
     def __init__(
-        self, nvme: WriteTier, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]
+        self, nvme: TierEngine, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]
     ) -> None:
         self._nvme = nvme
         self._gate = gate

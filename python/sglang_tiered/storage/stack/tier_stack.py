@@ -19,12 +19,10 @@ import threading
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
-    BucketTier,
-    EngineStats,
     Erasure,
     Health,
     Job,
@@ -33,7 +31,8 @@ from sglang_tiered.storage.base import (
     Reason,
     Stop,
     Tier,
-    WriteTier,
+    TierEngine,
+    TierStats,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true, ended, is_true
@@ -52,8 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import ReadTier, RemoteTier, Run, TenantUsage
+    from sglang_tiered.storage.base import Run, TenantUsage
     from sglang_tiered.storage.borrowed import BorrowedEngine
+    from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
 __all__ = ["AppliedErasures", "TierStack"]
@@ -65,7 +65,7 @@ _FLUSH_STEP_S = 1.0
 _TOLD_WAIT_S = 10.0
 
 
-class TierStack(WriteTier):
+class TierStack(TierEngine):
     """Owns all its tiers, and closes them: the remote ones first, as they may serve others from
     NVMe. ``order`` says which remote tier is asked first (default: as they are listed) and
     ``may_promote`` whether pages may be copied up (default: always); neither must block."""
@@ -73,7 +73,7 @@ class TierStack(WriteTier):
     def __init__(
         self,
         nvme: RegionEngine | BorrowedEngine,
-        remote: Sequence[RemoteTier] = (),
+        remote: Sequence[TierEngine] = (),
         settings: StackSettings | None = None,
         *,
         order: Callable[[], Sequence[Tier]] | None = None,
@@ -83,8 +83,7 @@ class TierStack(WriteTier):
         settings = settings or StackSettings()
         self.nvme = nvme
         self.remote = {tier.tier: tier for tier in remote}
-        bucket = self.remote.get(Tier.OBJECT)
-        self.bucket = bucket if isinstance(bucket, BucketTier) else None
+        self.bucket = cast("BucketEngine | None", self.remote.get(Tier.OBJECT))
         self._order = order or (lambda: tuple(self.remote))
         self._clock = clock
         self._gate = threading.Lock()
@@ -121,7 +120,7 @@ class TierStack(WriteTier):
             )
 
     @property
-    def _all(self) -> list[ReadTier]:
+    def _all(self) -> list[TierEngine]:
         return [self.nvme, *self.remote.values()]
 
     @property
@@ -294,7 +293,7 @@ class TierStack(WriteTier):
 
     # ---- Erasing ----
 
-    def erase(self, what: Erasure) -> Future[bool]:
+    def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Erase in every tier as the contract says."""
         with self._gate:
             begun = [_begun(partial(self.nvme.erase, what))]
@@ -324,7 +323,7 @@ class TierStack(WriteTier):
 
     # ---- Books ----
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> TierStats:
         """Return counters of the callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()``
         and so on; what moved between them: ``remote_stats()`` and ``stack_stats()``."""
         stats = self.nvme.stats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from shared_tier import SharedTier
 
 from sglang_tiered.errors import UnsupportedSGLangError
 from sglang_tiered.integration.observe import kv_events
-from sglang_tiered.integration.observe.kv_events import TierEvents, engine_holds, tiers_of
-from sglang_tiered.storage.base import LookupResult, Run, Stop
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
@@ -322,26 +321,6 @@ def test_changed_upstream_is_found_by_a_wrong_event(monkeypatch: pytest.MonkeyPa
     core = Core()
     with pytest.raises(UnsupportedSGLangError, match="record_store"):
         TierEvents(core, {}, core.params)
-
-
-def test_holes_in_an_engine_are_announced() -> None:
-    engine = MemoryEngine(1 << 20)
-    keys = [hashlib.sha256(bytes([index])).digest() for index in range(100)]
-    held = [index % 7 != 3 and not 40 <= index < 80 for index in range(100)]
-    for key, is_held in zip(keys, held, strict=True):
-        if is_held:
-            engine.submit_store(Run((key,), ((memoryview(b"x"),),)))
-    holds = engine_holds(engine)
-    assert holds(keys) == held
-    assert holds([]) == []
-    engine.close()
-    assert holds(keys) is None
-
-
-def test_sick_engine_in_the_middle_of_a_lookup() -> None:
-    answers = iter([LookupResult(1, Stop.MISS), LookupResult(0, Stop.UNHEALTHY)])
-    engine: Any = SimpleNamespace(lookup=lambda keys: next(answers))
-    assert engine_holds(engine)([b"a", b"b", b"c"]) is None
 
 
 def test_a_sick_bucket_has_not_lost_its_pages() -> None:
