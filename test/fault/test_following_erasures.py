@@ -12,10 +12,10 @@ from kit.waiting import eventually
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true
-from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -34,6 +34,32 @@ SELECTORS = {
 }
 
 
+class Shard:
+    """The store that keeps a server's notes, opened again with each ``open``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engine: RegionEngine | None = None
+
+    def open(self) -> RegionEngine:
+        self.close()
+        self.engine = RegionEngine(
+            self.path, namespace=bytes(32), capacity_bytes=1 << 20, region_bytes=1 << 18
+        )
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    opened = Shard(tmp_path)
+    yield opened
+    opened.close()
+
+
 def has_applied(server: Server, what: Erasure) -> bool:
     if what.keys is None:
         return server.purged == [what.tenant]
@@ -43,10 +69,9 @@ def has_applied(server: Server, what: Erasure) -> bool:
 @pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
 @pytest.mark.parametrize("other_is", ["there", "down", "away", "refusing", "unlisted", "back"])
 def test_an_erasure_is_applied_once_before_pages_move(
-    servers: Servers, tmp_path: Path, what: Erasure, other_is: str
+    servers: Servers, shard: Shard, what: Erasure, other_is: str
 ) -> None:
-    device = FileDevice(tmp_path, direct=False)
-    one = servers.open([1], notes=Notes(device))
+    one = servers.open([1], notes=shard.open())
     two = servers.open([2], listed=other_is != "unlisted")
     if other_is == "down":
         two.close()
@@ -77,7 +102,7 @@ def test_an_erasure_is_applied_once_before_pages_move(
     elif other_is == "back":
         two.close()
         one.close()
-        one = servers.open([1], notes=Notes(device))
+        one = servers.open([1], notes=shard.open())
         assert one.sync.book.digest != bytes(16), "it forgot"
         two = servers.open([2])
     eventually(lambda: two.finds(1) == [True])
@@ -127,15 +152,14 @@ def test_servers_that_erase_at_once_come_to_agree(servers: Servers) -> None:
         eventually(lambda server=server, others=others: all(server.finds(*others)))
 
 
-def test_a_restart_applies_nothing_twice(servers: Servers, tmp_path: Path) -> None:
-    device = FileDevice(tmp_path, direct=False)
-    one, two = servers.open([1]), servers.open([2], notes=Notes(device))
+def test_a_restart_applies_nothing_twice(servers: Servers, shard: Shard) -> None:
+    one, two = servers.open([1]), servers.open([2], notes=shard.open())
     servers.know_each_other()
     assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
     assert is_true(two.erase(Erasure.of(KEYS)), 20.0)
     eventually(lambda: all(r.is_noted for r in two.sync.book._shelf.records.values()))
     two.close()
-    again = servers.open([2], notes=Notes(device))
+    again = servers.open([2], notes=shard.open())
     eventually(lambda: one.finds(2) == again.finds(1) == [True])
     assert again.erased == []
     fresh = servers.open([3])
@@ -199,12 +223,9 @@ def test_forgotten_pages_push_out_no_purge(servers: Servers) -> None:
     assert late.forgotten[-1] == keys[-1]
 
 
-def test_an_erasure_without_its_note_is_not_durable(servers: Servers, tmp_path: Path) -> None:
-    class Full(Notes):
-        def write(self, name: str, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
-
-    one = servers.open([1], notes=Full(FileDevice(tmp_path, direct=False)))
+def test_an_erasure_without_its_note_is_not_durable(servers: Servers, shard: Shard) -> None:
+    one = servers.open([1], notes=shard.open())
+    shard.close()
     done = one.erase(Erasure(tenant=TENANT))
     one.refresh()
     assert not done.done()

@@ -8,7 +8,6 @@ again. Ages travel, never times of day: no two clocks are compared.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.sharing.pages.messages import (
     ID_BYTES,
     KEY_BYTES,
@@ -26,12 +24,11 @@ from sglang_tiered.sharing.pages.messages import (
     SHORT_ID_BYTES,
     Erased,
 )
-from sglang_tiered.storage.backoff import OnceLog
-from sglang_tiered.storage.promises import Promises, keep
-from sglang_tiered.storage.region.files import APPLIED_PURGES_NAME
+from sglang_tiered.storage.promises import Promises, ended, is_true, keep
+from sglang_tiered.storage.region.pending import Note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
@@ -49,19 +46,18 @@ MAX_KEYS_BYTES = 8 << 20
 
 MAX_DROPPED = 16_384
 MAX_NAMESPACES = 8  # of which erasures are remembered; each change of weights begins one
-VERSION = 2
+VERSION = 3
 _RECORD_BYTES = 64  # counted in a message for a record without its keys
-_NOTE_BYTES_PER_S = 2 << 20  # a note is written whole, so a large one is written less often
-
-logger = logging.getLogger(__name__)
+_NOTE_WAIT_S = 4.0
 
 
 class NoteStore(Protocol):
-    """Small files beside the pages, as of ``storage.region.notes``. Both wait for the disk."""
+    """Keeps notes over a restart, as ``RegionEngine`` does."""
 
-    def read(self, name: str) -> bytes: ...
+    @property
+    def erased_notes(self) -> Sequence[Note]: ...
 
-    def write(self, name: str, data: bytes) -> None: ...
+    def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note]) -> Future[bool]: ...
 
 
 class Known(NamedTuple):
@@ -126,27 +122,16 @@ class _Spreading(NamedTuple):
 
 
 class _Noted(msgspec.Struct, frozen=True, array_like=True):
-    id: bytes
+    version: int
+    namespace: bytes
     tenant: bytes | None
     keys: bytes | None
-    forget_at: float  # seconds since 1970, of this machine's clock
-
-
-class _NotedShelf(msgspec.Struct, frozen=True, array_like=True):
-    namespace: bytes
-    erasures: list[_Noted]
-    dropped: bytes
-
-
-class _File(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-    shelves: list[_NotedShelf]
 
 
 class ErasureBook:
-    """Never blocks, but for ``save`` and where it is made, which wait for the disk: any thread,
-    ``save`` on one. ``notes`` keep the records over a restart; those that are not known to be
-    durable in the store are not noted, so they are applied again, which is always safe."""
+    """Never blocks, but for ``save``, which waits for the disk: any thread, ``save`` on one.
+    ``notes`` keep the records over a restart; those that are not known to be durable in the store
+    are not noted, so they are applied again, which is always safe."""
 
     def __init__(
         self,
@@ -166,13 +151,12 @@ class ErasureBook:
         self._version = 0
         self._spreading: list[_Spreading] = []
         self._promises = Promises()
-        self._saved: tuple[int, int] | None = None
-        self._save_again_at = 0.0
-        self._log = OnceLog(logger)
+        self._unnoted: dict[bytes, tuple[bytes, _Record]] = {}  # with their namespaces
         self.num_told = 0
         self.num_applied = 0
-        self._recall()
-        self._shelf = self._use(namespace)
+        if notes is not None:
+            self._recall(notes)
+        self._namespace, self._shelf = namespace, self._use(namespace)
 
     # ---- What is known ----
 
@@ -290,7 +274,9 @@ class ErasureBook:
         age_s = age_s if age_s <= self._retention_s else self._retention_s
         forget_at = self._clock() + self._retention_s - age_s
         self._version += 1
-        self._shelf.add(name, _Record(tenant, keys, forget_at, self._version, local))
+        record = _Record(tenant, keys, forget_at, self._version, local)
+        self._shelf.add(name, record)
+        self._unnoted[name] = (self._namespace, record)
 
     def settle(self, version: int | None) -> None:
         """End what has spread: every server that lives has applied all up to ``version``; None:
@@ -315,7 +301,7 @@ class ErasureBook:
     def change_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace. What is known of the old one is kept for its return."""
         with self._lock:
-            self._shelf = self._use(namespace)
+            self._namespace, self._shelf = namespace, self._use(namespace)
             self._version += 1
             for each in self._spreading:
                 keep(each.is_done, False)
@@ -338,62 +324,45 @@ class ErasureBook:
 
     # ---- Over a restart ----
 
-    def _recall(self) -> None:
-        """Read the note. One that does not verify is ignored: what it said is applied again."""
-        if self._notes is None:
-            return
-        file = unseal(self._notes.read(APPLIED_PURGES_NAME), _File)
-        if file is None or file.version != VERSION:
-            return
+    def _recall(self, notes: NoteStore) -> None:
+        """Read what is noted. Of another version it is ignored: it is told and applied again."""
         now, offset_s = self._clock(), self._clock() - self._wall_clock()
-        for noted in file.shelves:
-            shelf = self._shelves[noted.namespace] = _Shelf(
-                dropped=dict.fromkeys(_short(noted.dropped))
-            )
-            for each in noted.erasures:
-                # A clock that was set back would keep it for ever.
-                forget_at = min(each.forget_at + offset_s, now + self._retention_s)
-                self._version += 1
-                record = _Record(each.tenant, each.keys, forget_at, self._version, None, True)
-                shelf.add(each.id, record)
+        for note in notes.erased_notes:
+            try:
+                noted = msgspec.msgpack.decode(note.data, type=_Noted)
+            except msgspec.DecodeError:
+                continue
+            if noted.version != VERSION:
+                continue
+            # A clock that was set back would keep it for ever.
+            forget_at = min(note.until_s + offset_s, now + self._retention_s)
+            self._version += 1
+            record = _Record(noted.tenant, noted.keys, forget_at, self._version, None, True)
+            self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
-        """Note what has become durable since. A failed write is retried with the next call."""
+        """Note what has become durable since. What cannot be noted is tried with the next call."""
         with self._lock:
-            durable = sum(each.is_durable for each in self._shelf.records.values())
-            state = (self._version, durable)
-            if state == self._saved or self._clock() < self._save_again_at:
-                return
-            fresh = [each for each in self._shelf.records.values() if each.is_durable]
-            offset_s = self._wall_clock() - self._clock()
-            shelves = [self._noted(name, shelf, offset_s) for name, shelf in self._shelves.items()]
-        try:
-            if self._notes is not None:
-                data = seal(_File(VERSION, shelves))
-                self._notes.write(APPLIED_PURGES_NAME, data)
-                self._save_again_at = self._clock() + len(data) / _NOTE_BYTES_PER_S
-        except OSError as error:
-            self._log.report(
-                "write",
-                "%s cannot be written (%s); until it can, no erasure counts as durable, and a "
-                "restart applies those of other servers again",
-                APPLIED_PURGES_NAME,
-                error,
-            )
+            settled = {
+                name: (namespace, record)
+                for name, (namespace, record) in self._unnoted.items()
+                if record.local is None or record.local.done()
+            }
+            for name, (_, record) in settled.items():
+                if not record.is_durable:
+                    del self._unnoted[name]
+        fresh = {name: each for name, each in settled.items() if each[1].is_durable}
+        offset_s = self._wall_clock() - self._clock()
+        notes = [_note(name, *each, offset_s) for name, each in fresh.items()]
+        noted = (
+            self._notes.note_erased((), notes) if self._notes is not None and notes else ended(True)
+        )
+        if not is_true(noted, _NOTE_WAIT_S):
             return
-        self._log.settle("write")
         with self._lock:
-            self._saved = state
-            for each in fresh:
-                each.is_noted = True
-
-    def _noted(self, namespace: bytes, shelf: _Shelf, offset_s: float) -> _NotedShelf:
-        erasures = [
-            _Noted(name, each.tenant, each.keys, each.forget_at + offset_s)
-            for name, each in shelf.records.items()
-            if each.is_durable
-        ]
-        return _NotedShelf(namespace, erasures, b"".join(shelf.dropped))
+            for name, (_, record) in fresh.items():
+                record.is_noted = True
+                self._unnoted.pop(name, None)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance."""
@@ -407,6 +376,11 @@ class ErasureBook:
                 assert total == shelf.sum, f"the digest of {len(shelf.records)} erasures is off"
                 counted = (shelf.keys_bytes, shelf.num_forgets)
                 assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
+
+
+def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> Note:
+    noted = _Noted(VERSION, namespace, record.tenant, record.keys)
+    return Note(name, record.forget_at + offset_s, msgspec.msgpack.encode(noted))
 
 
 def _short(ids: bytes) -> Iterator[bytes]:

@@ -116,7 +116,7 @@ class PeerTier(TierEngine):
             namespace=namespace,
             held=region.view.fingerprints,
             erase=erase,
-            notes=region.notes,
+            notes=region,
             clock=clock,
         )
         try:

@@ -13,7 +13,10 @@ from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, keep, promise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
+
+    from sglang_tiered.storage.region.pending import Note
 
 NAMESPACE, OTHER = bytes(32), b"x" * 32
 RETENTION_S = 1000.0
@@ -24,18 +27,22 @@ class Shelf:
 
     def __init__(self) -> None:
         self.now, self.wall = 100.0, 1e9
-        self.files: dict[str, bytes] = {}
-        self.num_writes = 0
-        self.error: OSError | None = None
+        self.noted: dict[bytes, Note] = {}
+        self.num_noted = 0
+        self.is_full = False
 
-    def read(self, name: str) -> bytes:
-        return self.files.get(name, b"")
+    @property
+    def erased_notes(self) -> list[Note]:
+        return list(self.noted.values())
 
-    def write(self, name: str, data: bytes) -> None:
-        if self.error is not None:
-            raise self.error
-        self.files[name] = data
-        self.num_writes += 1
+    def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note]) -> Future[bool]:
+        assert not list(ids), "these are the store's"
+        if self.is_full:
+            return ended(False)
+        for note in notes:
+            self.noted[note.id] = note
+            self.num_noted += 1
+        return ended(True)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -190,12 +197,12 @@ def test_what_is_durable_is_known_after_a_restart(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
-def test_a_damaged_note_is_no_note(shelf: Shelf, damage: bytes | None) -> None:
+def test_an_unknown_note_is_no_note(shelf: Shelf, damage: bytes | None) -> None:
     book = shelf.open()
     book.begin(Erasure(), ended(True))
     book.save()
-    (name,) = shelf.files
-    shelf.files[name] = shelf.files[name][:-1] + b"~" if damage is None else damage
+    (note,) = shelf.noted.values()
+    shelf.noted[note.id] = note._replace(data=note.data[:-1] if damage is None else damage)
     assert len(shelf.open()) == 0
 
 
@@ -210,28 +217,25 @@ def test_a_clock_set_back_keeps_nothing_for_ever(shelf: Shelf) -> None:
     assert len(again) == 0
 
 
-def test_a_large_note_is_written_less_often(shelf: Shelf) -> None:
+def test_each_record_is_noted_once(shelf: Shelf) -> None:
     book = shelf.open()
     book.begin(Erasure.of([n.to_bytes(32, "big") for n in range(1 << 17)]), ended(True))
-    book.save()
     for _ in range(10):
         book.begin(Erasure.of([b"k" * 32]), ended(True))
+        book.begin(Erasure(), ended(False))
         book.save()
-    assert shelf.num_writes == 1
-    shelf.pass_time(4)
-    book.save()
-    book.save()
-    assert shelf.num_writes == 2
+    assert shelf.num_noted == (1 << 17) // 1024 + 10
+    assert not book._unnoted
 
 
 def test_a_failed_note_is_written_again(shelf: Shelf) -> None:
     book = shelf.open()
     done, _ = book.begin(Erasure(), ended(True))
-    shelf.error = OSError(28, "No space left on device")
+    shelf.is_full = True
     book.save()
     book.settle(None)
     assert not done.done()
-    shelf.error = None
+    shelf.is_full = False
     book.save()
     book.settle(None)
     assert done.result(0) is True

@@ -407,12 +407,11 @@ class RegionEngine(TierEngine):
             return [digest in self._state.erased_ids for digest in digests]
 
     def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note] = ()) -> Future[bool]:
-        """Remember names of erasures that were done here, perhaps under other names, and what the
-        caller notes of them: each note replaces the one of its name, and is kept until its time is
-        over, 64 MiB and 65,536 of them at most, the oldest going first. True once a restart knows
-        them. Memory only."""
-        kept = tuple(notes)
-        return self._erase(Erasure(()), [*ids, *(note.id for note in kept)], kept)
+        """Remember names of erasures that were done here under other names, and what the caller
+        notes of any: each note replaces the one of its name, and is kept until its time is over,
+        64 MiB and 65,536 of them at most, the oldest going first. True once a restart knows all
+        that. Memory only."""
+        return self._erase(Erasure(()), ids, tuple(notes))
 
     @property
     def erased_notes(self) -> tuple[Note, ...]:

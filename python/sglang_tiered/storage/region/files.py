@@ -12,8 +12,6 @@ import re
 from sglang_tiered.storage.region.format import parse_region_name
 
 __all__ = [
-    "APPLIED_FORGETS_NAME",
-    "APPLIED_PURGES_NAME",
     "CHECKPOINT_NAME",
     "ERASED_NAME",
     "IGNORED_NAMES",
@@ -23,6 +21,7 @@ __all__ = [
     "MANIFEST_NAME",
     "NAMESPACE_NAME",
     "NOTE_NAMES",
+    "OLDER_NOTE_NAMES",
     "PAGE_SIZES_NAME",
     "PIN_PREFIX",
     "PROBE_NAME",
@@ -53,16 +52,14 @@ PURGES_NAME = "PURGES"  # of earlier programs, in its place
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
-APPLIED_FORGETS_NAME = "APPLIED-FORGETS"  # of earlier programs
-APPLIED_PURGES_NAME = "APPLIED-PURGES"
+OLDER_NOTE_NAMES = ("APPLIED-FORGETS", "APPLIED-PURGES")  # of earlier programs: removed
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
 WARM_NAME = "WARM"
 TEMPORARY_SUFFIX = ".tmp"
 
 NOTE_NAMES = (
-    APPLIED_FORGETS_NAME,
-    APPLIED_PURGES_NAME,
+    *OLDER_NOTE_NAMES,
     NAMESPACE_NAME,
     PAGE_SIZES_NAME,
     WARM_NAME,

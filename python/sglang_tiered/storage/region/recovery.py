@@ -39,7 +39,7 @@ from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.region import checkpoint, erase_log
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import APPLIED_FORGETS_NAME, ERASED_NAME, PURGES_NAME
+from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NOTE_NAMES, PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -215,7 +215,7 @@ class _Recovery:
         """Leave a file that verifies and says no more than it must, and none of earlier
         programs."""
         erased, device = self.report.erased, self.device
-        older = [name for name in (PURGES_NAME, APPLIED_FORGETS_NAME) if name in names]
+        older = [name for name in (PURGES_NAME, *OLDER_NOTE_NAMES) if name in names]
         if erased.damaged:
             logger.warning("%s is damaged; all stored pages are erased", erased.damaged)
             erased.everyone = Bound(self.report.next_sequence, 0)
