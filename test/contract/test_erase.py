@@ -25,7 +25,7 @@ from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.pinning.pins import PinRefusal
+from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ def opened(url: str, **changes: Any) -> Iterator[BucketEngine]:
     finally:
         engine.close()
     eventually(  # one that waits for a bucket that hangs ends with its request
-        lambda: not any(thread.is_alive() for thread in engine._threads),
+        lambda: not any(thread.is_alive() for thread in engine._workers._threads),
         "threads outlive the engine",
     )
 

@@ -149,7 +149,7 @@ def test_closing_is_bounded_and_ends_every_job(
         assert not any(thread.is_alive() for thread in waiting)
         assert not is_held(engine, run_of(1))
         eventually(
-            lambda: not any(thread.is_alive() for thread in engine._threads),
+            lambda: not any(thread.is_alive() for thread in engine._workers._threads),
             "its threads end with their requests",
         )
 

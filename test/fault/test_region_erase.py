@@ -27,7 +27,7 @@ from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.pending import Note
-from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,10 +17,10 @@ from kit.faulty import Fault, FaultyDevice
 from kit.waiting import drained
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import pins
 from sglang_tiered.storage.region.files import is_pin_name
 from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.pinning import pins
-from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

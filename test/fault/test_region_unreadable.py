@@ -17,7 +17,7 @@ from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
-from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,7 +32,7 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
-from sglang_tiered.storage.region.pinning.pins import PinRefusal
+from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

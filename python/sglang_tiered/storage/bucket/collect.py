@@ -22,7 +22,7 @@ from sglang_tiered.storage.bucket.erased import Erased, read_records
 from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import alive, pin_share, unpack_pin
-from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES
+from sglang_tiered.storage.region.pins import MAX_PIN_BYTES
 
 if TYPE_CHECKING:
     import threading

@@ -16,7 +16,7 @@ from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, unpack_pin
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.pinning.pins import MAX_PIN_BYTES, Pin
+from sglang_tiered.storage.region.pins import MAX_PIN_BYTES, Pin
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed

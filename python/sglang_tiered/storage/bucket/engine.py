@@ -37,7 +37,8 @@ from sglang_tiered.storage.bucket.state import BucketState, RefreshOrder
 from sglang_tiered.storage.bucket.stats import BucketStats, bucket_stats, engine_stats
 from sglang_tiered.storage.bucket.storing import Uploader, submit_store
 from sglang_tiered.storage.promises import all_true, ended, is_true
-from sglang_tiered.storage.region.pinning.pins import Pin
+from sglang_tiered.storage.region.pins import Pin
+from sglang_tiered.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -105,15 +106,12 @@ class BucketEngine(TierEngine):
         uploader = Uploader(state, requests, breaker, self._fault)
         loader = Loader(state, requests, self._fault)
         num_loaders, num_uploaders = settings.num_connections, -(-settings.num_connections // 2)
-        self._threads = [
-            _thread("bucket-deadlines", self._deadlines.run),
-            _thread("bucket-discovery", discovery.run),
-            _thread("bucket-keeper", keeper.run),
-            *(_thread(f"bucket-uploader-{i}", uploader.run) for i in range(num_uploaders)),
-            *(_thread(f"bucket-loader-{i}", loader.run) for i in range(num_loaders)),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = workers = Workers()
+        workers.start("bucket-deadlines", self._deadlines.run)
+        workers.start("bucket-discovery", discovery.run)
+        workers.start("bucket-keeper", keeper.run)
+        workers.start("bucket-uploader", uploader.run, num_uploaders)
+        workers.start("bucket-loader", loader.run, num_loaders)
 
     @property
     def namespace(self) -> bytes:
@@ -137,9 +135,7 @@ class BucketEngine(TierEngine):
             assert self._collector is not None
             self._collector.run_in_background(self._stop, lambda: self.namespace)
 
-        thread = _thread("bucket-collector", collect)
-        self._threads.append(thread)
-        thread.start()
+        self._workers.start("bucket-collector", collect)
 
     def _own(self, namespace: bytes) -> bytes:
         """Return the namespace in the bucket: encoded bytes never share one with exact ones."""
@@ -364,10 +360,7 @@ class BucketEngine(TierEngine):
             state.held.clear()
             state.notify_all()
         state.promises.close()
-        deadline = time.monotonic() + min(self._settings.request_timeout_s, _MAX_CLOSE_S)
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        if not any(thread.is_alive() for thread in self._threads):
+        if self._workers.join(min(self._settings.request_timeout_s, _MAX_CLOSE_S)):
             return
         logger.warning(
             "%s does not answer; the engine is closed without waiting for it", self._settings.url
@@ -389,7 +382,3 @@ class BucketEngine(TierEngine):
             assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
             assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
             assert left or not state.load_tickets, f"{len(state.load_tickets)} loads, no job"
-
-
-def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    return threading.Thread(target=target, name=name, daemon=True)

@@ -15,8 +15,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
-from sglang_tiered.storage.region.pinning.book import MAX_NOTES_BYTES, PinBook
-from sglang_tiered.storage.region.pinning.pins import Pin
+from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, Pin, PinBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable

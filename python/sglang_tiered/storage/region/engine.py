@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -48,9 +46,9 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import Note, PinOrder, plan_spans
-from sglang_tiered.storage.region.pinning.pin_files import PinFiles
-from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
@@ -60,6 +58,7 @@ from sglang_tiered.storage.region.store_worker import ExtentWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
+from sglang_tiered.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -154,43 +153,23 @@ class RegionEngine(TierEngine):
         self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
         device = self._device
         self.notes = Notes(device)
+        is_held = self._directory_lock.is_held
+        common = Common(directory, device, health, state, log, is_held)
         self._reader = reader = RegionReader(device, health)
         barrier = Barrier(device, health)
-        relocator = Relocator(device, health, barrier, state, reader)
+        relocator = Relocator(common, barrier, reader)
         self._reclaimer = reclaimer = Reclaimer(
-            directory, log, device, health, state, relocator, capacity_bytes, io_timeout_s, clock
+            common, relocator, capacity_bytes, io_timeout_s, clock
         )
         writer = RegionWriter(
-            device,
-            health,
-            reclaimer,
-            relocator,
-            state,
-            region_bytes,
-            report.next_sequence,
-            max_tenant_bytes,
+            common, reclaimer, relocator, region_bytes, report.next_sequence, max_tenant_bytes
         )
-        pin_files = PinFiles(directory, state, health, log, device, reclaimer)
-        erase_log = EraseLog(directory, state, health, log, device, reclaimer, report.erased)
-        check_lock = partial(health.check_lock, self._directory_lock.is_held)
-        store_worker = StoreWorker(
-            directory, state, health, log, writer, reclaimer, erase_log, pin_files, check_lock
-        )
-        extent_worker = ExtentWorker(state, health, device)
-        sync_worker = SyncWorker(
-            directory, state, health, log, device, barrier, reclaimer, sync_interval_s
-        )
-        load_worker = LoadWorker(
-            directory, state, health, log, reader, reclaimer.dispose, check_lock
-        )
-        self._threads = [
-            _thread("tier-writer", store_worker.run),
-            _thread("tier-syncer", sync_worker.run),
-            *(_thread(f"tier-extent-{i}", extent_worker.run) for i in range(num_writers)),
-            *(_thread(f"tier-reader-{i}", load_worker.run) for i in range(num_readers)),
-        ]
-        for thread in self._threads:
-            thread.start()
+        erase_log = EraseLog(common, reclaimer, report.erased)
+        self._workers = workers = Workers()
+        workers.start("tier-writer", StoreWorker(common, writer, reclaimer, erase_log).run)
+        workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
+        workers.start("tier-extent", ExtentWorker(common).run, num_writers)
+        workers.start("tier-reader", LoadWorker(common, reader).run, num_readers)
 
     def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
@@ -524,11 +503,9 @@ class RegionEngine(TierEngine):
             state.shed(Reason.CANCELLED, Reason.CANCELLED)
             state.store_ready.notify_all()
             state.load_ready.notify_all()
-        deadline = time.monotonic() + self._close_timeout_s
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        has_ended = self._workers.join(self._close_timeout_s)
         self._promises.close()
-        if any(thread.is_alive() for thread in self._threads):
+        if not has_ended:
             logger.warning("%s: the device hangs; its files stay open", self._directory)
             return
         for region in state.regions:
@@ -573,10 +550,6 @@ class RegionEngine(TierEngine):
         with state.lock:
             state.shed(Reason.REJECTED, Reason.IO_ERROR)
         return health
-
-
-def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    return threading.Thread(target=target, name=name, daemon=True)
 
 
 def _unusable(directory: Path, error: OSError) -> StoreError:

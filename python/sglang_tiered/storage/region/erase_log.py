@@ -22,7 +22,6 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -31,6 +30,7 @@ from sglang_tiered.storage.region.format import (
     verifies,
     with_checksum,
 )
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
@@ -41,18 +41,15 @@ from sglang_tiered.storage.region.walk import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.format import Contents
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import EraseOrder
     from sglang_tiered.storage.region.reclaim import Reclaimer
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
     "MANY",
@@ -469,7 +466,7 @@ def rewrite(device: Device, erased: Erased) -> int:
 # ---- The writer thread's part ----
 
 
-class EraseLog:
+class EraseLog(StorePart):
     """Owns ``ERASED`` while the store is open: makes erasures durable and gives back what they
     free. On the writer thread, without the lock held.
 
@@ -477,25 +474,12 @@ class EraseLog:
     what they held since ``erase`` was called.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        state: StoreState,
-        health: HealthMonitor,
-        log: OnceLog,
-        device: Device,
-        reclaimer: Reclaimer,
-        erased: Erased,
-    ) -> None:
-        self._directory = directory
-        self._state = state
-        self._health = health
-        self._log = log
-        self._device = device
+    def __init__(self, common: Common, reclaimer: Reclaimer, erased: Erased) -> None:
+        super().__init__(common)
         self._reclaimer = reclaimer
         self._erased = erased
         self._needed_bytes = erased.packed_bytes
-        state.erased_ids = set(erased.ids)
+        self._state.erased_ids = set(erased.ids)
 
     def erase(self, orders: Sequence[EraseOrder], bound: Bound) -> bool:
         """Erase up to the present end of the log, with nothing under way before it. True when that
@@ -554,16 +538,14 @@ class EraseLog:
         with self._health.watch():
             fd = self._device.open(ERASED_NAME)
             try:
-                written = write_fully(self._device, fd, [memoryview(record)], start)
+                self.write(fd, [memoryview(record)], start)
                 self._device.sync(fd)
                 # Until the next sync, losing the power takes this, and damage to the record then
                 # looks like a torn append.
-                written += write_fully(self._device, fd, [memoryview(_pack_head(end))], 0)
+                self.write(fd, [memoryview(_pack_head(end))], 0)
             finally:
                 self._device.close(fd)
         self._erased.num_bytes = end
-        with self._state.lock:
-            self._state.bytes_written += written
         return True
 
     def _rewrite(self) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "NAMESPACE_BYTES",
     "NONCE_BYTES",
     "PAGE_DTYPE",
+    "CheckpointEntry",
     "Contents",
     "Extent",
     "RegionHeader",
@@ -44,6 +45,7 @@ __all__ = [
     "max_page_bytes",
     "min_region_bytes",
     "other_version",
+    "pack_checkpoint",
     "pack_extent_header",
     "pack_footer",
     "pack_region_header",
@@ -54,6 +56,7 @@ __all__ = [
     "parse_region_name",
     "peek_extent_header_bytes",
     "region_name",
+    "unpack_checkpoint",
     "unpack_extent_header",
     "unpack_footer",
     "unpack_region_header",
@@ -72,6 +75,7 @@ REGION_MAGIC = b"SGLTREGN"
 EXTENT_MAGIC = b"SGLTEXTN"
 FOOTER_MAGIC = b"SGLTFOOT"
 TRAILER_MAGIC = b"SGLTTRLR"
+CHECKPOINT_MAGIC = b"SGLTCHKP"
 
 _REGION = struct.Struct("<8sIIQQ16sQ")  # magic version block_bytes nbytes sequence nonce created
 _EXTENT = struct.Struct("<8sII16sII32s16sQ")  # magic version header_bytes nonce ordinal pages ...
@@ -389,3 +393,39 @@ def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | 
     if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
     return Trailer(found_nonce, num_extents, offset, nbytes)
+
+
+_CHECKPOINT = struct.Struct("<8sIIQ")  # magic version num_regions reserved
+_SYNCED = struct.Struct("<Q16sQ")  # sequence nonce durable_tail
+
+
+class CheckpointEntry(NamedTuple):
+    """What recovery would rather not find out again of one region. ``durable_tail``: all before it
+    was acknowledged and synced. An accelerator, never the truth: without it everything is still
+    found. It counts only for the region of that nonce, not of another time or store."""
+
+    sequence: int
+    nonce: bytes
+    durable_tail: int
+
+
+def pack_checkpoint(entries: Iterable[CheckpointEntry]) -> bytes:
+    rows = [_SYNCED.pack(*entry) for entry in entries]
+    body = _CHECKPOINT.pack(CHECKPOINT_MAGIC, FORMAT_VERSION, len(rows), 0) + b"".join(rows)
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack_checkpoint(data: bytes) -> list[CheckpointEntry] | None:
+    """Unpack a checkpoint; ``None`` for bytes that do not verify."""
+    if len(data) < _CHECKPOINT.size + _CHECKSUM.size:
+        return None
+    body = data[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    magic, version, num_regions, _ = _CHECKPOINT.unpack_from(body)
+    if (magic, version) != (CHECKPOINT_MAGIC, FORMAT_VERSION):
+        return None
+    if len(body) != _CHECKPOINT.size + num_regions * _SYNCED.size:
+        return None
+    entries = [CheckpointEntry(*row) for row in _SYNCED.iter_unpack(body[_CHECKPOINT.size :])]
+    return entries if all(entry.durable_tail % BLOCK_BYTES == 0 for entry in entries) else None

@@ -11,18 +11,16 @@ from sglang_tiered.metrics.durations import Durations
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
+from sglang_tiered.storage.region.part import StorePart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    from sglang_tiered.storage.backoff import OnceLog
     from sglang_tiered.storage.base import Meter
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import LoadSpan, Wanted
-    from sglang_tiered.storage.region.regions import Region
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["LoadWorker", "RegionReader", "SpanResult"]
 
@@ -104,27 +102,13 @@ def _verifies(namespace: bytes, item: Wanted) -> bool:
     return page_checksum(namespace, item.key, item.page) == item.checksum
 
 
-class LoadWorker:
+class LoadWorker(StorePart):
     """Reads spans; every reader thread runs ``run`` of the same worker. No thread ends by an
     exception: a job that is never finished would keep the caller's memory forever."""
 
-    def __init__(
-        self,
-        directory: Path,
-        state: StoreState,
-        health: HealthMonitor,
-        log: OnceLog,
-        reader: RegionReader,
-        dispose: Callable[[Region], None],
-        check_lock: Callable[[], bool],
-    ) -> None:
-        self._directory = directory
-        self._state = state
-        self._health = health
-        self._log = log
+    def __init__(self, common: Common, reader: RegionReader) -> None:
+        super().__init__(common)
         self._reader = reader
-        self._dispose = dispose
-        self._check_lock = check_lock
 
     def run(self) -> None:
         """Load until the store is closed."""
@@ -134,24 +118,23 @@ class LoadWorker:
                 while not state.loads and not state.let_go and not state.closed:
                     state.load_ready.wait()
                 region = state.let_go.popleft() if state.let_go else None
-                unused = region is not None and state.regions.unpin(region)
                 if region is None:
                     if not state.loads:
                         return
                     span = state.take_load()
             if region is None:
                 self._load(span)
-            elif unused:
-                self._dispose(region)
+            else:
+                self.unpin(region)
 
     def _skip(self, span: LoadSpan, reason: Reason) -> None:
         """Finish a span that was not tried; its pages stay indexed."""
-        self._unpin(span)
+        self.unpin(span.wanted[0].region)
         with self._state.lock:
             self._state.finish_span(span, [reason] * len(span.wanted))
 
     def _load(self, span: LoadSpan) -> None:
-        if not self._check_lock():  # who has it now may have erased the pages
+        if not self.is_ours():  # who has it now may have erased the pages
             self._skip(span, Reason.IO_ERROR)
             return
         try:
@@ -174,7 +157,7 @@ class LoadWorker:
                 self._directory,
                 error,
             )
-        self._unpin(span)
+        self.unpin(span.wanted[0].region)
         self._settle(span, reasons)
 
     def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
@@ -195,10 +178,3 @@ class LoadWorker:
                 "%s holds damaged pages; they are forgotten and computed again",
                 self._directory / region.name,
             )
-
-    def _unpin(self, span: LoadSpan) -> None:
-        region = span.wanted[0].region
-        with self._state.lock:
-            unused = self._state.regions.unpin(region)
-        if unused:
-            self._dispose(region)

@@ -12,18 +12,15 @@ import numpy as np
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health, Job, JobKind, Run
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.relocation import pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-    from sglang_tiered.storage.backoff import OnceLog
-    from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.relocation import Relocator
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
     "REINSERTION_SHARE",
@@ -118,9 +115,8 @@ class _Saved(NamedTuple):
     generation: int
 
 
-class Reclaimer:
-    """Makes room under the cap. Called by the writer thread only, without the lock held, but for
-    ``dispose``.
+class Reclaimer(StorePart):
+    """Makes room under the cap. Called by the writer thread only, without the lock held.
 
     ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked. A region
     whose file cannot be removed stays in service, takes its room, and is passed over with growing
@@ -129,21 +125,13 @@ class Reclaimer:
 
     def __init__(
         self,
-        directory: Path,
-        log: OnceLog,
-        device: Device,
-        health: HealthMonitor,
-        state: StoreState,
+        common: Common,
         relocator: Relocator,
         capacity_bytes: int,
         pin_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
-        self._log = log
-        self._device = device
-        self._health = health
-        self._state = state
+        super().__init__(common)
         self._relocator = relocator
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
@@ -393,12 +381,3 @@ class Reclaimer:
             self.dispose(region)
         with self._state.lock:
             return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
-
-    def dispose(self, region: Region) -> None:
-        """Close a retired region that no thread pins. Any thread, without the lock held."""
-        with contextlib.suppress(OSError):
-            self._device.close(region.fd)
-        with self._state.lock:
-            region.fd = -1
-            self._state.regions.closed(region)
-            self._state.space_freed.notify_all()

@@ -36,21 +36,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region import checkpoint, erase_log
+from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NOTE_NAMES, PURGES_NAME
+from sglang_tiered.storage.region.files import (
+    CHECKPOINT_NAME,
+    ERASED_NAME,
+    OLDER_NOTE_NAMES,
+    PURGES_NAME,
+)
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
+    CheckpointEntry,
     Contents,
     other_version,
     padded,
     parse_region_name,
     region_name,
+    unpack_checkpoint,
     unpack_region_header,
 )
-from sglang_tiered.storage.region.pinning import pins
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
@@ -72,10 +78,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
-    from sglang_tiered.storage.region.pinning.pins import FoundPins, Pin
+    from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["LateProgress", "RecoveryReport", "recover"]
+__all__ = ["LateProgress", "RecoveryReport", "read_checkpoint", "recover"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +138,15 @@ def recover(
         raise
 
 
+def read_checkpoint(device: Device) -> dict[tuple[int, bytes], CheckpointEntry]:
+    """Return the entries by sequence and nonce; empty when there is no valid checkpoint."""
+    try:
+        entries = unpack_checkpoint(device.read_file(CHECKPOINT_NAME))
+    except OSError:
+        entries = None
+    return {(entry.sequence, entry.nonce): entry for entry in entries or ()}
+
+
 @dataclass(slots=True)
 class _Recovery:
     device: Device
@@ -151,7 +166,7 @@ class _Recovery:
         numbers = map(parse_region_name, names)
         sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
-        known = checkpoint.read(device)
+        known = read_checkpoint(device)
         report.erased = erase_log.read(device)
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread

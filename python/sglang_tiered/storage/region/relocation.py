@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.storage.base import Health, Reason
-from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
     MAX_EXTENT_PAGES,
     Extent,
@@ -23,6 +23,7 @@ from sglang_tiered.storage.region.format import (
     page_table,
 )
 from sglang_tiered.storage.region.index import key_words
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import (
     ExtentWrite,
     Wanted,
@@ -37,33 +38,23 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import Barrier, HealthMonitor
+    from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.index import PageIndex
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["Relocator", "pages_of"]
 
 _MAX_BYTES = 8 << 20  # in memory at once, as an extent of stores
 
 
-class Relocator:
+class Relocator(StorePart):
     """Reads pages of a region, or copies them to the end of the log."""
 
-    def __init__(
-        self,
-        device: Device,
-        health: HealthMonitor,
-        barrier: Barrier,
-        state: StoreState,
-        reader: RegionReader,
-    ) -> None:
-        self._device = device
-        self._health = health
+    def __init__(self, common: Common, barrier: Barrier, reader: RegionReader) -> None:
+        super().__init__(common)
         self._barrier = barrier
-        self._state = state
         self._reader = reader
 
     def read(self, namespace: bytes, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -153,10 +144,7 @@ class Relocator:
         if not is_one_write(write):
             writes.append((write.extent.offset, [packed_header(write)]))
         for offset, segments in writes:
-            with self._health.watch():
-                written = write_fully(self._device, write.region.fd, segments, offset)
-            with self._state.lock:
-                self._state.bytes_written += written
+            self.write(write.region.fd, segments, offset)
 
     def _publish(self, extent: Extent, victim: Region, region: Region, *, is_of_now: bool) -> None:
         """Make what is durable found in its new place. The caller holds the lock."""

@@ -28,8 +28,14 @@ from sglang_tiered.storage.region.pending import (
     StoreTicket,
     Wanted,
 )
-from sglang_tiered.storage.region.pinning.book import MAX_KEYS, MAX_NOTES_BYTES, MAX_PINS, PinBook
-from sglang_tiered.storage.region.pinning.pins import PinInfo, PinRefusal
+from sglang_tiered.storage.region.pins import (
+    MAX_KEYS,
+    MAX_NOTES_BYTES,
+    MAX_PINS,
+    PinBook,
+    PinInfo,
+    PinRefusal,
+)
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure, Job, Run
     from sglang_tiered.storage.region.pending import Note, Part
-    from sglang_tiered.storage.region.pinning.pins import Pin
+    from sglang_tiered.storage.region.pins import Pin
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["StoreState"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import (
     EraseOrder,
     StoreTicket,
@@ -18,20 +21,14 @@ from sglang_tiered.storage.region.pending import (
     is_one_write,
     packed_header,
 )
+from sglang_tiered.storage.region.pins import file_of, pack
 from sglang_tiered.storage.region.writer import padded_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from sglang_tiered.storage.backoff import OnceLog
-    from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.erase_log import EraseLog
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import ExtentWrite, Part, Piece
-    from sglang_tiered.storage.region.pinning.pin_files import PinFiles
     from sglang_tiered.storage.region.reclaim import Reclaimer
-    from sglang_tiered.storage.region.state import StoreState
     from sglang_tiered.storage.region.writer import RegionWriter
 
 __all__ = ["ExtentWorker", "StoreWorker"]
@@ -41,31 +38,18 @@ logger = logging.getLogger(__name__)
 _MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the extent writers never starve
 
 
-class StoreWorker:
+class StoreWorker(StorePart):
     """Takes stores in order of submission; its ``run`` is the writer thread. It never ends by an
     exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
-        self,
-        directory: Path,
-        state: StoreState,
-        health: HealthMonitor,
-        log: OnceLog,
-        writer: RegionWriter,
-        reclaimer: Reclaimer,
-        erase_log: EraseLog,
-        pin_files: PinFiles,
-        check_lock: Callable[[], bool],
+        self, common: Common, writer: RegionWriter, reclaimer: Reclaimer, erase_log: EraseLog
     ) -> None:
-        self._directory = directory
-        self._state = state
-        self._health = health
-        self._log = log
+        super().__init__(common)
         self._writer = writer
         self._reclaimer = reclaimer
         self._erase_log = erase_log
-        self._pin_files = pin_files
-        self._check_lock = check_lock
+        self._pin_files = PinFiles(common, reclaimer)
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -123,7 +107,7 @@ class StoreWorker:
             orders = list(state.pin_orders)
             state.pin_orders.clear()
         try:
-            is_ours = self._check_lock()
+            is_ours = self.is_ours()
             if expired and is_ours:
                 self._pin_files.settle(expired)
             while orders and is_ours:
@@ -146,7 +130,7 @@ class StoreWorker:
 
     def _place(self) -> None:
         state = self._state
-        is_ours = self._check_lock()
+        is_ours = self.is_ours()
         with state.lock:
             head = state.stores[0] if state.stores else None
             if not isinstance(head, StoreTicket):
@@ -318,7 +302,7 @@ class StoreWorker:
                 state.stores.popleft()
         durable = False
         try:
-            if self._check_lock():
+            if self.is_ours():
                 bound = self._writer.log_end()
                 if any(order.what.is_everything for order in orders):
                     self._writer.abandon()
@@ -329,14 +313,68 @@ class StoreWorker:
                 keep(order.durable, durable)
 
 
-class ExtentWorker:
+class PinFiles(StorePart):
+    """Owns the files ``PIN-*`` while the store is open, and keeps them as the book says. On the
+    writer thread, without the lock held."""
+
+    def __init__(self, common: Common, reclaimer: Reclaimer) -> None:
+        super().__init__(common)
+        self._reclaimer = reclaimer
+        self._unsettled: set[str] = set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether all that was ever asked is durable."""
+        return not self._unsettled
+
+    def settle(self, names: tuple[str, ...]) -> bool:
+        """Write the pins of these names, or remove the files of those that are gone; true when that
+        is durable. What failed before is tried again."""
+        self._unsettled.update(names)
+        failed: set[str] = set()
+        failure: OSError | None = None
+        removed = False
+        for name in self._unsettled:
+            try:
+                settle = functools.partial(self._settle, name)
+                removed = self._reclaimer.with_room(settle) or removed
+            except OSError as error:
+                failed.add(name)
+                failure = error
+        try:
+            if removed:
+                with self._health.watch():
+                    self._device.sync_directory()
+            self._unsettled = failed
+        except OSError as error:
+            failure = error
+        if failure is None:
+            self._log.settle("pin")
+        else:
+            self._log.report(
+                "pin",
+                "%s: the file of a pin cannot be changed (%s); until it is tried again a restart "
+                "finds the pins as they were",
+                self._directory,
+                failure,
+            )
+        return self._unsettled.isdisjoint(names)
+
+    def _settle(self, name: str) -> bool:
+        """Returns whether the directory must be synced: its file was removed, now or before."""
+        with self._state.lock:
+            pin = self._state.pins.get(name)
+        if pin is not None:
+            self.replace(file_of(name), pack(pin))
+            return False
+        with self._health.watch(), contextlib.suppress(FileNotFoundError):
+            self._device.unlink(file_of(name))
+        return True
+
+
+class ExtentWorker(StorePart):
     """Hashes and writes pieces of extents; every extent-writer thread runs ``run`` of the same
     worker."""
-
-    def __init__(self, state: StoreState, health: HealthMonitor, device: Device) -> None:
-        self._state = state
-        self._health = health
-        self._device = device
 
     def run(self) -> None:
         """Write until the writer thread has nothing left under way."""

@@ -11,20 +11,15 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region import checkpoint
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
-from sglang_tiered.storage.region.format import Contents
+from sglang_tiered.storage.region.format import CheckpointEntry, Contents, pack_checkpoint
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.backoff import OnceLog
-    from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import Barrier, HealthMonitor
-    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.health import Barrier
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.regions import Region
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = ["SyncWorker"]
 
@@ -33,29 +28,14 @@ logger = logging.getLogger(__name__)
 _CHECKPOINT_INTERVAL_S = 30.0
 
 
-class SyncWorker:
+class SyncWorker(StorePart):
     """Makes pages durable; its ``run`` is the syncer thread. ``interval_s`` bounds how long a
     published page waits for its sync, beyond the time a sync takes. The thread does not end by an
     exception: without it nothing becomes durable, and no error would show it."""
 
-    def __init__(
-        self,
-        directory: Path,
-        state: StoreState,
-        health: HealthMonitor,
-        log: OnceLog,
-        device: Device,
-        barrier: Barrier,
-        reclaimer: Reclaimer,
-        interval_s: float,
-    ) -> None:
-        self._directory = directory
-        self._state = state
-        self._health = health
-        self._log = log
-        self._device = device
+    def __init__(self, common: Common, barrier: Barrier, interval_s: float) -> None:
+        super().__init__(common)
         self._barrier = barrier
-        self._reclaimer = reclaimer
         self._interval_s = interval_s
         self._checkpoint_at = time.monotonic() + _CHECKPOINT_INTERVAL_S
         self._due: float | None = None  # when what is dirty must be synced
@@ -96,7 +76,9 @@ class SyncWorker:
                 for region in busy:  # next time
                     region.dirty = state.any_dirty = True
         for region in busy:
-            self._unpin(region)
+            with state.lock:
+                region.syncing = False
+            self.unpin(region)
         try:
             if due:
                 self._checkpoint(last=last)
@@ -193,28 +175,16 @@ class SyncWorker:
             region.dirty = self._state.any_dirty = True
             self._state.bytes_written += written
 
-    def _unpin(self, region: Region) -> None:
-        with self._state.lock:
-            region.syncing = False
-            unused = self._state.regions.unpin(region)
-        if unused:
-            self._reclaimer.dispose(region)
-
     def _checkpoint(self, *, last: bool) -> None:
         now = time.monotonic()
         if not last and now < self._checkpoint_at:
             return
         self._checkpoint_at = now + _CHECKPOINT_INTERVAL_S
         with self._state.lock:
-            data = checkpoint.pack(
-                checkpoint.CheckpointEntry(r.sequence, r.nonce, r.durable_tail)
-                for r in self._state.regions
+            data = pack_checkpoint(
+                CheckpointEntry(r.sequence, r.nonce, r.durable_tail) for r in self._state.regions
             )
         try:
-            with self._health.watch():
-                self._device.replace_file(CHECKPOINT_NAME, data)
+            self.replace(CHECKPOINT_NAME, data)
         except OSError as error:
             logger.debug("%s: no checkpoint (%s)", self._directory, error)
-            return
-        with self._state.lock:
-            self._state.bytes_written += len(data)

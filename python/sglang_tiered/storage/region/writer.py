@@ -36,16 +36,16 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
+from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import ExtentWrite, Part, StoreTicket
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
+    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.relocation import Relocator
-    from sglang_tiered.storage.region.state import StoreState
 
 __all__ = [
     "MAX_EXTENT_BYTES",
@@ -70,25 +70,21 @@ def write_footer(device: Device, region: Region, contents: Contents) -> int:
     return write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
 
 
-class RegionWriter:
+class RegionWriter(StorePart):
     """Owns the open region. Call its methods without the lock held, unless one says otherwise."""
 
     def __init__(
         self,
-        device: Device,
-        health: HealthMonitor,
+        common: Common,
         reclaimer: Reclaimer,
         relocator: Relocator,
-        state: StoreState,
         region_bytes: int,
         next_sequence: int,
         max_tenant_bytes: int | None = None,
     ) -> None:
-        self._device = device
-        self._health = health
+        super().__init__(common)
         self._reclaimer = reclaimer
         self._relocator = relocator
-        self._state = state
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._max_tenant_bytes = max_tenant_bytes
@@ -301,9 +297,7 @@ class RegionWriter:
             self._reclaimer.unreserve(self._region_bytes)
             raise
         try:
-            with self._health.watch():
-                block = memoryview(pack_region_header(header))
-                written = write_fully(self._device, fd, [block], 0)
+            self.write(fd, [memoryview(pack_region_header(header))], 0)
         except OSError:
             with contextlib.suppress(OSError):
                 self._device.close(fd)
@@ -317,7 +311,6 @@ class RegionWriter:
         region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
         region.published_tail = BLOCK_BYTES
         with self._state.lock:
-            self._state.bytes_written += written
             self._state.regions.add(region)
         return region
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.region import checkpoint, erase_log
+from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
-from sglang_tiered.storage.region.format import parse_region_name, region_name
-from sglang_tiered.storage.region.pinning import pins
+from sglang_tiered.storage.region.format import parse_region_name, region_name, unpack_checkpoint
 from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.inspection import inspect_region
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
@@ -153,7 +152,7 @@ class ShardReader:
 
     def _read_checkpoint(self) -> tuple[CheckpointState, dict[tuple[int, bytes], int]]:
         try:
-            entries = checkpoint.unpack(self.device.read_file(CHECKPOINT_NAME))
+            entries = unpack_checkpoint(self.device.read_file(CHECKPOINT_NAME))
         except FileNotFoundError:
             return CheckpointState(False, False, 0), {}
         except OSError:

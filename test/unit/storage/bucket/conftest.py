@@ -49,4 +49,4 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
         drained(engine, TIMEOUT_S)
         engine.check_integrity()
         engine.close()
-        assert not [thread.name for thread in engine._threads if thread.is_alive()]
+        assert not [thread.name for thread in engine._workers._threads if thread.is_alive()]

@@ -244,7 +244,7 @@ def test_closing_is_bounded_while_a_request_hangs(
     assert store.reasons == [Reason.CANCELLED]
     gets.opened.set()
     puts.opened.set()
-    for thread in engine._threads:
+    for thread in engine._workers._threads:
         thread.join(TIMEOUT_S)
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 

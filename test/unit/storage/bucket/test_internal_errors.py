@@ -48,7 +48,7 @@ def check_that_it_serves_again(engine: BucketEngine, clock: Clock, run: Run, tar
     assert engine.stats().health is Health.RUNNING
     assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
     assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
-    assert all(thread.is_alive() for thread in engine._threads)
+    assert all(thread.is_alive() for thread in engine._workers._threads)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_next_pass_lists_pages_after_internal_errors(
     assert not left
     assert other.refresh(TIMEOUT_S, full=True)
     assert other.lookup(run.keys).num_hits == 1
-    assert all(thread.is_alive() for thread in other._threads)
+    assert all(thread.is_alive() for thread in other._workers._threads)
 
 
 def test_erasures_are_finished_after_internal_errors(

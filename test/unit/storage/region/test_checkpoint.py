@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.storage.region.checkpoint import CheckpointEntry, pack, unpack
+from sglang_tiered.storage.region.format import CheckpointEntry
+from sglang_tiered.storage.region.format import pack_checkpoint as pack
+from sglang_tiered.storage.region.format import unpack_checkpoint as unpack
 
 ENTRIES = [
     CheckpointEntry(

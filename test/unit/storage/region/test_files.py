@@ -18,7 +18,7 @@ from sglang_tiered.storage.region.files import (
 )
 from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 if TYPE_CHECKING:
     from pathlib import Path

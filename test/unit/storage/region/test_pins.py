@@ -11,10 +11,9 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine, erase_log
+from sglang_tiered.storage.region import RegionEngine, erase_log, pins
 from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
-from sglang_tiered.storage.region.pinning import book, pins
-from sglang_tiered.storage.region.pinning.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -376,7 +375,7 @@ def test_a_pin_file_is_what_was_packed() -> None:
 
 
 def test_a_book_counts_pages_of_several_pins() -> None:
-    made = book.PinBook(1, lambda: 5.0)
+    made = pins.PinBook(1, lambda: 5.0)
     k, m = b"k" * 32, b"m" * 32
     made.add(Pin("a", A, (k, m), 9.0))
     made.add(Pin("b", B, (k,), 7.0))
@@ -404,7 +403,7 @@ def test_removing_many_pins_takes_linear_time() -> None:
             looks += 1
             return float(self.name)
 
-    made = book.PinBook(1, lambda: 0.0)
+    made = pins.PinBook(1, lambda: 0.0)
     many: list[Any] = [Watched(number) for number in range(1000)]
     for each in many:
         made.add(each)

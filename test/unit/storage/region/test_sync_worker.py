@@ -41,7 +41,7 @@ def engine(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Ite
     )
     yield engine
     engine.close()
-    assert not [thread.name for thread in engine._threads if thread.is_alive()]
+    assert not [thread.name for thread in engine._workers._threads if thread.is_alive()]
 
 
 def store(engine: RegionEngine, run: Run) -> None:
@@ -103,7 +103,7 @@ def test_an_internal_error_in_sealing_keeps_the_region(
 def test_an_internal_error_in_checkpoints_costs_no_barrier(
     engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, sync_worker.checkpoint, "pack")
+    fail_once(monkeypatch, sync_worker, "pack_checkpoint")
     store(engine, make_run(2, [4096]))
     assert engine.flush(TIMEOUT_S)
     assert "internal error while writing a checkpoint" in engine.stats().health_reason

@@ -22,7 +22,7 @@ from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME, LENDING_NAME, MANIFEST_NAME, NOTE_NAMES
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
-from sglang_tiered.storage.region.pinning.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 from sglang_tiered.tools.store import gc
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
