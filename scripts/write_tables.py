@@ -28,6 +28,12 @@ from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.request_record import RequestRecord
 from sglang_tiered.route.settings import RouteConfig
+from sglang_tiered.sharing import membership
+from sglang_tiered.sharing.pages import messages as pages
+from sglang_tiered.storage.bucket import names as bucket
+from sglang_tiered.storage.region import directory, erase_log
+from sglang_tiered.storage.region import format as regions
+from sglang_tiered.transfer import messages as handoff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +43,7 @@ PAGES = (
     "docs/flags.md",
     "docs/metrics.md",
     "docs/requests.md",
+    "docs/upgrading.md",
     "python/sglang_tiered/transfer/README.md",
 )
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
@@ -110,6 +117,41 @@ def record_table() -> str:
     return table(("field", "meaning"), rows(record.fields, ""))
 
 
+def version_table() -> str:
+    """What is written to disks and wires, and what another version of it meets."""
+    store = f"manifest of {directory.STORE_VERSION}, regions of format {regions.FORMAT_VERSION}, "
+    rows = (
+        (
+            "region store",
+            f"{store}`{erase_log.ERASED_NAME}` of {erase_log.VERSION}",
+            "refuses a newer format, and leaves it untouched; an older one is read, or removed "
+            "with a line in the log",
+        ),
+        (
+            "bucket",
+            f"`{bucket.ROOT}/`",
+            "neither sees the other's pages; `sglang-tiered store gc URL` removes older ones",
+        ),
+        (
+            "handoff",
+            f"`{(handoff.MAGIC + b'%d' % handoff.VERSION).decode()}`",
+            "both sides refuse each other with a sentence that names both versions; the request "
+            "fails",
+        ),
+        (
+            "pages between servers",
+            f"`{pages.VERSION_FRAME.decode()}`",
+            "refused likewise; the page is a miss",
+        ),
+        (
+            "servers in Redis",
+            f"format {membership.VERSION}, `{membership.PREFIX}:`",
+            "values of another version are passed over",
+        ),
+    )
+    return table(("what", "version", "an older peer or program"), rows)
+
+
 def tables() -> dict[str, str]:
     """Every table, by its name."""
     sections = {
@@ -130,6 +172,7 @@ def tables() -> dict[str, str]:
         "metrics": metric_table(METRICS),
         "request_fields": record_table(),
         "transfer_metrics": metric_table(TRANSFER_METRICS),
+        "versions": version_table(),
     }
 
 

@@ -35,6 +35,7 @@ __all__ = ["Membership", "MembershipFailure", "ServerRecord", "read_record"]
 logger = logging.getLogger(__name__)
 
 VERSION = 2
+PREFIX = f"sgt{VERSION}"
 MAX_RECORD_BYTES = 1024
 MAX_SERVERS = 1024
 
@@ -153,7 +154,7 @@ class Membership:
         raise MembershipFailure(f"{self._url.shown}: {clause or 'no connection'}")
 
     def _exchange(self) -> list[str]:
-        prefix = f"sgt2:{{{self._namespace().hex()}}}"
+        prefix = f"{PREFIX}:{{{self._namespace().hex()}}}"
         record = self._record(self._address())
         name = f"{prefix}:server:{self._server}"
         pipe = self._redis.pipeline(transaction=False)

@@ -18,7 +18,7 @@ _PROGRAM = "sglang-tiered keygen"
 _DESCRIPTION = """\
 Makes the keys with which prefill and decode instances know each other when they
 hand over KV with --disaggregation-transfer-backend zmq, and servers that share
-their pages (--tier-index).
+their pages (--tier-peers or --tier-index).
 
 Writes a key pair for each role: prefill.key and decode.key (public), and
 prefill.key_secret and decode.key_secret (mode 0600). Prints which host needs which.
