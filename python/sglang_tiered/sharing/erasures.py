@@ -49,6 +49,7 @@ MAX_NAMESPACES = 8  # of which erasures are remembered; each change of weights b
 VERSION = 3
 _RECORD_BYTES = 64  # counted in a message for a record without its keys
 _NOTE_WAIT_S = 4.0
+_LOOK_S = 1.0  # between two looks for what is too old
 
 
 class NoteStore(Protocol):
@@ -152,6 +153,7 @@ class ErasureBook:
         self._spreading: list[_Spreading] = []
         self._promises = Promises()
         self._unnoted: dict[bytes, tuple[bytes, _Record]] = {}  # with their namespaces
+        self._look_at = 0.0
         self.num_told = 0
         self.num_applied = 0
         if notes is not None:
@@ -284,8 +286,10 @@ class ErasureBook:
         with self._lock:
             now, records = self._clock(), self._shelf.records
             reached = self._version if version is None else version
-            for name in [n for n, record in records.items() if record.forget_at <= now]:
-                self._shelf.drop(name)
+            if now >= self._look_at:  # a walk over all of them
+                self._look_at = now + _LOOK_S
+                for name in [n for n, record in records.items() if record.forget_at <= now]:
+                    self._shelf.drop(name)
             left = []
             for each in self._spreading:
                 known = [records[name] for name in each.names if name in records]

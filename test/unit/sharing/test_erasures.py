@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -119,6 +119,23 @@ def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
         assert (len(book), book.digest) == (0, bytes(16))
     # Who still has it tells it, and it is not applied again.
     assert one.unknown([Erased(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)]) == []
+
+
+def test_old_records_are_looked_for_once_a_second(shelf: Shelf) -> None:
+    class Watched(dict[Any, Any]):
+        num_walks = 0
+
+        def items(self) -> Any:
+            self.num_walks += 1
+            return super().items()
+
+    book = shelf.open()
+    book.begin(Erasure(tenant=b"a" * 16))
+    records = book._shelf.records = Watched(book._shelf.records)
+    for _ in range(100):
+        book.settle(None)
+        shelf.pass_time(0.02)
+    assert 1 <= records.num_walks <= 3
 
 
 @pytest.mark.parametrize("age_s", [float("inf"), float("nan"), 1e300])
