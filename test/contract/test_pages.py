@@ -110,8 +110,8 @@ def test_requests_stay_within_the_window() -> None:
     with page_server(pages) as (server, reader), page_client(settings) as client:
         reader.hold = True
         wanted = Wanted(client, server.port, pages)
-        eventually(lambda: server.stats.num_requests == 2)
-        assert client.stats.num_requests == 2, "a quarter of the window at one server"
+        eventually(lambda: server.stats.num_requests == 4)
+        assert client.stats.num_requests == 4, "half of the window at one server"
         reader.let_go()
         assert wanted.wait() == [Outcome.OK] * 40
 

@@ -211,7 +211,7 @@ class PageClient:
             return False
         size, window = link.waiting[0].num_bytes, self._settings.window_bytes
         return (not self._open_bytes or self._open_bytes + size <= window) and (
-            not link.open_bytes or link.open_bytes + size <= window // 4
+            not link.open_bytes or link.open_bytes + size <= window // 2
         )
 
     def _send_next(self, link: PageLink, now: float) -> bool:

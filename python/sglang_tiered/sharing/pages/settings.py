@@ -13,7 +13,7 @@ MiB = 1 << 20
 class PageSettings:
     """For the client: it has ``connect_timeout_s`` to reach a holder, and drops one that owes
     answers after ``answer_timeout_s`` of silence (a connection that ends shows at once). At most
-    ``window_bytes`` are under way, a quarter of that from one holder, in ``max_requests`` of about
+    ``window_bytes`` are under way, half of that from one holder, in ``max_requests`` of about
     ``request_bytes`` each (or of one page). Unused connections are closed after ``idle_s``; there
     are at most ``max_links``.
 
