@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from peer_bench.pages import NAMESPACE, empty_run, fill_with, filled_run, is_filled_right
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.sharing.page_source import PageSource
-from sglang_tiered.sharing.pages.messages import page_checksum
 from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region import RegionEngine
@@ -81,7 +81,7 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
         job = engine.submit_store(run)
         if not job.wait(TIMEOUT_S) or not all(job.ok) or not engine.flush(TIMEOUT_S):
             raise RuntimeError("the pages could not be stored")
-        source = PageSource(engine, max_free_bytes=32 << 20)
+        source = PageSource.of_region(engine, max_free_bytes=32 << 20)
         encrypted = load_keys(keys, PEER)
         servers = [
             PageServer(source, namespace=NAMESPACE),

@@ -1,17 +1,38 @@
-"""Small files of ours that are whole or nothing: a checksum (XXH3-64), then MessagePack."""
+"""Checksums (XXH3-64): of pages, and of small files of ours that are whole or nothing: a checksum,
+then MessagePack."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import xxhash
 
-__all__ = ["seal", "unseal"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["begin_checksum", "page_checksum", "seal", "unseal"]
 
 CHECKSUM_BYTES = 8
 
 _T = TypeVar("_T")
+
+
+def begin_checksum(namespace: bytes, key: bytes) -> xxhash.xxh3_64:
+    """Return the checksum of a page whose bytes are still to come."""
+    state = xxhash.xxh3_64(namespace)
+    state.update(key)
+    return state
+
+
+def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Any]) -> int:
+    """Hash the bytes of a page with its full key and namespace: one that is read by a wrong index
+    entry, or passed off as another on its way, fails here exactly as a damaged one does."""
+    state = begin_checksum(namespace, key)
+    for segment in segments:
+        state.update(segment)
+    digest: int = state.intdigest()
+    return digest
 
 
 def seal(value: Any) -> bytes:

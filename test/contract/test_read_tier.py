@@ -16,7 +16,8 @@ from shared_tier import SharedTier
 from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, drained, eventually
-from sglang_tiered.sharing.lending import BorrowingClient, PageLender
+from sglang_tiered.sharing.borrowing import BorrowedEngine
+from sglang_tiered.sharing.lending import PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     Erasure,
@@ -29,7 +30,6 @@ from sglang_tiered.storage.base import (
     Tier,
     TierEngine,
 )
-from sglang_tiered.storage.borrowed import BorrowedEngine
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import is_true
@@ -104,7 +104,8 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         lender = PageLender(owner.directory, owner.submit_load)
         opened.callback(lender.close)
         borrower = BorrowedEngine()
-        borrower.lender, borrower.claim = BorrowingClient(owner.directory), b"model"
+        borrower.open(owner.directory)
+        borrower.claim = b"model"
         lender.claim = b"model"
         return Place(borrower, owner)
     tier: TierEngine

@@ -19,9 +19,10 @@ import zmq
 from line_process import LineProcess
 
 from kit.waiting import eventually
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.sharing.pages.settings import PageSettings
 

@@ -25,9 +25,10 @@ from page_peers import (
 )
 
 from kit.waiting import eventually
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Outcome
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode, page_checksum
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.settings import PageSettings
 
 if TYPE_CHECKING:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from sglang_tiered.sharing.lending import SETTINGS, LendingSocket, namespace_of
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -23,54 +26,49 @@ from sglang_tiered.storage.region.notes import Notes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
+    from sglang_tiered.sharing.pages.landing import Fetch
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["BorrowedEngine", "Lender"]
+__all__ = ["BorrowedEngine"]
 
 RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""
 
-
-class Lender(Protocol):
-    """The process that has the pages."""
-
-    def fetch(
-        self,
-        claim: bytes,
-        run: Run,
-        deadline_s: float | None,
-        done: Callable[[list[Reason] | None], None],
-    ) -> None:
-        """Fill the pages of a run with those of the lender, if it takes them for the same
-        (``claim``). ``done`` is called once, on a thread that must not wait, after the last touch
-        of the pages; None: there is no lender."""
-
-    def close(self) -> None:
-        """End every fetch."""
+_REASONS = {
+    Outcome.OK: Reason.OK,
+    Outcome.DAMAGED: Reason.CORRUPT,
+    Outcome.LATE: Reason.IO_ERROR,
+}
 
 
 class BorrowedEngine(TierEngine):
-    """Loads pages from the lender, and keeps none. Lookups answer that every key is held, and
-    stores that it is held already: only the lender knows, and the caller takes the minimum of both.
-    Nothing is found while ``claim`` or ``lender`` is None: what the pages are taken to be, and the
-    process that has them. A page that the lender lost meanwhile is a miss."""
+    """Loads pages from the process that has a shard open, and keeps none. Lookups answer that every
+    key is held, and stores that it is held already: only the lender knows, and the caller takes the
+    minimum of both. Nothing is found before ``open``, nor while ``claim`` is None: what the pages
+    are taken to be. A page that the lender lost meanwhile is a miss."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.claim: bytes | None = None
-        self.lender: Lender | None = None
         self.notes = _NoNotes()
         self._clock = clock
         self._lock = threading.Lock()  # of all below
+        self._lender: tuple[LendingSocket, PageClient] | None = None
         self._closed = False
         self._generation = 0  # of erasures
         self._failed_at: float | None = None
         self._jobs = JobBook()
 
+    def open(self, shard: Path) -> None:
+        """Borrow from the process that has this shard open, now or later. Once. Raises
+        ``OSError``."""
+        self._lender = LendingSocket(shard), PageClient(SETTINGS)
+
     @property
     def serves(self) -> bool:
         """Return whether a load could bring anything."""
-        return self.health is Health.RUNNING and None not in (self.claim, self.lender)
+        return self.health is Health.RUNNING and None not in (self.claim, self._lender)
 
     @property
     def health(self) -> Health:
@@ -90,21 +88,36 @@ class BorrowedEngine(TierEngine):
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
-            claim, lender, generation = self.claim, self.lender, self._generation
+            claim, lender, generation = self.claim, self._lender, self._generation
             if self._closed:
                 self._jobs.finish(job)
                 return job
-        done = partial(self._ended, job, generation)
         if claim is None or lender is None:
-            done([Reason.MISS] * run.num_pages)
-        else:
-            lender.fetch(claim, run, deadline_s, done)
+            self._end(job, generation, [Reason.MISS] * run.num_pages)
+            return job
+        socket, client = lender
+        client.fetch(
+            socket.address,
+            namespace_of(claim),
+            run.keys,
+            run.pages,
+            deadline_s=deadline_s,
+            done=partial(self._fetched, job, generation),
+        )
         return job
 
-    def _ended(self, job: Job, generation: int, reasons: list[Reason] | None) -> None:
+    def _fetched(self, job: Job, generation: int, fetch: Fetch) -> None:
+        """End a load, on the client's thread."""
+        is_gone = Outcome.LOST in fetch.outcomes and not fetch.num_heard
+        reasons = [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes]
+        self._end(job, generation, reasons, is_gone=is_gone)
+
+    def _end(
+        self, job: Job, generation: int, reasons: list[Reason], *, is_gone: bool = False
+    ) -> None:
         with self._lock:
-            self._failed_at = self._clock() if reasons is None else None
-            job.reasons = reasons or [Reason.MISS] * job.run.num_pages
+            self._failed_at = self._clock() if is_gone else None
+            job.reasons = reasons
             if generation != self._generation:  # some of it may be erased
                 job.reasons = [Reason.CANCELLED] * job.run.num_pages
             self._jobs.finish(job)
@@ -125,20 +138,19 @@ class BorrowedEngine(TierEngine):
     def stats(self) -> TierStats:
         """Count no pages: the lender counts what it reads for other ranks too."""
         health = self.health
+        reason = "" if health is Health.RUNNING else "the rank with the pages is gone"
         with self._lock:
-            return TierStats(
-                health=health,
-                health_reason="" if health is Health.RUNNING else "the rank with the pages is gone",
-                num_inflight_jobs=self._jobs.num_inflight,
-            )
+            return TierStats(health, reason, num_inflight_jobs=self._jobs.num_inflight)
 
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if self.lender is not None:
-            self.lender.close()
+        if self._lender is not None:
+            socket, client = self._lender
+            client.close()
+            socket.close()
 
     def check_integrity(self) -> None:
         assert not self._jobs.num_inflight, f"{self._jobs.num_inflight} loads under way"

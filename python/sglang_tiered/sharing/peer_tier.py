@@ -121,7 +121,7 @@ class PeerTier(TierEngine):
         )
         try:
             self._server = PageServer(
-                PageSource(region, max_free_bytes=settings.max_serving_bytes // 2),
+                PageSource.of_region(region, max_free_bytes=settings.max_serving_bytes // 2),
                 namespace=namespace,
                 host=settings.listen_host,
                 port=settings.listen_port,

@@ -12,9 +12,9 @@ import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.sharing.lending import BorrowingClient, PageLender
+from sglang_tiered.sharing.borrowing import BorrowedEngine
+from sglang_tiered.sharing.lending import PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
-from sglang_tiered.storage.borrowed import BorrowedEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.files import LENDING_NAME
@@ -49,7 +49,8 @@ def lending(owner: RegionEngine) -> Iterator[PageLender]:
 @pytest.fixture
 def borrower(owner: RegionEngine) -> Iterator[BorrowedEngine]:
     engine = BorrowedEngine()
-    engine.lender, engine.claim = BorrowingClient(owner.directory), b"model"
+    engine.open(owner.directory)
+    engine.claim = b"model"
     yield engine
     engine.close()
     engine.check_integrity()
@@ -69,10 +70,8 @@ def test_another_process_loads_in_pieces_of_any_size(
     page_data: PageData,
     piece_bytes: int,
 ) -> None:
-    client: Any = borrower.lender
-    client._client._settings = dataclasses.replace(
-        client._client._settings, request_bytes=piece_bytes
-    )
+    client: Any = borrower._lender[1]
+    client._settings = dataclasses.replace(client._settings, request_bytes=piece_bytes)
     stored, missing = make_run(1, [100, (4096, 50), 9000, (1,) * 600]), make_run(2, [100])
     store(owner, stored)
     keys, pages = stored.keys, stored.pages
@@ -212,7 +211,8 @@ def test_a_dead_lender_is_misses_until_the_next(
     """Its process is killed in the middle of an answer, and the socket stays behind."""
     now = 100.0
     borrower = BorrowedEngine(clock=lambda: now)
-    borrower.lender, borrower.claim = BorrowingClient(owner.directory), b"model"
+    borrower.open(owner.directory)
+    borrower.claim = b"model"
     run = make_run(1, [100])
     store(owner, run)
     process = os.fork()
@@ -268,7 +268,8 @@ def test_one_read_serves_all_ranks_that_ask(
     store(owner, run)
     borrowers, jobs = [BorrowedEngine() for _ in range(3)], []
     for one in borrowers:
-        one.lender, one.claim = BorrowingClient(owner.directory), b"model"
+        one.open(owner.directory)
+        one.claim = b"model"
         jobs.append(one.submit_load(blank(run)))
     eventually(lambda: sum(r.num_readers for r in lends._source._reads.values()) == 3)
     engine.let_go.set()
@@ -292,7 +293,8 @@ def test_who_asks_after_an_erasure_joins_no_read(
     store(owner, run)
     borrowers = [BorrowedEngine() for _ in range(2)]
     for one in borrowers:
-        one.lender, one.claim = BorrowingClient(owner.directory), b"model"
+        one.open(owner.directory)
+        one.claim = b"model"
     before = borrowers[0].submit_load(blank(run))
     assert engine.begun.wait(TIMEOUT_S)
     generation[0] += 1

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.runs import NAMESPACE, MakeRun
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
-from sglang_tiered.sharing.pages import messages
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region import format as region_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ def read(source: PageSource, keys: Any, lengths: Any) -> list[bytes | None]:
             taken.append(None)
             continue
         data = bytes(pages.data[place.offset : place.offset + place.length])
-        assert messages.page_checksum(NAMESPACE, key, [data]) == place.checksum
+        assert page_checksum(NAMESPACE, key, [data]) == place.checksum
         taken.append(data)
     pages.release()
     return taken
@@ -74,31 +73,26 @@ def test_pages_are_served_with_their_stored_checksum(
     region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
 ) -> None:
     run = stored(region, make_run(1, SIZES))
-    source = PageSource(region, max_free_bytes=1 << 20)
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
     for _ in range(3):
         assert read(source, run.keys, lengths_of(run)) == page_data(run)
 
 
 def test_pages_for_other_servers_are_not_loads(region: RegionEngine, make_run: MakeRun) -> None:
     run = stored(region, make_run(1, SIZES))
-    assert None not in read(PageSource(region, max_free_bytes=1 << 20), run.keys, lengths_of(run))
+    assert None not in read(
+        PageSource.of_region(region, max_free_bytes=1 << 20), run.keys, lengths_of(run)
+    )
     stats = region.stats()
     assert (stats.num_pages_loaded, stats.bytes_loaded) == (0, 0)
     assert (stats.num_pages_copied, stats.bytes_copied) == (len(SIZES), run.num_bytes)
-
-
-def test_the_stores_checksum_is_the_protocols() -> None:
-    """A holder passes it on without looking at the bytes again."""
-    pieces = [b"abc", b"", b"x" * 5000]
-    ours = region_format.page_checksum(NAMESPACE, b"k" * 32, pieces)
-    assert messages.page_checksum(NAMESPACE, b"k" * 32, [b"".join(pieces)]) == ours
 
 
 def test_missing_or_resized_page_is_not_served(
     region: RegionEngine, make_run: MakeRun, page_data: Callable[[Run], list[bytes]]
 ) -> None:
     run = stored(region, make_run(2, SIZES))
-    source = PageSource(region, max_free_bytes=1 << 20)
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
     lengths = lengths_of(run)
     lengths[1] += 1
     keys = [run.keys[0], run.keys[1], b"z" * 32, *run.keys[3:]]
@@ -118,7 +112,7 @@ def test_page_damaged_on_disk_is_not_served(
     assert at > 0
     data[at] ^= 1
     path.write_bytes(data)
-    source = PageSource(region, max_free_bytes=1 << 20)
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
     first, second = read(source, run.keys, lengths_of(run))
     assert first == bytes(run.pages[0][0])
     assert second is None
@@ -126,7 +120,7 @@ def test_page_damaged_on_disk_is_not_served(
 
 def test_purged_or_closed_store_serves_nothing(region: RegionEngine, make_run: MakeRun) -> None:
     run = stored(region, make_run(4, [4096, 4096]))
-    source = PageSource(region, max_free_bytes=1 << 20)
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
     is_true(region.erase(Erasure()), 20.0)
     assert read(source, run.keys, [4096, 4096]) == [None, None]
     stored(region, run)
@@ -138,7 +132,6 @@ def test_page_evicted_before_the_read_is_not_served(
     region: RegionEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stored(region, make_run(5, [4096, 4096]))
-    source = PageSource(region, max_free_bytes=1 << 20)
     load = region.submit_load
 
     def purge_first(wanted: Run, **how: Any) -> Any:
@@ -146,7 +139,24 @@ def test_page_evicted_before_the_read_is_not_served(
         return load(wanted, **how)
 
     monkeypatch.setattr(region, "submit_load", purge_first)
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
     assert read(source, run.keys, [4096, 4096]) == [None, None]
+
+
+def test_a_read_that_fails_keeps_nobody_waiting() -> None:
+    def fail(run: Run) -> Any:
+        source.read([b"k" * 32], [100], found.append)
+        assert not found
+        raise RuntimeError("no memory")
+
+    found: list[Any] = []
+    source = PageSource(fail, max_free_bytes=1 << 20, generation=lambda: 0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        source.read([b"k" * 32], [100], found.append)
+    assert [pages.places for pages in found] == [[None], [None]]
+    for pages in found:
+        pages.release()
+    assert not source._reads
 
 
 def test_idle_read_memory_is_bounded() -> None:

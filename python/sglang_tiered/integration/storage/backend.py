@@ -47,9 +47,9 @@ from sglang_tiered.integration.storage.tiers import (
 )
 from sglang_tiered.integration.storage.transfers import ReadAhead, ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
-from sglang_tiered.sharing.lending import BorrowingClient, PageLender
+from sglang_tiered.sharing.borrowing import BorrowedEngine
+from sglang_tiered.sharing.lending import PageLender
 from sglang_tiered.storage.base import Erasure, Run
-from sglang_tiered.storage.borrowed import BorrowedEngine
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
@@ -133,7 +133,7 @@ class TieredStorage(TierQueries):
             self.close()
             raise
         if isinstance(self.region_engine, BorrowedEngine):
-            self.region_engine.lender = BorrowingClient(shard)
+            self.region_engine.open(shard)
             logger.info("NVMe tier: shares the pages of %s", shard)
 
     def _open(self, pools: dict[PoolName, Any], max_page_bytes: int) -> Path | None:

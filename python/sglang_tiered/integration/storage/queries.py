@@ -9,7 +9,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
 from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
+from sglang_tiered.sharing.borrowing import BorrowedEngine
 from sglang_tiered.storage.base import Health, Stop, Tier
+from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-    from sglang_tiered.storage.borrowed import BorrowedEngine
-    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.stack import TierStack
     from sglang_tiered.storage.stack.tiers import Span
 
@@ -41,7 +41,9 @@ class TierQueries(ZeroCopyStorage):
 
     @property
     def region_engine(self) -> RegionEngine | BorrowedEngine:
-        return self.stack.nvme
+        nvme = self.stack.nvme
+        assert isinstance(nvme, RegionEngine | BorrowedEngine)
+        return nvme
 
     @property
     def knows_namespace(self) -> bool:

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang_tiered.checksummed import begin_checksum
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages.messages import (
     KEY_BYTES,
     MAX_PAGE_BYTES,
     MAX_REQUEST_PAGES,
-    page_checksum,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from xxhash import xxh3_64
 
     from sglang_tiered.sharing.pages.messages import Found
 
@@ -125,10 +127,10 @@ class Request:
             if checksum is None:
                 fetch.outcomes[position] = Outcome.MISS
                 continue
-            page = fetch.pages[position]
-            for segment in page:
-                source.fill(segment)
-            verified = page_checksum(fetch.namespace, fetch.keys[position], page) == checksum
+            state = begin_checksum(fetch.namespace, fetch.keys[position])
+            for segment in fetch.pages[position]:
+                source.fill(segment, state)
+            verified = state.intdigest() == checksum
             fetch.outcomes[position] = Outcome.OK if verified else Outcome.DAMAGED
 
 
@@ -139,8 +141,9 @@ class _Source:
         self._frames = iter(frames)
         self._rest: Any = memoryview(b"")
 
-    def fill(self, segment: memoryview) -> None:
-        """Fill a segment with the next bytes, which the caller has counted."""
+    def fill(self, segment: memoryview, state: xxh3_64) -> None:
+        """Fill a segment with the next bytes, which the caller has counted. Each part is read back
+        for the checksum while the processor has it at hand."""
         at = 0
         while at < segment.nbytes:
             if not self._rest.nbytes:
@@ -152,6 +155,7 @@ class _Source:
                 target[:] = part
             else:  # numpy lets other threads run meanwhile
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))
+            state.update(target)
             self._rest = self._rest[size:]
             at += size
 

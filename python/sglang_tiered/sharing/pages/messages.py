@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import xxhash
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.wire.sockets import decode, encode, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "ID_BYTES",
@@ -48,7 +47,6 @@ __all__ = [
     "decode_from_client",
     "decode_from_server",
     "encode",
-    "page_checksum",
 ]
 
 MAGIC = b"sgt-pages/"
@@ -260,13 +258,3 @@ def check_version(frames: Sequence[Any], who: str) -> None:
             f"{VERSION}; run the same release of sglang-tiered on both."
         )
     raise TransferError(f"{who} does not speak the page protocol.")
-
-
-def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Any]) -> int:
-    """XXH3-64 of the namespace, the key and the page's bytes."""
-    state = xxhash.xxh3_64(namespace)
-    state.update(key)
-    for segment in segments:
-        state.update(segment)
-    digest: int = state.intdigest()
-    return digest

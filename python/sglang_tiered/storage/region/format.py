@@ -51,7 +51,6 @@ __all__ = [
     "pack_region_header",
     "pack_trailer",
     "padded",
-    "page_checksum",
     "page_table",
     "parse_region_name",
     "peek_extent_header_bytes",
@@ -239,17 +238,6 @@ def check_namespace(namespace: bytes) -> None:
     """Raise ``ValueError`` for a digest of the wrong length, which is a caller's bug."""
     if len(namespace) != NAMESPACE_BYTES:
         raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
-
-
-def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Buffer]) -> int:
-    """Hash the bytes with their full key and namespace: bytes read through a wrong index entry fail
-    here exactly as damaged ones do."""
-    state = xxhash.xxh3_64(namespace)
-    state.update(key)
-    for segment in segments:
-        state.update(segment)
-    digest: int = state.intdigest()
-    return digest
 
 
 def with_checksum(fields: bytes, nbytes: int) -> bytes:

@@ -6,13 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    pack_extent_header,
-    padded,
-    page_checksum,
-)
+from sglang_tiered.storage.region.format import BLOCK_BYTES, pack_extent_header, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,10 +7,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.metrics.durations import Durations
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
 
 if TYPE_CHECKING:

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Run, TenantUsage
-    from sglang_tiered.storage.borrowed import BorrowedEngine
     from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
@@ -72,7 +71,7 @@ class TierStack(TierEngine):
 
     def __init__(
         self,
-        nvme: RegionEngine | BorrowedEngine,
+        nvme: TierEngine,
         remote: Sequence[TierEngine] = (),
         settings: StackSettings | None = None,
         *,

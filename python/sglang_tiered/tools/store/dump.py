@@ -7,9 +7,10 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, page_checksum
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.walk import read_run
 from sglang_tiered.tools.store.report import problem_json, problem_text
 from sglang_tiered.tools.store.scan import ShardReader, check_regions

@@ -25,7 +25,6 @@ from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.peer_config import PeerConfig
-from sglang_tiered.sharing.lending import BorrowingClient
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
@@ -227,9 +226,8 @@ def test_a_rank_knowing_its_weights_early_gets_pages(
     # The search gave up waiting, and its thread ended before anybody looked.
     search: Any = SimpleNamespace(namespace=None, answer=lender._namespace, is_nameless=False)
     borrower._use_borrowed(search)
-    borrower.region_engine.lender = BorrowingClient(  # type: ignore[union-attr]
-        lender.region_engine.directory
-    )
+    engine: Any = borrower.region_engine
+    engine.open(lender.region_engine.directory)
     borrower.settle_namespace()
     assert load(borrower) == [True] * 3
 

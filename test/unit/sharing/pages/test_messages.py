@@ -9,6 +9,7 @@ import random
 import msgspec
 import pytest
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Fetch, Outcome, cut_requests
@@ -60,7 +61,7 @@ def test_another_version_is_named(frame: bytes, said: str) -> None:
 
 def test_the_worked_bytes_of_the_checksum() -> None:
     """XXH3-64 over namespace, key and bytes: whoever speaks the protocol gets the same number."""
-    assert messages.page_checksum(b"n" * 32, b"k" * 32, [b"pa", b"", b"ge"]) == 0x8D8E221F6F8F2683
+    assert page_checksum(b"n" * 32, b"k" * 32, [b"pa", b"", b"ge"]) == 0x8D8E221F6F8F2683
     assert msgspec.msgpack.decode(encode(messages.Busy(7))) == ["busy", 7]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -18,7 +19,6 @@ from sglang_tiered.storage.region.format import (
     other_version,
     pack_region_header,
     padded,
-    page_checksum,
     page_table,
     parse_region_name,
     peek_extent_header_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
@@ -15,7 +16,6 @@ from sglang_tiered.storage.region.format import (
     pack_footer,
     pack_region_header,
     pack_trailer,
-    page_checksum,
     page_table,
 )
 
