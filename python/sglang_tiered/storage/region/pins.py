@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -181,7 +181,7 @@ class PinBook:
         self.data_bytes = 0
         self._clock = clock
         self._pins: dict[str, Pin] = {}
-        self._holders: dict[bytes, Pin | tuple[Pin, ...]] = {}  # of a page
+        self._holders: dict[bytes, str | set[str]] = {}  # of a page: one name, or several
         self._expiries: list[tuple[float, str]] = []  # a heap, with those of pins that are gone
         self._due: dict[str, None] = {}  # whose time is over
 
@@ -204,8 +204,11 @@ class PinBook:
         self._pins[pin.name] = pin
         self.data_bytes += len(pin.data)
         for key in pin.keys:
-            holders = self._holders_of(key)
-            self._holders[key] = (*holders, pin) if holders else pin
+            holders = self._holders.setdefault(key, pin.name)
+            if isinstance(holders, set):
+                holders.add(pin.name)
+            elif holders != pin.name:
+                self._holders[key] = {holders, pin.name}
         if pin.until_s is not None:
             heapq.heappush(self._expiries, (pin.until_s, pin.name))
 
@@ -218,9 +221,11 @@ class PinBook:
         self._due.pop(name, None)
         freed = []
         for key in pin.keys:
-            left = tuple(each for each in self._holders_of(key) if each is not pin)
-            if left:
-                self._holders[key] = left if len(left) > 1 else left[0]
+            holders = self._holders[key]
+            if isinstance(holders, set):
+                holders.remove(name)
+                if len(holders) == 1:
+                    self._holders[key] = holders.pop()
             else:
                 del self._holders[key]
                 freed.append(key)
@@ -230,9 +235,25 @@ class PinBook:
             heapq.heapify(self._expiries)
         return freed
 
-    def _holders_of(self, key: bytes) -> tuple[Pin, ...]:
+    def forget(self, keys: Iterable[bytes]) -> list[str]:
+        """Take pages out of all pins, with the data of those pins, which may tell what was there;
+        returns their names. A pin of which none is left goes."""
+        gone, changed = set(keys), self.with_any(keys)
+        for pin in changed:
+            left = tuple(key for key in pin.keys if key not in gone)
+            if not left:
+                self.remove(pin.name)
+                continue
+            self._pins[pin.name] = replace(pin, keys=left, data=b"")
+            self.data_bytes -= len(pin.data)
+        for key in gone:
+            self._holders.pop(key, None)
+            self.left_out.pop(key, None)
+        return [pin.name for pin in changed]
+
+    def _holders_of(self, key: bytes) -> Iterable[str]:
         found = self._holders.get(key, ())
-        return found if isinstance(found, tuple) else (found,)
+        return (found,) if isinstance(found, str) else found
 
     def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those keys that a pin wants."""
@@ -242,7 +263,7 @@ class PinBook:
         """Return the keys that no pin wants but one, which is there, and that another, which may
         take its place, does not want."""
         kept = set(but.keys)
-        return [key for key in pin.keys if len(self._holders_of(key)) == 1 and key not in kept]
+        return [key for key in pin.keys if self._holders[key] == pin.name and key not in kept]
 
     def of_tenant(self, tenant: bytes | None) -> list[str]:
         """Return the names of a tenant's pins; of all for None."""
@@ -250,8 +271,8 @@ class PinBook:
 
     def with_any(self, keys: Iterable[bytes]) -> list[Pin]:
         """Return the pins that want any of these pages."""
-        pins = (pin for key in keys for pin in self._holders_of(key))
-        return list({pin.name: pin for pin in pins}.values())
+        names = dict.fromkeys(name for key in keys for name in self._holders_of(key))
+        return [self._pins[name] for name in names]
 
     def notes_of(self, tenant: bytes) -> list[tuple[str, bytes]]:
         """Return names and data of a tenant's pins."""

@@ -10,7 +10,6 @@ import itertools
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -257,16 +256,11 @@ class StoreState:
 
     def unpin_pages(self, keys: Sequence[bytes]) -> list[str]:
         """Take pages out of all pins; returns the names of the pins that changed."""
-        changed = self.pins.with_any(keys)
-        gone = set(keys)
-        rest = [
-            # Without its data, which may tell what was there.
-            replace(pin, keys=left, data=b"")
-            for pin in changed
-            if (left := tuple(key for key in pin.keys if key not in gone))
-        ]
-        self.unpin([pin.name for pin in changed], adopt=rest)
-        return [pin.name for pin in changed]
+        changed = self.pins.forget(keys)
+        if changed:
+            self.index.unpin(key_words(keys))
+            self._pin_left_out()
+        return changed
 
     def pinned(self, name: str) -> PinInfo | None:
         pin = self.pins.get(name)

@@ -387,6 +387,28 @@ def test_a_book_counts_pages_of_several_pins() -> None:
     assert made.pause_s() is None
 
 
+def test_pages_that_many_pins_share_cost_linear_time() -> None:
+    """Lookups wait for it: as conversations share a system prompt, that is the usual case."""
+
+    def cost(num_pins: int) -> float:
+        shared = tuple(bytes([number]) * 32 for number in range(8))
+        many = [
+            Pin(str(number), A, (*shared, number.to_bytes(32, "big"))) for number in range(num_pins)
+        ]
+        made = pins.PinBook(1, lambda: 0.0)
+        began = time.thread_time()
+        for each in many:
+            made.add(each)
+        assert len(made.forget(shared[:1])) == num_pins
+        for each in many:
+            made.remove(each.name)
+        assert not made.wanted(shared)
+        return time.thread_time() - began
+
+    few = min(cost(500) for _ in range(3))
+    assert cost(4000) < 30 * few, "8 is linear, 64 quadratic"
+
+
 def test_removing_many_pins_takes_linear_time() -> None:
     """A start, and whoever erases a tenant, holds up lookups for as long."""
     looks = 0
