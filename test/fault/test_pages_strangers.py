@@ -25,6 +25,7 @@ from page_peers import (
 )
 
 from kit.waiting import eventually
+from server_process import free_port
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Outcome
@@ -258,10 +259,8 @@ def test_a_silent_port_is_abandoned() -> None:
 
 
 def test_a_closed_port_is_abandoned_at_once() -> None:
-    with socket.create_server((HOST, 0)) as gone:
-        port = gone.getsockname()[1]
     with page_client() as client:
-        assert Wanted(client, port, PAGES, deadline_s=None).wait() == MISSING
+        assert Wanted(client, free_port(), PAGES, deadline_s=None).wait() == MISSING
 
 
 # ---- Clients ----

@@ -15,7 +15,7 @@ from route_front import Answer, Front
 from conftest import SMALL, aligned, make_prompts
 from kit.waiting import eventually
 from prefill_decode import ENVIRONMENT
-from server_process import Server, free_port
+from server_process import Server, free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Cluster:
             server.wait_until_it_generates()
 
     def _spawn(self) -> Server:
-        port = free_port()
+        port = free_ports(2)
         events = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
         events |= {"replay_endpoint": f"tcp://127.0.0.1:{port + 1}", "format": "dynamo"}
         self._num_started += 1

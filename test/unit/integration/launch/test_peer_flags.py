@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server_process import free_ports
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_peers
 from sglang_tiered.integration.storage.tiers import peer_settings
@@ -74,8 +75,7 @@ def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
     config = resolve(tier_index=URL)
     assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [0, 0]
-    with socket.create_server((QUIET_HOST, 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_ports(2)
     config = resolve(tier_index=URL, tier_peer_host=QUIET_HOST, tier_peer_port=str(port))
     assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [port, port + 1]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server_process import free_port
 from sglang_tiered import launch_server
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.ports import check_ports
@@ -83,8 +84,7 @@ def test_ports_of_kv_events_are_looked_at(taken: int) -> None:
 
 
 def test_one_port_given_to_two_is_refused(taken: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = int(probe.getsockname()[1])
+    free = free_port()
     given = {
         "port": free,
         "disaggregation_mode": "prefill",

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.kv_events import (
     ZmqEventPublisher,
 )
 
-from server_process import free_port
+from server_process import free_ports
 from sglang_tiered.route.events import REPLAY_S, Publisher, apply, follow, publisher_of
 from sglang_tiered.route.pages import PageIndex
 
@@ -37,7 +37,7 @@ class Told:
     """A publisher of SGLang, and what a picker has learnt of it."""
 
     def __init__(self, *, kept: int = 100, replays: bool = True) -> None:
-        self.port = free_port()
+        self.port = free_ports(2)
         endpoint, replay = f"tcp://*:{self.port}", f"tcp://*:{self.port + 1}"
         self._publisher = ZmqEventPublisher(
             0, endpoint, replay if replays else None, buffer_steps=kept, topic="kv"
