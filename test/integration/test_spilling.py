@@ -6,15 +6,15 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import PAGE, ROOT, SMALL, Launch, aligned, make_prompts
+from conftest import PAGE, SMALL, Launch, aligned, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from server_process import Server
 
@@ -25,7 +25,7 @@ CRAWL = "300e3"  # bytes per second: a second and a half for the pages of a prom
 
 
 class Disk:
-    """The writing speed of the server's disk, as ``benchmark/slow_disk`` reads it."""
+    """The writing speed of the server's disk, as ``slow_disk`` reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,9 +41,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     disk = Disk(tmp_path_factory.mktemp("disk") / "speed")
     disk.set_speed("0")
     with pytest.MonkeyPatch.context() as patch:
-        folders = [os.environ.get("PYTHONPATH", ""), str(ROOT / "benchmark" / "slow_disk")]
+        folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent / "slow_disk")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        patch.setenv("SLOW_DISK_FILE", str(disk.path))
+        patch.setenv("SLOW_DISK_WRITE_FILE", str(disk.path))
         yield disk
 
 

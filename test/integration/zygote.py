@@ -39,8 +39,9 @@ READ_LATE = (
     "AWS_",
     "PYTEST_CURRENT_TEST",
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
+    "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES",
     "SGLANG_TIERED_",
-    "SLOW_DISK_FILE",
+    "SLOW_DISK_",
 )
 """Beginnings of the variables that nothing reads while it is imported. Servers that differ in any
 other have another zygote."""
@@ -143,7 +144,7 @@ class Zygotes:
         # They are read when OpenMP is loaded. Threads that spin take other servers' cores, and for
         # models this small a second thread costs more than it computes.
         environment = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", **environment}
-        # Without a SLOW_DISK_FILE it slows nothing, so servers with one and without share a zygote.
+        # Without its variables it slows nothing, so servers with them and without share a zygote.
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         if not any(Path(path).name == SLOW_DISK.name for path in paths):
             environment["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), str(SLOW_DISK)])

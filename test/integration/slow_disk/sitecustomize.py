@@ -1,6 +1,7 @@
 """Found on a server's PYTHONPATH: reads of the NVMe tier take as long as the file named by
 ``SLOW_DISK_FILE`` says, in seconds; no time where it is empty or absent. A second word there is a
-part of the names of the shards whose reads fail."""
+part of the names of the shards whose reads fail. The file named by ``SLOW_DISK_WRITE_FILE`` is the
+speed of writing, in bytes per second."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ import errno
 import importlib.abc
 import os
 import sys
+import threading
 import time
 from typing import Any
 
 MODULE = "sglang_tiered.storage.region.device"
+
+
+def _words(variable: str) -> list[str]:
+    with contextlib.suppress(OSError), open(os.environ.get(variable, "")) as file:
+        return file.read().split()
+    return []
 
 
 class _SlowDisk(importlib.abc.MetaPathFinder):
@@ -29,20 +37,25 @@ class _SlowDisk(importlib.abc.MetaPathFinder):
 
         def execute_and_wrap(module: Any) -> None:
             execute(module)
-            read = module.FileDevice.readv
+            read, write = module.FileDevice.readv, module.FileDevice.writev
+            one_at_a_time = threading.Lock()
 
             def slow_read(device: Any, *arguments: Any) -> int:
-                delay_s, failing = 0.0, []
-                name = os.environ.get("SLOW_DISK_FILE", "")
-                with contextlib.suppress(OSError, ValueError), open(name) as file:
-                    words = file.read().split()
-                    delay_s, failing = float(words[0]) if words else 0.0, words[1:]
-                time.sleep(delay_s)
+                delay_s, *failing = _words("SLOW_DISK_FILE") or ["0"]
+                time.sleep(float(delay_s))
                 if any(part in device._directory.name for part in failing):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return int(read(device, *arguments))
 
-            module.FileDevice.readv = slow_read
+            def slow_write(device: Any, *arguments: Any) -> int:
+                count = int(write(device, *arguments))
+                (bytes_per_s,) = map(float, _words("SLOW_DISK_WRITE_FILE") or ["0"])
+                if bytes_per_s > 0:
+                    with one_at_a_time:
+                        time.sleep(count / bytes_per_s)
+                return count
+
+            module.FileDevice.readv, module.FileDevice.writev = slow_read, slow_write
 
         spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
         return spec
