@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import xxhash
-from simulation.device import CrashMode, SimulatedDevice
+from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
@@ -27,7 +27,7 @@ from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
 from sglang_tiered.storage.region.pending import Note
-from sglang_tiered.storage.region.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,25 +71,6 @@ def fill(engine: RegionEngine) -> None:
         assert store(engine, OF_A[start : start + 3], A) == [Reason.OK] * 3
         assert store(engine, OF_B[start : start + 3], B) == [Reason.OK] * 3
     assert engine.flush(TIMEOUT_S)
-
-
-@pytest.mark.parametrize("mode", ["kill", "drop", "reorder"])
-def test_pages_after_a_purge_survive_two_power_losses(tmp_path: Path, mode: CrashMode) -> None:
-    """The open region, and its number, may be lost with the first: the next must not reuse it, or
-    the bound would kill what it holds."""
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        assert store(engine, OF_A, A) == [Reason.OK] * 12  # not synced
-        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-        device.powered = False
-    device = SimulatedDevice(device.crash(mode))
-    with running(tmp_path, device) as engine:
-        assert held(engine, OF_A) == 0
-        assert store(engine, OF_A, A) == [Reason.OK] * 12
-        assert engine.flush(TIMEOUT_S)
-        device.powered = False
-    with running(tmp_path, SimulatedDevice(device.crash(mode))) as engine:
-        assert held(engine, OF_A) == 12
 
 
 def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
@@ -378,25 +359,6 @@ def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
         assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
 
 
-def test_tenants_survive_restart_and_reinsertion(tmp_path: Path) -> None:
-    device = SimulatedDevice()
-    hot = [next(each for each in OF_A if len(content(NAMESPACE, each)) == 4096)]
-    with running(tmp_path, device, capacity_bytes=4 * REGION) as engine:
-        assert store(engine, hot, A) == [Reason.OK]
-        for number in range(300, 400, 4):
-            assert settle(engine, hot) == 1, "hot pages stay"
-            assert Ledger(submitted=set(hot)).check(engine)
-            store(engine, keys(range(number, number + 4)), B)
-        settle(engine, hot)
-        assert engine.stats().num_pages_reinserted > 0
-        before = {entry.tenant: entry[1:] for entry in engine.tenants(9)}
-        assert before[A][0] == 1
-    with running(tmp_path, device.restart(), capacity_bytes=4 * REGION) as engine:
-        assert {entry.tenant: entry[1:] for entry in engine.tenants(9)} == before
-        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-        assert held(engine, hot) == 0
-
-
 def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
     """Its regions hold a few pages of another tenant, which move."""
     with running(tmp_path, SimulatedDevice(), max_tenant_bytes=4 * REGION) as engine:
@@ -520,21 +482,6 @@ def test_pages_being_rescued_are_forgotten_too(tmp_path: Path) -> None:
     with running(tmp_path, inner.restart(), capacity_bytes=5 * REGION) as engine:
         assert engine.contains(OF_A[:3]) == [False, False, True]
         assert [info.num_pages for info in engine.pins()] == [1]
-
-
-def test_a_forgotten_page_leaves_its_pins(tmp_path: Path) -> None:
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        for name, wanted in (("some", OF_A[:6]), ("all", GONE)):
-            assert not isinstance(engine.pin(name, wanted), PinRefusal)
-        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
-        assert [(info.name, info.num_pages) for info in engine.pins()] == [("some", 4)]
-        assert store(engine, GONE) == [Reason.OK] * 4
-        assert [info.num_pages for info in engine.pins()] == [4], "pinned again"
-        assert file_of("all") not in device.list_names()
-    with running(tmp_path, device.restart()) as engine:
-        assert [(info.name, info.num_pages) for info in engine.pins()] == [("some", 4)]
 
 
 def test_bounds_of_keys_survive_packing() -> None:

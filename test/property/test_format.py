@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MAX_EXTENT_PAGES,
+    CheckpointEntry,
     Contents,
     Extent,
     RegionHeader,
@@ -16,12 +17,14 @@ from sglang_tiered.storage.region.format import (
     extent_header_bytes,
     footer_bytes,
     other_version,
+    pack_checkpoint,
     pack_extent_header,
     pack_footer,
     pack_region_header,
     pack_trailer,
     page_table,
     peek_extent_header_bytes,
+    unpack_checkpoint,
     unpack_extent_header,
     unpack_footer,
     unpack_region_header,
@@ -121,6 +124,17 @@ def test_every_flipped_byte_of_a_trailer_is_seen() -> None:
     trailer = Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)
     for damaged in flips(pack_trailer(trailer)):
         assert unpack_trailer(damaged, NONCE, 8 * BLOCK_BYTES) is None
+
+
+def test_a_checkpoint_counts_only_whole() -> None:
+    entries = [CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES), CheckpointEntry(9, b"n" * 16, 0)]
+    good = pack_checkpoint(entries)
+    assert unpack_checkpoint(good) == entries
+    assert unpack_checkpoint(pack_checkpoint([])) == []
+    cut = [good[:length] for length in range(len(good))]
+    between_blocks = pack_checkpoint([CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES - 1)])
+    for bad in (*flips(good), *cut, good + b"\0", between_blocks):
+        assert unpack_checkpoint(bad) is None
 
 
 def test_a_forged_size_is_not_followed() -> None:

@@ -16,8 +16,9 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -393,8 +394,13 @@ class RegionMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_what_was_asked(self) -> None:
-        infos = {info.name: (info.tenant, info.until_s) for info in self.engine.pins()}
-        assert infos == {name: (pin[0], pin[2]) for name, pin in self.pins.items()}
+        infos = {
+            info.name: (info.tenant, info.num_pages, info.until_s) for info in self.engine.pins()
+        }
+        assert infos == {
+            name: (tenant, sum(self.engine.contains(sorted(keys))), until)
+            for name, (tenant, keys, until) in self.pins.items()
+        }
 
     @invariant()
     def books_balance(self) -> None:
@@ -454,3 +460,71 @@ TestRegionMachine = RegionMachine.TestCase
 TestRegionMachine.settings = settings(LIMITS, max_examples=100)
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(LIMITS, max_examples=30)
+
+
+A, B = ([key for key in KEYS if tenant_of(key) == tenant] for tenant in TENANTS[1:])
+FILL = ("store", [[key] for key in KEYS])
+RESTARTS = [("kill",), ("lookup", KEYS), ("reopen", NAMESPACES[0]), ("load", KEYS)]
+OLD_NAMESPACE = [("set_namespace", NAMESPACES[1]), FILL, ("set_namespace", NAMESPACES[0]), FILL]
+RUNS: dict[str, list[tuple[Any, ...]]] = {
+    "what is acknowledged is there after each start": [("store", [KEYS[:6]]), *RESTARTS],
+    "a flush outlives a loss of power": [
+        *[("store", [KEYS[:6]]), ("sync",), ("store", [KEYS[6:8]])],
+        *[("lose_power_now", "reorder", 3), ("load", KEYS), *RESTARTS],
+    ],
+    "namespaces share the log": [
+        *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[1]), ("lookup", KEYS[:4])],
+        *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[0]), ("load", KEYS[:4])],
+    ],
+    "the later copy of a damaged page counts": [
+        *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[0])],
+        *[("corrupt", 8 * (3 * BLOCK_BYTES + 7), 0), ("reopen", NAMESPACES[0]), ("load", KEYS[:4])],
+        *[("store", [KEYS[:4]]), ("load", KEYS[:4]), *RESTARTS],
+    ],
+    "pages after a purge survive two losses of power": [
+        *[("store", [A]), ("lose_power_after_a_purge", "drop", 0, TENANTS[1]), ("store", [A])],
+        *[("sync",), ("lose_power_now", "drop", 0), ("load", A), *RESTARTS],
+    ],
+    "a pinned page outlives others, until it is unpinned": [
+        *[("pin", "x", A[:3], TENANTS[1], None), ("pin", "y", A[:1], TENANTS[1], None)],
+        *[("store", [A]), FILL, FILL, ("load", A), ("kill",), FILL, ("load", A), ("unpin", "x")],
+        *[FILL, ("load", A), ("unpin", "y"), FILL, ("load", A)],
+    ],
+    "a pin goes when its time is over": [
+        *[("store", [A]), ("pin", "x", A, TENANTS[1], 50.0), ("pin", "y", A[:1], TENANTS[1], None)],
+        *[("expire",), ("sync",), ("kill",), ("pin", "z", A, TENANTS[1], 50.0)],
+        *[("reopen", NAMESPACES[0]), ("expire",), ("kill",)],
+    ],
+    "a purge drops its tenant's pins": [
+        *[("store", [A, B]), ("pin", "x", A, TENANTS[1], None), ("pin", "y", B, TENANTS[2], None)],
+        *[("purge", TENANTS[1], A), ("kill",), FILL, ("load", B), ("clear",), ("kill",), FILL],
+    ],
+    "a forgotten page leaves its pins for good": [
+        *[("store", [A]), ("pin", "x", A, TENANTS[1], None), ("pin", "y", A[:1], TENANTS[1], None)],
+        *[("forget", A[:1], A[1:2]), ("store", [A]), ("kill",), FILL, ("load", A)],
+    ],
+    "a pin names the pages of the served namespace": [
+        *[("store", [A]), ("pin", "x", A, TENANTS[1], None), *OLD_NAMESPACE, *RESTARTS],
+    ],
+    "what was erased in another namespace stays so": [
+        *[("store", [A]), ("set_namespace", NAMESPACES[1]), ("forget", A[:2], A[2:3])],
+        *[("purge", TENANTS[2], B), ("reopen", NAMESPACES[0]), ("load", A), *RESTARTS],
+    ],
+}
+
+
+@pytest.mark.parametrize("machine", [RegionMachine, DirectoryMachine])
+@pytest.mark.parametrize("steps", RUNS.values(), ids=[name.replace(" ", "-") for name in RUNS])
+def test_a_named_run(machine: type[RegionMachine], steps: list[tuple[Any, ...]]) -> None:
+    if machine is DirectoryMachine and any("lose" in step[0] for step in steps):
+        pytest.skip("nobody can cut the power of a directory")
+    lived = machine()
+    try:
+        for name, *arguments in steps:
+            getattr(lived, name)(*arguments)
+            lived.purged_pages_stay_away()
+            lived.forgotten_pages_stay_away()
+            lived.pins_are_what_was_asked()
+            lived.books_balance()
+    finally:
+        lived.teardown()

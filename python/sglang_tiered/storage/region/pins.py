@@ -24,7 +24,7 @@ from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pi
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from sglang_tiered.storage.region.device import Device
 
@@ -235,10 +235,11 @@ class PinBook:
             heapq.heapify(self._expiries)
         return freed
 
-    def forget(self, keys: Iterable[bytes]) -> list[str]:
+    def forget(self, keys: Collection[bytes]) -> list[str]:
         """Take pages out of all pins, with the data of those pins, which may tell what was there;
         returns their names. A pin of which none is left goes."""
-        gone, changed = set(keys), self.with_any(keys)
+        gone = self._holders.keys() & keys
+        changed = self.with_any(gone)
         for pin in changed:
             left = tuple(key for key in pin.keys if key not in gone)
             if not left:
@@ -247,7 +248,7 @@ class PinBook:
             self._pins[pin.name] = replace(pin, keys=left, data=b"")
             self.data_bytes -= len(pin.data)
         for key in gone:
-            self._holders.pop(key, None)
+            del self._holders[key]
             self.left_out.pop(key, None)
         return [pin.name for pin in changed]
 

@@ -156,7 +156,7 @@ class StoreState:
     def _erase_pages(self, keys: Sequence[bytes]) -> None:
         self.num_pages_erased += self.index.discard(key_words(keys))
         gone = set(keys)
-        tickets = {self.pending.pop(key) for key in keys if key in self.pending}
+        tickets = {self.pending.pop(key) for key in self.pending.keys() & gone}
         # Those of a namespace before are not pending, but a later process may find their pages.
         under_way = (*self._queued(), *self._placed())
         tickets.update(each for each in under_way if each.generation != self.generation)

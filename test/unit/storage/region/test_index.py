@@ -29,25 +29,6 @@ def held(index: PageIndex) -> list[bool]:
     return [key in index for key in KEYS]
 
 
-def test_a_later_page_leaves_the_old_region() -> None:
-    index = PageIndex()
-    put(index, KEYS[:1], 0, length=100)
-    put(index, KEYS[:1], 1, length=50)
-    assert (index.num_live(0), index.num_live(1), index.stored_bytes) == (0, 1, 50)
-    assert index.drop_region(0) == 0
-    assert KEYS[0] in index
-    index.check_integrity(SLOTS)
-
-
-def test_the_later_of_two_equal_keys_counts() -> None:
-    index = PageIndex()
-    put(index, [KEYS[0], KEYS[1], KEYS[0]], 3)
-    rows = index.find(key_words(KEYS[:2]))
-    assert index.places(rows).offsets == [8192 + 2 * 4096, 8192 + 4096]
-    assert (len(index), index.num_live(3)) == (2, 2)
-    index.check_integrity(SLOTS)
-
-
 def test_drop_only_while_the_key_points_there() -> None:
     index = PageIndex()
     put(index, KEYS[:1], 0)
@@ -61,16 +42,6 @@ def test_drop_only_while_the_key_points_there() -> None:
     index.check_integrity(SLOTS)
 
 
-def test_drop_region_takes_its_keys_only() -> None:
-    index = PageIndex()
-    put(index, KEYS[::2], 0)
-    put(index, KEYS[1::2], 1)
-    assert index.drop_region(0) == 3
-    assert held(index) == [False, True] * 3
-    assert index.stored_bytes == 30
-    index.check_integrity(SLOTS)
-
-
 def test_rows_of_dropped_pages_are_used_again() -> None:
     index = PageIndex()
     for round_number in range(300):
@@ -79,26 +50,6 @@ def test_rows_of_dropped_pages_are_used_again() -> None:
     index.check_integrity(SLOTS)
     assert index._num_rows <= len(KEYS)
     assert len(index._table) == index_module._MIN_TABLE
-
-
-def test_clear_empties_the_counts() -> None:
-    index = PageIndex()
-    put(index, KEYS, 2)
-    index.clear()
-    assert (len(index), index.stored_bytes, index.num_live(2)) == (0, 0, 0)
-    put(index, KEYS[:1], 2)
-    index.check_integrity(SLOTS)
-
-
-def test_leading_hits_end_at_the_first_miss() -> None:
-    index = PageIndex()
-    chain = [i.to_bytes(32, "big") for i in range(1, 1001)]
-    put(index, chain, 0)
-    assert index.num_leading(chain) == 1000
-    for missing in (0, 15, 16, 17, 255, 256, 257, 999):
-        broken = [*chain[:missing], b"\xff" * 32, *chain[missing:]]
-        assert index.num_leading(broken) == missing
-    assert index.num_leading([]) == 0
 
 
 def test_colliding_keys_do_not_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, Blank, MakeRun, page_data
-from kit.waiting import drained, eventually
+from kit.runs import NAMESPACE, Blank, MakeRun, page_data
+from kit.waiting import drained
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log, pins
@@ -205,29 +205,6 @@ def test_too_many_pins_and_keys_are_refused(
     close(engine)
 
 
-def test_a_shared_page_goes_with_its_last_pin(tmp_path: Path, make_run: MakeRun) -> None:
-    engine = open_engine(tmp_path / "s")
-    run = make_run(1, [PAGE] * 50)
-    store(engine, run)
-    pin(engine, "one", run.keys)
-    pin(engine, "two", run.keys[:25])
-    filler = iter(range(100, 10_000))
-
-    def overwrite() -> None:
-        for _ in range(30):
-            store(engine, make_run(next(filler), [PAGE] * 50))
-
-    overwrite()
-    assert engine.lookup(run.keys).num_hits == 50
-    assert is_true(engine.unpin("one"), TIMEOUT_S)
-    overwrite()
-    assert engine.contains(run.keys) == [True] * 25 + [False] * 25
-    assert is_true(engine.unpin("two"), TIMEOUT_S)
-    overwrite()
-    assert engine.contains(run.keys) == [False] * 50
-    close(engine)
-
-
 def test_room_that_an_unpin_frees_is_used(tmp_path: Path, make_run: MakeRun) -> None:
     """Pages that came when the bound was reached are pinned once there is room."""
     engine = open_engine(tmp_path / "s", pin_share=0.25)
@@ -263,50 +240,6 @@ def test_pins_are_told_as_they_were_made(tmp_path: Path, make_run: MakeRun) -> N
     close(engine)
 
 
-def test_expired_pins_go_by_themselves(tmp_path: Path, make_run: MakeRun) -> None:
-    engine = open_engine(tmp_path / "s")
-    run = make_run(1, [PAGE] * 20)
-    store(engine, run)
-    pin(engine, "short", run.keys, until_s=time.time() + 0.05)
-    pin(engine, "long", run.keys[:5], until_s=time.time() + 3600)
-
-    def files() -> list[str]:
-        return [path.name for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
-
-    eventually(lambda: len(files()) == 1, "the file of an expired pin goes")
-    assert [info.name for info in engine.pins()] == ["long"]
-    assert engine._state.index.pinned_bytes == 5 * PAGE
-    close(engine)
-
-
-def test_a_pin_that_expired_while_closed(tmp_path: Path, make_run: MakeRun) -> None:
-    engine = open_engine(tmp_path / "s", wall_clock=lambda: 1000.0)
-    pin(engine, "p", make_run(1, [PAGE]).keys, until_s=1001.0)
-    close(engine)
-    engine = open_engine(tmp_path / "s", wall_clock=lambda: 1001.0)
-    assert engine.pins() == []
-    close(engine)
-    assert not [path for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
-
-
-@pytest.mark.parametrize("tenant", [A, None])
-def test_a_purge_drops_the_tenants_pins(
-    tmp_path: Path, make_run: MakeRun, tenant: bytes | None
-) -> None:
-    engine = open_engine(tmp_path / "s")
-    a, b = of_tenant(make_run(1, [PAGE] * 3), A), of_tenant(make_run(2, [PAGE] * 3), B)
-    for run in (a, b):
-        store(engine, run)
-        pin(engine, run.tenant.hex(), run.keys, tenant=run.tenant)
-    assert is_true(engine.erase(Erasure(tenant=tenant)), TIMEOUT_S)
-    left = [] if tenant is None else [B]
-    assert [info.tenant for info in engine.pins()] == left
-    close(engine)
-    engine = open_engine(tmp_path / "s")
-    assert [info.tenant for info in engine.pins()] == left
-    close(engine)
-
-
 def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -> None:
     """A tenant at its share, with pinned pages in each of its regions, still stores."""
     engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
@@ -323,20 +256,6 @@ def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -
         assert usage.physical_bytes <= 4 * REGION
     for run in kept:
         assert engine.lookup(run.keys).num_hits == 4
-    close(engine)
-
-
-def test_another_namespace_has_its_own_pages(tmp_path: Path, make_run: MakeRun) -> None:
-    """A pin names keys: the pages it keeps are those of the namespace that is served."""
-    engine = open_engine(tmp_path / "s")
-    run = make_run(1, [PAGE] * 3)
-    store(engine, run)
-    pin(engine, "p", run.keys)
-    engine.set_namespace(OTHER_NAMESPACE)
-    assert [info.num_pages for info in engine.pins()] == [0]
-    store(engine, run)
-    assert [info.num_pages for info in engine.pins()] == [3]
-    assert engine._state.index.pinned_bytes == 3 * PAGE
     close(engine)
 
 

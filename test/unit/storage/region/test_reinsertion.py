@@ -115,22 +115,6 @@ def test_damage_is_not_written_anew(
     assert job.reasons[1] is Reason.MISS
 
 
-def test_saved_pages_survive_a_restart(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
-    options = {"namespace": NAMESPACE, "capacity_bytes": CAPACITY, "region_bytes": REGION}
-    engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]
-    hot = make_run(0, [PAGE] * 3)
-    store(engine, hot)
-    load(engine, blank(hot))
-    for seed in range(2, 8):
-        store(engine, make_run(seed, [PAGE] * 50))
-    assert drained(engine, TIMEOUT_S)
-    engine.close()
-    assert engine.stats().num_pages_reinserted == 3
-    engine = RegionEngine(tmp_path / "r", **options)  # type: ignore[arg-type]
-    assert load(engine, blank(hot)) == [Reason.OK] * 3
-    engine.close()
-
-
 def test_reads_that_fail_now_and_then_pause_nothing(
     tmp_path: Path, make_run: MakeRun, blank: Blank
 ) -> None:
