@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from kit.waiting import eventually
-from server_process import free_port
+from server_process import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,17 +41,26 @@ class Answer:
 
 
 class Front:
-    """``servers``: URLs, written to a file that ``serve`` follows. ``close`` it."""
+    """One that listens on ``port`` and follows ``file``, of a process that has it as a child or is
+    it; ``start`` starts one. ``close`` it."""
 
-    def __init__(self, folder: Path, servers: Iterable[str], *flags: str) -> None:
-        self.port = free_port()
-        self.file, self.log_path = folder / "servers.txt", folder / "front.log"
-        self.follow(servers)
+    def __init__(
+        self, port: int, file: Path, log_path: Path, process: subprocess.Popen[bytes]
+    ) -> None:
+        self.port, self.file, self.log_path, self.process = port, file, log_path, process
+        self.is_alone = False
+
+    @classmethod
+    def start(cls, folder: Path, servers: Iterable[str], *flags: str) -> Front:
+        """``servers``: URLs, written to a file that ``serve`` follows."""
+        port, file, log_path = free_ports(3), folder / "servers.txt", folder / "front.log"
+        file.write_text("".join(f"{url}\n" for url in servers))
         command = [sys.executable, "-m", "sglang_tiered", "route", "serve"]
-        command += ["--servers", str(self.file), "--port", str(self.port), *flags]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        self.is_alone = "--envoy" in flags
+        command += ["--servers", str(file), "--port", str(port), *flags]
+        with log_path.open("wb") as log:
+            made = cls(port, file, log_path, subprocess.Popen(command, stdout=log, stderr=log))
+        made.is_alone = "--envoy" in flags
+        return made
 
     @property
     def log(self) -> str:
@@ -80,7 +89,7 @@ class Front:
 
         def is_there() -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):
-                children = psutil.Process(self.process.pid).children()
+                children = psutil.Process(self.process.pid).children(recursive=True)
                 found[:] = [one.pid for one in children if "--with-parent" in one.cmdline()]
             return len(found) == 1
 

@@ -53,7 +53,7 @@ def mocks() -> Iterator[Mocks]:
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("front")
     (folder / "classes.yaml").write_text(CLASSES)
-    front = Front(
+    front = Front.start(
         folder,
         [mock.url for mock in mocks.all],
         *("--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"),
@@ -253,7 +253,7 @@ def test_picker_has_neither_torch_nor_sglang(front: Front) -> None:
 
 def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
     mocks.well()
-    front = Front(tmp_path, [mock.url for mock in mocks.all])
+    front = Front.start(tmp_path, [mock.url for mock in mocks.all])
     try:
         front.wait_until_ready(3)
         for mock in mocks.all:

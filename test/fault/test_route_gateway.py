@@ -66,7 +66,7 @@ def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("gateway")
     members = folder / "members"
     members.mkdir()
-    front = Front(
+    front = Front.start(
         folder, [one.url for one in mocks.all], "--envoy", "off", "--members", str(members)
     )
     front.wait_until_ready(3)

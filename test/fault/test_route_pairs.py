@@ -43,7 +43,7 @@ def mocks() -> Iterator[Mocks]:
 @pytest.fixture(scope="module")
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("front")
-    front = Front(folder, [mock.url for mock in mocks.all], "--pick-timeout", "2s")
+    front = Front.start(folder, [mock.url for mock in mocks.all], "--pick-timeout", "2s")
     front.wait_until_ready(4)
     yield front
     front.close()

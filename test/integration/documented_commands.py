@@ -42,6 +42,7 @@ ISSUE_FORMS = [
 
 SERVERS = (
     "scripts/serve",
+    "scripts/serve-cluster",
     "scripts/serve-pd",
     "sglang serve",
     "python -m sglang.launch_server",
@@ -54,9 +55,10 @@ SERVERS = (
 RUN_ELSEWHERE = {
     "scripts/demo": "test/integration/test_demo.py",
     "scripts/lint": ".ci/run",
+    "scripts/serve-cluster": "test/integration/test_route.py",
     "scripts/test": ".ci/run",
 }
-"""Command lines that something else runs, and what: one with a test of what it prints, and two that
+"""Command lines that something else runs, and what: two with tests of what they print, and two that
 would run themselves."""
 
 _COMMAND = re.compile(

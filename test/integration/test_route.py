@@ -1,16 +1,19 @@
-"""Three real servers behind a front: the same answers as one, hits where the picker says, and what
-clients see of servers that die, leave and join."""
+"""Three real servers behind a front, two of them by ``scripts/serve-cluster``: the same answers as
+one, hits where the picker says, and what clients see of servers that die, leave and join."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import shlex
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 from route_front import Answer, Front
+from typed_command import Desk, interrupt
 
 from conftest import SMALL, aligned, make_prompts
 from kit.waiting import eventually
@@ -32,64 +35,79 @@ LEARN_S = 60.0
 
 
 class Cluster:
-    """Servers by their address, and the front before them."""
+    """Two servers and the front as ``scripts/serve-cluster`` starts them, and what joins later.
+    ``servers``: the launchers' processes by their addresses."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._num_started = 0
-        self.servers: dict[str, Server] = {}
+        self._joined: list[Server] = []
+        port, log = free_ports(3), folder / "log"
+        desk = Desk.lay_out(folder, model)
+        flags = f"--count {NUM_SERVERS - 1} --list servers.txt --tier-dir kv --dtype float32"
+        line = f"scripts/serve-cluster --model-path M --port {port} {flags} {shlex.join(SMALL)}"
+        self.script = desk.start(line, port, log)
+        try:
+            self.printed = desk.try_what_is_printed(self.script)
+        except BaseException:
+            self.script.kill()
+            raise
+        process = self.script.process
+        assert isinstance(process, subprocess.Popen)
+        self.front = Front(port, desk.folder / "servers.txt", log, process)
+        self.servers: dict[str, psutil.Process] = {}
+        for started in psutil.Process(process.pid).children():
+            words = started.cmdline()
+            if "sglang_tiered.launch_server" in words:
+                self.servers[f"127.0.0.1:{words[words.index('--port') + 1]}"] = started
 
-    def start(self, number: int) -> None:
-        started = [self._spawn() for _ in range(number)]
-        for server in started:
-            self.servers[f"127.0.0.1:{server.port}"] = server
-        for server in started:
-            server.wait_until_it_generates()
-
-    def _spawn(self) -> Server:
+    def join(self) -> None:
+        """One server more, in the file too."""
         port = free_ports(2)
         events = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
         events |= {"replay_endpoint": f"tcp://127.0.0.1:{port + 1}", "format": "dynamo"}
-        self._num_started += 1
-        name = f"server-{self._num_started}"
-        return Server.spawn(
+        name = f"joined-{len(self._joined)}"
+        server = Server.spawn(
             self._model,
             self._folder / f"{name}.log",
             *(*SMALL, "--tier-dir", str(self._folder / name)),
             *("--kv-events-config", json.dumps(events)),
             environment=ENVIRONMENT,
         )
+        self._joined.append(server)
+        self.servers[f"127.0.0.1:{server.port}"] = psutil.Process(server.process.pid)
+        server.wait_until_it_generates()
+        self.front.follow(f"http://{address}" for address in self.servers)
+        self.front.wait_until_ready(NUM_SERVERS)
 
-    def urls(self) -> list[str]:
-        return [server.url for server in self.servers.values()]
+    def kill(self, address: str) -> None:
+        server = self.servers.pop(address)
+        for process in [*server.children(recursive=True), server]:
+            process.kill()
 
     def close(self) -> None:
-        for server in self.servers.values():
-            server.kill()
+        """By Ctrl-C, which leaves nothing."""
+        try:
+            interrupt(self.script)
+        finally:
+            self.script.kill()
+            for server in self._joined:
+                server.kill()
+        assert "Traceback" not in self.script.log, self.script.log
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(model, tmp_path_factory.mktemp("servers"))
+    made = Cluster(model, tmp_path_factory.mktemp("cluster"))
     try:
-        made.start(NUM_SERVERS)
+        made.join()
         yield made
     finally:
         made.close()
 
 
 @pytest.fixture(scope="module")
-def front(
-    cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Front]:
-    folder = tmp_path_factory.mktemp("front")
-    made = Front(folder, cluster.urls(), "--tokenizer", str(model), "--pick-timeout", "2s")
-    try:
-        made.wait_until_ready(NUM_SERVERS)
-        yield made
-    finally:
-        made.close()
-    assert "Traceback" not in made.log, made.log
+def front(cluster: Cluster) -> Front:
+    return cluster.front
 
 
 def generate(front: Front, prompt: Sequence[int], num_new: int = 8) -> Answer:
@@ -119,6 +137,12 @@ def asked(front: Front) -> list[Answer]:
     eventually(lambda: sum(known(front).values()) >= pages, "events", timeout_s=LEARN_S)
     second = [generate(front, prompt) for prompt in PROMPTS]
     return first + second
+
+
+def test_what_the_script_prints_works(cluster: Cluster) -> None:
+    answered, _, told = cluster.printed.partition('{"servers"')
+    assert json.loads(answered)["text"]
+    assert told.count('"ready": true') == NUM_SERVERS - 1
 
 
 def test_answers_are_those_of_one_server(asked: list[Answer], stock: Server) -> None:
@@ -159,8 +183,7 @@ def test_death_before_the_first_token_is_not_seen(
     front: Front, cluster: Cluster, asked: list[Answer]
 ) -> None:
     holder = asked[-1].headers[SERVED]
-    server = cluster.servers[holder]
-    for child in psutil.Process(server.process.pid).children(recursive=True):
+    for child in cluster.servers[holder].children(recursive=True):
         if "scheduler" in " ".join(child.cmdline()):
             child.suspend()
     found: list[Answer] = []
@@ -171,7 +194,7 @@ def test_death_before_the_first_token_is_not_seen(
         return any(row["tokens_sent"] for row in front.servers() if row["address"] == holder)
 
     eventually(is_waiting, "the request is where its pages are")
-    cluster.servers.pop(holder).kill()
+    cluster.kill(holder)
     asking.join(60)
     assert found and ids_of(found[0]) == ids_of(asked[-1])
     assert found[0].headers[SERVED] != holder
@@ -181,9 +204,7 @@ def test_death_before_the_first_token_is_not_seen(
 def test_server_joins_and_another_drains(
     front: Front, cluster: Cluster, asked: list[Answer]
 ) -> None:
-    cluster.start(1)
-    front.follow(cluster.urls())
-    front.wait_until_ready(NUM_SERVERS)
+    cluster.join()
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=120)
     body = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True, "stream": True}
     body |= {"model": "default", "temperature": 0}
@@ -192,8 +213,7 @@ def test_server_joins_and_another_drains(
     )
     stream = connection.getresponse()
     leaving = str(stream.getheader(SERVED))
-    server = cluster.servers.pop(leaving)
-    server.process.terminate()
+    cluster.servers[leaving].terminate()
 
     def is_draining() -> bool:
         return any(row["draining"] for row in front.servers() if row["address"] == leaving)
@@ -205,7 +225,7 @@ def test_server_joins_and_another_drains(
     told = stream.read().decode().split("data: ")
     connection.close()
     assert stream.status == 200 and told[-1].strip() == "[DONE]" and len(told) > 100
-    server.kill()
+    cluster.kill(leaving)
 
 
 def test_killed_picker_is_not_missed(front: Front, asked: list[Answer]) -> None:

@@ -36,6 +36,7 @@ LAUNCHER = "python -m sglang_tiered serve"
 # They take its flags; loading SGLang to ask each of them takes seconds.
 PASS_FLAGS_ON = {
     "scripts/serve": LAUNCHER,
+    "scripts/serve-cluster": LAUNCHER,
     "scripts/serve-pd": LAUNCHER,
     "sglang serve": "python -m sglang.launch_server",
 }
