@@ -41,7 +41,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pref
 @pytest.fixture(scope="module")
 def front(pair: PrefillDecode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("front")
-    made = Front(folder, [pair.prefill.url, pair.decode.url], "--pick-timeout", "2s")
+    made = Front.start(folder, [pair.prefill.url, pair.decode.url], "--pick-timeout", "2s")
     try:
         made.wait_until_ready(2)
         yield made
@@ -63,6 +63,19 @@ def test_pair_answers_as_one_server(front: Front, pair: PrefillDecode, stock: Se
     assert [json.loads(answer.body)["output_ids"] for answer in answers] == expected
     ended = transfer_state(pair.decode)["transfer_rooms_ended:done"] - before
     assert ended == len(PROMPTS), "each came from prefill"
+
+
+def test_completions_go_to_a_pair(front: Front, pair: PrefillDecode, stock: Server) -> None:
+    """SGLang by itself reads the headers that name the pair at other endpoints only."""
+    prompt = make_prompts(4611, 1, 700)[0]
+    before = transfer_state(pair.decode)["transfer_rooms_ended:done"]
+    body = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    answer = front.ask("/v1/completions", body)
+    assert answer.status == 200, answer
+    (choice,) = json.loads(answer.body)["choices"]
+    assert choice["token_ids"] == stock.generate(prompt).output_ids
+    assert transfer_state(pair.decode)["transfer_rooms_ended:done"] == before + 1
 
 
 def test_two_samples_have_a_handoff_each(front: Front, stock: Server) -> None:

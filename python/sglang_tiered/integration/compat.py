@@ -337,6 +337,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "action_version",
         "payload",
     ),
+    "sglang.srt.entrypoints.request_headers:apply_header_overrides": ("obj", "headers"),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request": (
         "self",
         "obj",

@@ -28,7 +28,7 @@
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | mem_cache.utils.storage_namespace_seed | AROUND | the other key of a purged tenant's requests separates nodes in the tree only; every tier knows a page by one hash |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
-| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it (``named_in_body``) |
+| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; ``/v1/completions`` and others ignore what a gateway says in headers (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
@@ -569,6 +569,7 @@ def _rest_on_idle(_: Any, scheduler: Any) -> None:
 
 
 def _before_generating(_: Any, obj: Any, request: Any = None) -> None:
+    named_in_body.take_overrides(obj, request)
     named_in_body.carry(obj, request)
 
 

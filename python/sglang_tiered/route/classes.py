@@ -7,7 +7,6 @@
         priority: 10        # servers: --enable-priority-scheduling
         sha256: [HEX]       # of the API keys whose requests these are
       batch:
-        priority: 0
         ttft: 30s
         shed: false         # never refused
 
@@ -20,9 +19,11 @@ import hashlib
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_duration
@@ -35,18 +36,34 @@ __all__ = ["LIMIT_HEADER", "Classes"]
 
 LIMIT_HEADER = "x-llm-d-slo-ttft-ms"
 """With which a request asks for a shorter limit than its class has."""
-MAX_PRIORITY = 1_000_000
-_FIELDS = {"ttft", "priority", "shed", "sha256"}
+
+
+class _Class(msgspec.Struct, forbid_unknown_fields=True):
+    ttft: str | int | float | None = None
+    priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] | None = None
+    shed: bool = True
+    sha256: list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]] = []
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    default: str
+    classes: dict[str, Any]
 
 
 class Classes:
-    """Without a file there is one class, of which nothing is refused."""
+    """Without a file there is one class, of which nothing is refused. Raises ``ConfigError``."""
 
     def __init__(self, path: str | None) -> None:
         self._by_digest: dict[str, RequestClass] = {}
         self.default = RequestClass("default")
         if path is not None:
-            self._read(path)
+            try:
+                self._read(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                why = " ".join(str(error).split())
+                raise ConfigError(
+                    f"--classes {path} cannot be used: {why}; docs/cluster.md has an example."
+                ) from error
 
     def of(self, headers: Mapping[str, str]) -> RequestClass:
         """Return the class of a request. A header may shorten its limit."""
@@ -60,57 +77,30 @@ class Classes:
         limit_s = min(asked, math.inf if found.limit_s is None else found.limit_s)
         return RequestClass(found.name, limit_s, found.priority, found.is_sheddable)
 
-    def _read(self, path: str) -> None:
-        def refuse(what: str) -> ConfigError:
-            return ConfigError(f"--classes {path}: {what}; docs/cluster.md has an example.")
-
-        try:
-            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise refuse(" ".join(f"it cannot be read ({error})".split())) from error
-        if not isinstance(document, dict) or not isinstance(document.get("classes"), dict):
-            raise refuse("it has no mapping named classes")
-        if unknown := sorted(map(str, document.keys() - {"classes", "default"})):
-            raise refuse(f"{unknown[0]!r} is not known; what may stand there is classes, default")
+    def _read(self, document: Any) -> None:
+        file = msgspec.convert(document, _File)
+        given = {}
+        for name, fields in file.classes.items():
+            try:
+                given[name] = msgspec.convert({} if fields is None else fields, _Class)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"class {name}: {error}") from error
+        # A client may write any into its body, where it counts for want of one from here.
+        lowest = 0 if any(one.priority is not None for one in given.values()) else None
         made = {}
-        for name, given in document["classes"].items():
-            made[str(name)] = one = _class_of(str(name), {} if given is None else given, refuse)
-            for digest in (given or {}).get("sha256", []):
+        for name, one in given.items():
+            limit_s = None
+            if one.ttft is not None:
+                limit_s = parse_duration(f"ttft of class {name} in", str(one.ttft))
+            priority = lowest if one.priority is None else one.priority
+            made[name] = RequestClass(name, limit_s, priority, one.shed)
+            for digest in one.sha256:
                 if digest in self._by_digest:
-                    raise refuse(f"{digest[:8]}... is the digest of two classes")
-                self._by_digest[digest] = one
-        if document.get("default") not in made:
-            raise refuse(f"default is {document.get('default')!r}, which is none of its classes")
-        self.default = made[document["default"]]
-
-
-def _class_of(name: str, given: Any, refuse: Any) -> RequestClass:
-    if not isinstance(given, dict):
-        raise refuse(f"class {name} is {given!r}, and no mapping")
-    if unknown := sorted(map(str, given.keys() - _FIELDS)):
-        known = ", ".join(sorted(_FIELDS))
-        raise refuse(
-            f"{unknown[0]!r} of class {name} is not known; what may stand there is {known}"
-        )
-    priority, shed, digests = (
-        given.get("priority"),
-        given.get("shed", True),
-        given.get("sha256", []),
-    )
-    is_number = type(priority) is int and abs(priority) <= MAX_PRIORITY
-    if not (priority is None or is_number):
-        raise refuse(f"priority {priority!r} of class {name} is no whole number up to a million")
-    if not isinstance(shed, bool):
-        raise refuse(f"shed {shed!r} of class {name} is neither true nor false")
-    if not isinstance(digests, list):
-        raise refuse(f"sha256 of class {name} is no list")
-    for digest in digests:
-        if not (isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest)):
-            raise refuse(f"{digest!r} of class {name} is no SHA-256 in hex")
-    limit_s = None
-    if "ttft" in given:
-        limit_s = parse_duration(f"ttft of class {name} in", str(given["ttft"]))
-    return RequestClass(name, limit_s, priority, shed)
+                    raise ValueError(f"{digest[:8]}... is the digest of two classes")
+                self._by_digest[digest] = made[name]
+        if file.default not in made:
+            raise ValueError(f"default is {file.default!r}, which is none of its classes")
+        self.default = made[file.default]
 
 
 def _limit_s(text: str) -> float | None:

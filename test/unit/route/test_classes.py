@@ -37,6 +37,13 @@ def test_a_key_claims_its_class_alone(tmp_path: Path) -> None:
     assert not classes.of({}).is_sheddable
 
 
+def test_no_class_leaves_priority_to_the_client(tmp_path: Path) -> None:
+    """A body may name one as well; what the front says in a header counts more."""
+    classes = read(tmp_path, GOOD)
+    assert classes.of({}).priority == 0, "another class has one"
+    assert read(tmp_path, "default: a\nclasses: {a: {ttft: 1s}}").of({}).priority is None
+
+
 def test_a_header_shortens_the_limit_only(tmp_path: Path) -> None:
     classes = read(tmp_path, GOOD)
     mine = {"authorization": "bearer secret"}
@@ -49,20 +56,20 @@ def test_a_header_shortens_the_limit_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "it cannot be read"),
-        ("a", "it has no mapping named classes"),
-        ("classes: []", "it has no mapping named classes"),
-        ("classes: {a: }", "default is None, which is none of its classes"),
+        ("[", "expected the node content"),
+        ("a", "Expected `object`, got `str`"),
+        ("default: a\nclasses: []", "Expected `object`, got `array` - at `$.classes`"),
+        ("classes: {a: }", "missing required field `default`"),
         ("default: b\nclasses: {a: }", "default is 'b', which is none of its classes"),
-        ("default: a\nclasses: {a: }\nlimit: 3", "'limit' is not known"),
-        ("default: a\nclasses: {a: 3}", "class a is 3, and no mapping"),
-        ("default: a\nclasses: {a: {ttfb: 3}}", "'ttfb' of class a is not known"),
+        ("default: a\nclasses: {a: }\nlimit: 3", "unknown field `limit`"),
+        ("default: a\nclasses: {a: 3}", "class a: Expected `object`, got `int`"),
+        ("default: a\nclasses: {a: {ttfb: 3}}", "class a: Object contains unknown field `ttfb`"),
         ("default: a\nclasses: {a: {ttft: soon}}", "ttft of class a in soon is not a time"),
-        ("default: a\nclasses: {a: {priority: high}}", "priority 'high' of class a"),
-        ("default: a\nclasses: {a: {priority: true}}", "priority True of class a"),
-        ("default: a\nclasses: {a: {shed: 1}}", "shed 1 of class a"),
-        ("default: a\nclasses: {a: {sha256: abc}}", "sha256 of class a is no list"),
-        ("default: a\nclasses: {a: {sha256: [abc]}}", "'abc' of class a is no SHA-256 in hex"),
+        ("default: a\nclasses: {a: {priority: high}}", "got `str` - at `$.priority`"),
+        ("default: a\nclasses: {a: {priority: true}}", "got `bool` - at `$.priority`"),
+        ("default: a\nclasses: {a: {shed: 1}}", "got `int` - at `$.shed`"),
+        ("default: a\nclasses: {a: {sha256: abc}}", "Expected `array`, got `str`"),
+        ("default: a\nclasses: {a: {sha256: [abc]}}", "matching regex '^[0-9a-f]{64}$'"),
         (
             f"default: a\nclasses: {{a: {{sha256: [{DIGEST}]}}, b: {{sha256: [{DIGEST}]}}}}",
             "is the digest of two classes",
@@ -76,5 +83,5 @@ def test_wrong_files_are_refused_with_a_sentence(tmp_path: Path, text: str, said
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be used: .*No such file"):
         Classes(str(tmp_path / "absent.yaml"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         (["--servers", "FOLDER/good", "--port", "x"], "is not a whole number"),
         (["--servers", "FOLDER/good", "--pick-timeout", "60s"], "is no time to wait for a pick"),
         (["--servers", "FOLDER/good", "--tokenizer", "FOLDER"], "no tokenizer.json"),
-        (["--servers", "FOLDER/good", "--classes", "FOLDER/bad"], "no mapping named classes"),
+        (["--servers", "FOLDER/good", "--classes", "FOLDER/bad"], "cannot be used: Expected"),
         (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/x"], "cannot be read"),
         (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/empty"], "holds no key"),
     ],

@@ -3,7 +3,8 @@
 SGLang's own endpoints and OpenAI's know ``extra_key``, ``cache_salt``, ``session_id`` and ``rid``;
 those of Anthropic's and Ollama's API build SGLang's request without them, so a salted prompt would
 share pages with everybody's. ``conversation_id`` is known to ``/generate`` alone. All of them hand
-the HTTP request on to the tokenizer manager, where what its body names is put back.
+the HTTP request on to the tokenizer manager, where what its body names is put back. So are what a
+gateway says in headers (``x-override-*``), which SGLang reads at ``/generate`` and for chats only.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import HTTPException
+from sglang.srt.entrypoints.request_headers import apply_header_overrides
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-__all__ = ["Refused", "carry"]
+__all__ = ["Refused", "carry", "take_overrides"]
 
 _TENANT = ("extra_key", "cache_salt")
 _IDS = ("session_id", "conversation_id", "rid")
@@ -28,6 +31,19 @@ class Refused(HTTPException, ValueError):
 
     def __str__(self) -> str:
         return str(self.detail)
+
+
+def take_overrides(request: Any, raw_request: Any) -> None:
+    """Take what the headers of a request say, if the operator allows that at all. The request is
+    one of SGLang's that generates; others stay. Raises ``Refused`` for what is no number."""
+    headers = getattr(raw_request, "headers", None)
+    if headers is None or not envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
+        return
+    if isinstance(request, GenerateReqInput):
+        try:
+            apply_header_overrides(request, headers)
+        except HTTPException as error:
+            raise Refused(str(error.detail)) from error
 
 
 def carry(request: Any, raw_request: Any) -> None:

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_tiered.integration.identity.named_in_body import Refused, carry
+from sglang_tiered.integration.identity.named_in_body import Refused, carry, take_overrides
 
 NAMES = ("extra_key", "cache_salt", "session_id", "conversation_id", "rid")
 MADE: dict[str, Any] = {"request": None}
@@ -23,6 +23,7 @@ def client() -> TestClient:
 
     async def endpoint(request: OllamaChatRequest, raw_request: Request) -> dict[str, Any]:
         made = MADE["request"]
+        take_overrides(made, raw_request)
         carry(made, raw_request)
         return {name: getattr(made, name, None) for name in NAMES}
 
@@ -77,3 +78,28 @@ def test_request_without_http_has_no_names() -> None:
     made = GenerateReqInput(text="Hi")
     carry(made, None)
     assert made.cache_salt is None
+
+
+OVERRIDES = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
+
+
+@pytest.mark.parametrize(("allowed", "priority"), [("1", 7), ("0", 3)])
+def test_headers_reach_every_endpoint_if_allowed(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, allowed: str, priority: int
+) -> None:
+    """SGLang reads them at ``/generate`` and for chats only."""
+    monkeypatch.setenv(OVERRIDES, allowed)
+    MADE["request"] = made = GenerateReqInput(text="Hi", priority=3)
+    told = {"x-override-priority": "7", "x-override-bootstrap-room": "9"}
+    assert client.post("/", json={"model": "m", "messages": []}, headers=told).status_code == 200
+    assert (made.priority, made.bootstrap_room) == (priority, 9 if allowed == "1" else None)
+
+
+def test_header_that_is_no_number_is_refused(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OVERRIDES, "1")
+    MADE["request"] = GenerateReqInput(text="Hi")
+    told = {"x-override-priority": "high"}
+    answer = client.post("/", json={"model": "m", "messages": []}, headers=told)
+    assert answer.status_code == 400 and "x-override-priority" in answer.json()["detail"]
