@@ -41,6 +41,7 @@ ROLES = ("aggregated", "prefill", "decode")
 # from choosing among the others.
 Price = Annotated[float, Meta(ge=0, le=1e6)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Rank = Annotated[int, Meta(ge=0, lt=1024)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e30)]
 
@@ -111,7 +112,7 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     """Hex, drawn at each start of the server."""
 
-    rank: Count
+    rank: Rank
     """The data-parallel replica, as ``routed_dp_rank`` of a request names it."""
 
     role: str

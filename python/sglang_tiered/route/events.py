@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Publisher", "apply", "follow", "publisher_of"]
 
-MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_BYTES, MAX_WAITING = 16 << 20, 64
+"""What a server that sends faster than is read can have here: their product."""
 REPLAY_S = 10.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -64,30 +65,41 @@ class Publisher:
     is_by_tenant: bool
 
 
-def publisher_of(info: dict[str, Any], url: str, rank: int) -> Publisher | None:
-    """Return the publisher that ``/server_info`` names, None where the server has none, or one that
-    connects to somebody else. A host that stands for all is the server's own."""
-    told = info.get("kv_events")
-    if not isinstance(told, dict) or told.get("publisher") != "zmq":
+class _Told(msgspec.Struct):
+    publisher: str
+    endpoint_host: str = ""
+    endpoint_port_base: int = 0
+    topic: str = ""
+    replay_endpoint_port_base: int | None = None
+
+
+class _Info(msgspec.Struct):
+    kv_events: _Told | None = None
+    kv_events_config: str | None = None
+
+
+def publisher_of(info: bytes, url: str, rank: int) -> Publisher | None:
+    """Return the publisher that the answer of ``/server_info`` names, None where the server has
+    none. A host that stands for all is the server's own. Raises ``ValueError``."""
+    try:
+        found = msgspec.json.decode(info, type=_Info)
+    except RecursionError as error:
+        raise ValueError("/server_info is no JSON") from error
+    told = found.kv_events
+    if told is None or told.publisher != "zmq":
         return None
-    host = str(told["endpoint_host"])
+    host = told.endpoint_host
     if host in ("*", "0.0.0.0", "::", "[::]"):
         host = urlsplit(url).hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
-
-    def endpoint(base: str) -> str | None:
-        port = told.get(base)
-        return None if port is None else f"tcp://{host}:{int(port) + rank}"
-
-    found = endpoint("endpoint_port_base")
-    if found is None:
-        return None
-    given = str(info.get("kv_events_config") or "")
+    replay, base = None, told.replay_endpoint_port_base
+    if base is not None:
+        replay = f"tcp://{host}:{base + rank}"
     by_tenant = False
     with contextlib.suppress(ValueError, AttributeError):
-        by_tenant = msgspec.json.decode(given).get("format") == "dynamo"
-    topic = str(told.get("topic") or "")
-    return Publisher(found, endpoint("replay_endpoint_port_base"), topic, by_tenant)
+        by_tenant = msgspec.json.decode(found.kv_events_config or "").get("format") == "dynamo"
+    endpoint = f"tcp://{host}:{told.endpoint_port_base + rank}"
+    return Publisher(endpoint, replay, told.topic, by_tenant)
 
 
 def apply(index: PageIndex, server: int, payload: bytes) -> None:
@@ -111,9 +123,7 @@ async def follow(
     """Keep the index up to date until cancelled. Raises ``msgspec.DecodeError`` or ``zmq.ZMQError``
     for a publisher that cannot be followed."""
     with context.socket(zmq.SUB) as socket:
-        socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-        socket.set(zmq.IPV6, 1)
-        socket.set(zmq.LINGER, 0)
+        _bound(socket)
         socket.subscribe(publisher.topic)
         socket.connect(publisher.endpoint)
         # Those that come meanwhile wait in the socket.
@@ -130,6 +140,12 @@ async def follow(
             if number >= due:
                 apply(index, server, frames[2])
                 due = number + 1
+
+
+def _bound(socket: zmq.asyncio.Socket) -> None:
+    options = {zmq.MAXMSGSIZE: MAX_BATCH_BYTES, zmq.RCVHWM: MAX_WAITING, zmq.IPV6: 1, zmq.LINGER: 0}
+    for option, value in options.items():
+        socket.set(option, value)
 
 
 async def _replay(
@@ -154,9 +170,7 @@ async def _replayed(
     if publisher.replay is None:
         return
     with context.socket(zmq.DEALER) as socket:
-        socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-        socket.set(zmq.IPV6, 1)
-        socket.set(zmq.LINGER, 0)
+        _bound(socket)
         socket.connect(publisher.replay)
         await socket.send_multipart([b"", due.to_bytes(8, "big")])
         while True:

@@ -84,7 +84,7 @@ class Numbers:
         ready = sum(one.is_ready(now_s) for one in fleet.members.values())
         self.servers.labels("ready").set(ready)
         self.servers.labels("other").set(len(fleet.members) - ready)
-        places = [place for one in fleet.members.values() for place in one.positions.values()]
-        self.pages.set(sum(map(fleet.index.num_pages, places)))
+        replicas = (one for member in fleet.members.values() for one in member.replicas.values())
+        self.pages.set(sum(fleet.index.num_pages(one.place) for one in replicas))
         self.late.set(reader.num_late)
         return generate_latest(self.registry)

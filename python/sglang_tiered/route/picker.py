@@ -25,14 +25,15 @@ from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from sglang_tiered.route.fleet import Fleet, Member
+    from sglang_tiered.route.fleet import Fleet, Member, Replica
     from sglang_tiered.route.prompt import Prompt
 
 __all__ = ["Picked", "Picker", "Refused"]
 
 NUM_TARGETS = 3
+RANK = "x-override-routed-dp-rank"
 MAX_TRIED = 4096
 """Requests of which it is remembered where they were sent."""
 
@@ -50,15 +51,14 @@ class Refused:
 @dataclass(eq=False, slots=True)
 class Picked:
     """``targets``: in the order in which they are to be tried. ``by``: ``cost`` or
-    ``least-tokens``. ``place``: the replica whose first token is awaited, by its position."""
+    ``least-tokens``. ``replica``: whose first token is awaited, if it is known."""
 
     targets: list[Member]
     prompt: Prompt
     klass: RequestClass
     by: str
     started_s: float
-    place: int | None = None
-    rank: int | None = None
+    replica: Replica | None = None
     predicted_s: float = 0.0
     held: Held = NOTHING_HELD
     prefill: Member | None = None
@@ -77,6 +77,10 @@ class Picked:
         if self.klass.priority is not None:
             told["x-override-priority"] = str(self.klass.priority)
         return told
+
+
+def _replicas(members: Iterable[Member]) -> dict[int, Replica]:
+    return {one.place: one for member in members for one in member.replicas.values()}
 
 
 class Picker:
@@ -126,100 +130,68 @@ class Picker:
         self, prompt: Prompt, klass: RequestClass, ready: list[Member], now: float
     ) -> Picked | Refused:
         """Of servers with one half of the work each: who computes the prompt, and who answers."""
-        decoding = {
-            place: (one, rank)
-            for one in ready
-            if one.role == "decode"
-            for rank, place in one.positions.items()
-        }
-        place = choose_decode(
-            self._fleet.view.decode_states,
-            decoding,
-            prompt.num_tokens,
-            prompt.max_new,
-            draw=self._draw,
-        )
+        decoding = _replicas(one for one in ready if one.role == "decode")
+        states = self._fleet.view.decode_states
+        place = choose_decode(states, decoding, prompt.num_tokens, prompt.max_new, draw=self._draw)
         prefills = [one for one in ready if one.role == "prefill"]
         if place is None or not prefills:
             return Refused(503, "no server is ready", 1, klass.name)
         picked = self._pick_among(prefills, prompt, klass, now)
         if isinstance(picked, Refused):
             return picked
-        prefill = picked.targets[0]
-        record = prefill.ranks[picked.rank or 0]
-        picked.prefill = prefill
-        member, rank = decoding[place]
-        picked.targets = [member]
+        assert picked.replica is not None  # only servers with records have a role
+        record, prefill = picked.replica.record, picked.replica.member
+        decode = decoding[place]
+        picked.prefill, picked.targets = prefill, [decode.member]
         picked.more = {
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
             "x-override-bootstrap-port": str(record.bootstrap_port),
             "x-override-bootstrap-room": str(secrets.randbits(62)),
         }
-        if len(member.positions) > 1:
-            picked.more["x-override-routed-dp-rank"] = str(rank)
-        if len(prefill.positions) > 1:
-            picked.more["x-override-disagg-prefill-dp-rank"] = str(picked.rank)
+        if len(decode.member.replicas) > 1:
+            picked.more[RANK] = str(decode.record.rank)
+        if len(prefill.replicas) > 1:
+            picked.more["x-override-disagg-prefill-dp-rank"] = str(record.rank)
         return picked
 
     def _pick_among(
         self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float
     ) -> Picked | Refused:
-        if not all(one.positions for one in ready):
+        if not all(one.replicas for one in ready):
             order = sorted(ready, key=lambda one: (one.tokens_sent, self._draw()))
             return Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
-        replicas = {place: (one, rank) for one in ready for rank, place in one.positions.items()}
-        if prompt.ids is None:
-            return self._by_tokens(replicas, prompt, klass, now)
-        held = self._held(replicas, prompt)
-        states = self._fleet.view.states
+        replicas, states = _replicas(ready), self._fleet.view.states
+        is_known = prompt.ids is not None
+        held = self._held(replicas, prompt) if is_known else dict.fromkeys(replicas, NOTHING_HELD)
         refused = self._refusal(klass, held, prompt, now)
         if refused is not None:
             return refused
-        choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
-        assert choice is not None
-        first, rank = replicas[choice.server]
-        others = sorted(replicas, key=lambda place: states[place].queue_s(now))
-        targets = dict.fromkeys([first, *(replicas[place][0] for place in others)])
-        picked = Picked(list(targets)[:NUM_TARGETS], prompt, klass, "cost", now)
-        picked.place, picked.rank, picked.held = choice.server, rank, held[choice.server]
-        picked.predicted_s = choice.estimate.ttft_s
-        page_tokens = first.ranks[rank].page_tokens
-        picked.keys = prompt.keys(page_tokens)
-        states[choice.server].reserve(now, choice.estimate.work_s)
-        if len(first.positions) > 1:
+
+        def load(place: int) -> tuple[int, float]:
+            queue_s = states[place].queue_s(now)
+            return 0 if is_known else replicas[place].member.tokens_sent, queue_s
+
+        places = sorted(replicas, key=load)
+        picked = Picked([], prompt, klass, "cost" if is_known else "least-tokens", now)
+        if is_known:
+            choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
+            assert choice is not None
+            place, work_s = choice.server, choice.estimate.work_s
+            picked.predicted_s = choice.estimate.ttft_s
+        else:
+            place = places[0]
+            work_s = states[place].costs.prefill.seconds(prompt.num_tokens, 0)
+        states[place].reserve(now, work_s)
+        picked.replica = replica = replicas[place]
+        picked.held, picked.keys = held[place], prompt.keys(replica.record.page_tokens)
+        targets = dict.fromkeys([replica.member, *(replicas[one].member for one in places)])
+        picked.targets = list(targets)[:NUM_TARGETS]
+        if len(replica.member.replicas) > 1:
             # Envoy may go on to another server of the list, which then takes its own replica.
-            picked.targets = [first]
-            picked.more["x-override-routed-dp-rank"] = str(rank)
+            picked.targets = [replica.member]
+            picked.more[RANK] = str(replica.record.rank)
         return picked
-
-    def _by_tokens(
-        self,
-        replicas: Mapping[int, tuple[Member, int]],
-        prompt: Prompt,
-        klass: RequestClass,
-        now: float,
-    ) -> Picked | Refused:
-        """Of a prompt whose tokens are not known, and so nothing that is held of it."""
-        nothing = dict.fromkeys(replicas, NOTHING_HELD)
-        refused = self._refusal(klass, nothing, prompt, now)
-        if refused is not None:
-            return refused
-        members = dict.fromkeys(one for one, _ in replicas.values())
-        order = sorted(members, key=lambda one: (one.tokens_sent, self._queue_s(one, now)))
-        first = order[0]
-        picked = Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
-        rank, place = min(
-            first.positions.items(), key=lambda item: self._fleet.view.states[item[1]].queue_s(now)
-        )
-        picked.rank = rank
-        state = self._fleet.view.states[place]
-        state.reserve(now, state.costs.prefill.seconds(prompt.num_tokens, 0))
-        return picked
-
-    def _queue_s(self, member: Member, now: float) -> float:
-        states = self._fleet.view.states
-        return min(states[place].queue_s(now) for place in member.positions.values())
 
     def _refusal(
         self, klass: RequestClass, held: Mapping[int, Held], prompt: Prompt, now: float
@@ -235,23 +207,21 @@ class Picker:
         sentence = f"no server promises a first token within {klass.limit_s:g} s"
         return Refused(429, sentence, after_s, klass.name)
 
-    def _held(self, replicas: Mapping[int, tuple[Member, int]], prompt: Prompt) -> dict[int, Held]:
+    def _held(self, replicas: Mapping[int, Replica], prompt: Prompt) -> dict[int, Held]:
         index = self._fleet.index
-        groups: dict[tuple[str, bool, int], tuple[list[int], list[int]]] = {}
+        groups: dict[tuple[str, bool, int], list[int]] = {}
         found = {}
-        for place, (member, rank) in replicas.items():
-            record = member.ranks[rank]
+        for place, replica in replicas.items():
+            record = replica.record
             keys = prompt.keys(record.page_tokens)
             group = (record.namespace, record.keyed, record.page_tokens)
             if group not in groups:
-                sources = self._fleet.sources_of(place, record)
-                groups[group] = (sources, index.shared(sources, keys))
-            sources, shared = groups[group]
+                groups[group] = index.shared(self._fleet.sources_of(replica), keys)
             found[place] = index.held(
                 place,
                 keys,
                 record.page_tokens,
-                shared,
+                groups[group],
                 has_peers=bool(record.server) and record.tiers["peer"].healthy,
                 has_bucket=record.tiers["object"].healthy,
             )
@@ -269,8 +239,8 @@ class Picker:
             picked.is_open = False
             return
         self._first(picked).tokens_sent += picked.prompt.num_tokens
-        if picked.place is not None:
-            self._fleet.index.expect(picked.place, picked.keys)
+        if picked.replica is not None:
+            self._fleet.index.expect(picked.replica.place, picked.keys)
 
     def _first(self, picked: Picked) -> Member:
         return picked.prefill or picked.targets[0]
@@ -281,8 +251,9 @@ class Picker:
         if picked.is_open:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)
-            if picked.prompt.is_stream and is_as_picked and picked.place is not None:
-                state = self._fleet.view.states[picked.place]
+            if picked.prompt.is_stream and is_as_picked and picked.by == "cost":
+                assert picked.replica is not None
+                state = self._fleet.view.states[picked.replica.place]
                 state.answered(picked.predicted_s, seen_s)
         self.ended(picked)
 
@@ -291,5 +262,5 @@ class Picker:
         if picked.is_open:
             picked.is_open = False
             self._first(picked).tokens_sent -= picked.prompt.num_tokens
-            if picked.place is not None:
-                self._fleet.index.settle(picked.place, picked.keys)
+            if picked.replica is not None:
+                self._fleet.index.settle(picked.replica.place, picked.keys)

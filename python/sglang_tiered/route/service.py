@@ -24,10 +24,11 @@ from sglang_tiered.route.ext_proc import (
     refusal_body,
     subset_of,
 )
-from sglang_tiered.route.fleet import Fleet, Source
+from sglang_tiered.route.fleet import Fleet
 from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.record import Recorder
+from sglang_tiered.route.source import Source
 from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
 
 if TYPE_CHECKING:
@@ -139,26 +140,24 @@ class PickerService:
         return sorted(self.fleet.members.values(), key=lambda one: one.url)
 
     def _row(self, member: Any, now: float) -> dict[str, Any]:
-        places = member.positions
         return {
             "url": member.url,
             "address": member.address,
             "role": member.role,
             "ready": member.is_ready(now),
-            "draining": member.costs is not None and member.costs.draining,
+            "draining": member.is_draining,
             "problem": member.problem or None,
             "tells_tenants_apart": member.is_by_tenant,
             "tokens_sent": member.tokens_sent,
             "replicas": [
                 {
                     "rank": rank,
-                    "boot": member.ranks[rank].boot,
-                    "queue_s": round(self.fleet.view.states[place].queue_s(now), 6),
-                    "slowdown": round(self.fleet.view.states[place].slowdown, 4),
-                    "pages": self.fleet.index.num_pages(place),
+                    "boot": one.record.boot,
+                    "queue_s": round(self.fleet.view.states[one.place].queue_s(now), 6),
+                    "slowdown": round(self.fleet.view.states[one.place].slowdown, 4),
+                    "pages": self.fleet.index.num_pages(one.place),
                 }
-                for rank, place in sorted(places.items())
-                if rank in member.ranks
+                for rank, one in sorted(member.replicas.items())
             ],
         }
 

@@ -11,12 +11,13 @@ from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held
-from sglang_tiered.policy.server_costs import Room, ServerCosts
+from sglang_tiered.policy.server_costs import Room
 from sglang_tiered.policy.shedding import RequestClass
-from sglang_tiered.route.fleet import Fleet, Member, Source
+from sglang_tiered.route.fleet import Fleet, Member, Replica
 from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
+from sglang_tiered.route.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,10 +46,10 @@ class World:
         number = len(self.fleet.members) + 1
         member = Member(f"http://192.0.2.{number}:30000", f"192.0.2.{number}:30000")
         if is_priced:
-            ranks = tuple(record_of(MODEL, **{"rank": at, **more}) for at in range(num_ranks))
-            member.costs = ServerCosts(draining=False, num_ranks=num_ranks, ranks=ranks)
-            for record in ranks:
-                member.positions[record.rank] = self.fleet.view.add(record, self.clock())
+            for rank in range(num_ranks):
+                record = record_of(MODEL, **{"rank": rank, **more})
+                place = self.fleet.view.add(record, self.clock())
+                member.replicas[rank] = Replica(member, record, place)
         member.is_up, member.seen_s = True, self.clock()
         self.fleet.members[member.address] = member
         return member
@@ -73,7 +74,7 @@ def prompt_of(num_tokens: int = 10 * PAGE) -> Prompt:
 def test_pages_that_are_held_decide(world: World) -> None:
     servers = [world.add() for _ in range(3)]
     prompt = prompt_of()
-    world.fleet.index.store(servers[1].positions[0], DEVICE, prompt.keys(PAGE)[:8])
+    world.fleet.index.store(servers[1].replicas[0].place, DEVICE, prompt.keys(PAGE)[:8])
     picked = world.pick(prompt)
     assert picked.by == "cost" and picked.targets[0] is servers[1]
     assert picked.held == Held(device=8 * PAGE)
@@ -83,7 +84,7 @@ def test_pages_that_are_held_decide(world: World) -> None:
 def test_a_long_queue_outweighs_pages(world: World) -> None:
     busy, idle = world.add(queue_wait_s=9.0), world.add()
     prompt = prompt_of()
-    world.fleet.index.store(busy.positions[0], DEVICE, prompt.keys(PAGE))
+    world.fleet.index.store(busy.replicas[0].place, DEVICE, prompt.keys(PAGE))
     assert world.pick(prompt).targets[0] is idle
 
 
@@ -144,7 +145,7 @@ def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
 def test_nvme_of_others_counts_within_a_namespace(world: World) -> None:
     first, second = world.add(server="aa"), world.add(server="bb", queue_wait_s=9.0)
     prompt = prompt_of()
-    world.fleet.index.store(second.positions[0], DISK, prompt.keys(PAGE))
+    world.fleet.index.store(second.replicas[0].place, DISK, prompt.keys(PAGE))
     assert world.pick(prompt).held.peer == 10 * PAGE
     other = world.add(server="cc", namespace="22" * 32)
     picked = world.pick(prompt, subset={other.address})
@@ -165,7 +166,7 @@ def test_late_request_is_refused_unless_a_server_rests(world: World) -> None:
 def test_replica_is_named(world: World) -> None:
     member = world.add(num_ranks=2)
     prompt = prompt_of()
-    world.fleet.index.store(member.positions[1], DEVICE, prompt.keys(PAGE))
+    world.fleet.index.store(member.replicas[1].place, DEVICE, prompt.keys(PAGE))
     picked = world.pick(prompt)
     assert picked.headers()["x-override-routed-dp-rank"] == "1" and picked.targets == [member]
 
@@ -175,7 +176,7 @@ def test_pair_computes_and_answers(world: World) -> None:
     full = world.add(role="decode", device=Room(4000, 4096))
     decode = world.add(role="decode")
     prompt = prompt_of()
-    world.fleet.index.store(prefills[1].positions[0], DEVICE, prompt.keys(PAGE))
+    world.fleet.index.store(prefills[1].replicas[0].place, DEVICE, prompt.keys(PAGE))
     picked = world.pick(prompt, request="a")
     assert (picked.prefill, picked.targets) == (prefills[1], [decode])
     told = picked.headers()
@@ -190,7 +191,7 @@ def test_pair_computes_and_answers(world: World) -> None:
 
 def test_slowdown_is_learnt_of_streams_alone(world: World) -> None:
     member = world.add()
-    state = world.fleet.view.states[member.positions[0]]
+    state = world.fleet.view.states[member.replicas[0].place]
     for is_stream, is_good, served in (
         (False, True, member.address),
         (True, False, member.address),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_tiered.route.fleet import Source
+from sglang_tiered.route.source import Source
 
 if TYPE_CHECKING:
     from pathlib import Path

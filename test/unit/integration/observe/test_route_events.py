@@ -53,7 +53,7 @@ class Told:
         }
         if replays:
             info["kv_events"]["replay_endpoint_port_base"] = self.port + 1  # type: ignore[index]
-        found = publisher_of(info, "http://127.0.0.1:1", 0)
+        found = publisher_of(msgspec.json.encode(info), "http://127.0.0.1:1", 0)
         assert found is not None and found.is_by_tenant
         self.where: Publisher = found
         self.index = PageIndex()
@@ -188,7 +188,8 @@ def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
 
 def test_server_without_events_is_not_followed() -> None:
     for info in ({}, {"kv_events": None}, {"kv_events": {"publisher": "null"}}):
-        assert publisher_of(info, "http://h:1", 0) is None
+        assert publisher_of(msgspec.json.encode(info), "http://h:1", 0) is None
     told = {"publisher": "zmq", "endpoint_host": "192.0.2.1", "endpoint_port_base": 5557}
-    found = publisher_of({"kv_events": told, "kv_events_config": "{"}, "http://h:1", 2)
+    info = msgspec.json.encode({"kv_events": told, "kv_events_config": "{"})
+    found = publisher_of(info, "http://h:1", 2)
     assert found == Publisher("tcp://192.0.2.1:5559", None, "", False)

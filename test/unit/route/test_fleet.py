@@ -1,0 +1,207 @@
+"""Servers that answer the picker with too much, with nonsense, or with somebody else's address: it
+goes on asking them, and keeps none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kit.cost_records import record_of
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost
+from sglang_tiered.policy.server_costs import ServerCosts
+from sglang_tiered.route.fleet import Fleet
+from sglang_tiered.route.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+DEADLINE_S = 20.0
+ENOUGH_BYTES = 32 << 20
+"""More than the picker may take of any answer, less than a server can send before its deadline."""
+MODEL = CostModel(
+    page_tokens=64,
+    bytes_per_token=1000,
+    prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
+)
+
+
+class Server:
+    """``costs`` and ``info`` are what it answers; a function answers itself."""
+
+    def __init__(self) -> None:
+        self.costs: Any = self.told(0)
+        self.info: Any = b"{}"
+        self.num_asked = self.num_told = self.num_sent = 0
+
+    @staticmethod
+    def told(*ranks: int, **more: Any) -> bytes:
+        records = tuple(record_of(MODEL, rank=rank, **more) for rank in ranks)
+        return msgspec.json.encode(ServerCosts(draining=False, num_ranks=8, ranks=records))
+
+    async def answer_costs(self, request: web.Request) -> web.StreamResponse:
+        self.num_asked += 1
+        return await self._answer(self.costs, request)
+
+    async def answer_info(self, request: web.Request) -> web.StreamResponse:
+        self.num_told += 1
+        return await self._answer(self.info, request)
+
+    async def _answer(self, what: Any, request: web.Request) -> web.StreamResponse:
+        if callable(what):
+            answer: web.StreamResponse = await what(request)
+            return answer
+        return web.Response(body=what)
+
+    async def endless(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while self.num_sent < 4 * ENOUGH_BYTES:
+            await answer.write(b" " * (1 << 20))
+            self.num_sent += 1 << 20
+        return answer
+
+
+def follow(
+    folder: Path, server: Server, steps: Callable[[Fleet, Callable[..., Any]], Awaitable[None]]
+) -> None:
+    """Have a fleet of this server alone, and take ``steps`` with it."""
+
+    async def until(is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_so():
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/tier/costs", server.answer_costs)
+        app.router.add_get("/server_info", server.answer_info)
+        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        file = folder / "servers"
+        file.write_text(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
+        fleet = Fleet(Source(str(file)), key="secret")
+        work = asyncio.create_task(fleet.run())
+        try:
+            await until(lambda: server.num_asked)
+            await steps(fleet, until)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await fleet.close()
+            await runner.cleanup()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(run())
+
+
+def only(fleet: Fleet) -> Any:
+    (member,) = fleet.members.values()
+    return member
+
+
+@pytest.mark.parametrize("field", ["costs", "info"])
+def test_endless_answer_is_cut_off(tmp_path: Path, field: str) -> None:
+    server = Server()
+    setattr(server, field, server.endless)
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: server.num_sent)
+        sent = -1
+        while sent != server.num_sent:  # until nobody reads on
+            sent = server.num_sent
+            await asyncio.sleep(0.2)
+        assert sent < ENOUGH_BYTES
+        if field == "costs":
+            await until(lambda: "more than" in only(fleet).problem)
+
+    follow(tmp_path, server, steps)
+
+
+def test_packed_answer_is_not_unpacked(tmp_path: Path) -> None:
+    server = Server()
+    packed = gzip.compress(server.costs)
+
+    async def costs(_: web.Request) -> web.Response:
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    server.costs = costs
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: server.num_asked > 1)
+        assert "no answer of" in only(fleet).problem
+
+    follow(tmp_path, server, steps)
+
+
+def test_server_cannot_send_the_picker_elsewhere(tmp_path: Path) -> None:
+    """The answer there would count as its own."""
+    server = Server()
+    server.info = b'{"here": 1}'
+
+    async def costs(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/server_info")
+
+    server.costs = costs
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: server.num_asked > 2)
+        assert server.num_told == 0 and "302" in only(fleet).problem
+
+    follow(tmp_path, server, steps)
+
+
+def test_replica_that_returns_is_asked_on(tmp_path: Path) -> None:
+    server = Server()
+    server.costs = server.told(0, 1)
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: len(only(fleet).replicas) == 2)
+        for ranks in ((1,), (0, 1), (1, 1), (0,)):
+            server.costs = server.told(*ranks)
+            await until(lambda ranks=ranks: set(only(fleet).replicas) == set(ranks))
+        asked = server.num_asked
+        await until(lambda: server.num_asked > asked + 1)
+        assert len(fleet.view.states) == 2, "places are used again"
+
+    follow(tmp_path, server, steps)
+
+
+def test_ranks_without_end_are_refused(tmp_path: Path) -> None:
+    server = Server()
+    server.costs = server.told(1 << 40)
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: "no answer of" in only(fleet).problem)
+        assert not fleet.view.states
+
+    follow(tmp_path, server, steps)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        b"[" * 100_000,
+        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "h", "endpoint_port_base": [1]}}',
+        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "h", "endpoint_port_base": 1e99}}',
+        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "\\u0000", "endpoint_port_base": 1}}',
+    ],
+)
+def test_nonsense_about_events_is_asked_again(
+    tmp_path: Path, info: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_tiered.route.fleet.EVENTS_AGAIN_S", 0.05)
+    server = Server()
+    server.info = info
+
+    async def steps(_: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: server.num_told > 2)
+
+    follow(tmp_path, server, steps)
