@@ -19,6 +19,7 @@ from sglang_tiered.sharing.membership import (
     MembershipFailure,
     ServerRecord,
     read_record,
+    read_servings,
 )
 from sglang_tiered.sharing.serving import Role, Serving
 
@@ -195,3 +196,25 @@ def test_tls_is_used_and_the_certificate_looked_at(
         assert join(1, good).exchange() == ["tcp://127.0.0.1:7001"]
         with pytest.raises(MembershipFailure, match="no connection"):
             join(2, f"rediss://127.0.0.1:{port}").exchange()
+
+
+def test_reader_names_nobody_and_reads_all(
+    join: Callable[..., Membership], redis_server: RedisServer
+) -> None:
+    """As the front of a cluster reads them, whatever the models."""
+    assert read_servings(redis_server.url, 1.0) == []
+    one = Serving("http://127.0.0.1:30000", Role.AGGREGATED, 0)
+    two = Serving("http://127.0.0.1:30001", Role.PREFILL, 0, 8998)
+    for number, serving in enumerate((one, two)):
+        joined = join(number, namespace=lambda number=number: bytes([number]) * 32)
+        joined.serve(lambda _, serving=serving: serving)
+        joined.exchange()
+    join(3).exchange()  # serves nobody
+    client = redis_server.client
+    client.set("sgt2:{00}:server:x", b"of somebody else")
+    before = sorted(client.keys())
+    assert sorted(read_servings(redis_server.url, 1.0)) == [one, two]
+    assert sorted(client.keys()) == before
+    redis_server.kill()
+    with pytest.raises(MembershipFailure, match="no connection"):
+        read_servings(redis_server.url, 1.0)

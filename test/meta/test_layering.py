@@ -58,7 +58,7 @@ MAY_IMPORT = {
         "wire",
         KERNELS,
     },
-    "route": {"policy", "tools"},
+    "route": {"policy", "sharing", "tools"},
     "sharing": {"storage", "wire"},
     "transfer": {"codecs", "wire"},
     "storage": {"codecs"},

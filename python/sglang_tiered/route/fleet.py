@@ -18,7 +18,6 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.policy.router_view import RouterView
 from sglang_tiered.policy.server_costs import RankCosts, parse_server_costs
 from sglang_tiered.route.envoy import CLUSTERS, write_members
@@ -127,7 +126,7 @@ class Fleet:
                 if now_read != last or self._clock() >= due:
                     last, due = now_read, self._clock() + RESOLVE_S
                     self._follow(await self._source.resolved())
-            except (ConfigError, OSError) as error:
+            except Exception as error:  # a file, the DNS or a Redis that fails may come back
                 problem = f"the servers stay as they are: {error}"
             if problem and problem != told:
                 logger.warning("%s", problem)

@@ -27,7 +27,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--servers",
             text("SOURCE"),
             "The servers: a file with one URL a line, read again when it changes, or "
-            "`dns://NAME:PORT`, resolved again every five seconds.",
+            "`dns://NAME:PORT`, or a `redis://` in which servers name themselves (`--tier-index`); "
+            "names and a Redis are asked again every five seconds.",
             default="none: it is required",
         ),
     ]
@@ -140,7 +141,9 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.servers.strip():
-            raise ConfigError("--servers is empty; name a file of URLs, or dns://NAME:PORT.")
+            raise ConfigError(
+                "--servers is empty; name a file of URLs, dns://NAME:PORT or redis://HOST."
+            )
         if not 1 <= self.port <= 65533:
             raise ConfigError(
                 f"--port {self.port} leaves no room for the two above it; choose one of 1 to 65533."
@@ -166,6 +169,6 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the configuration of parsed fields. Raises ``ConfigError``."""
         if "servers" not in explicit:
             raise ConfigError(
-                "--servers is missing; name a file with one URL a line, or dns://NAME:PORT."
+                "--servers is missing; name a file with one URL a line, dns://NAME:PORT or redis://HOST."
             )
         return cls(**explicit)

@@ -5,38 +5,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sglang_tiered.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from sglang_tiered.extras import require
+from sglang_tiered.sharing.addresses import resolve
 
 __all__ = ["Source"]
+
+REDIS = ("redis", "rediss", "unix")
+REDIS_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Source:
-    """A file of URLs, or a name of the DNS. Raises ``ConfigError``."""
+    """A file of URLs, a name of the DNS, or a Redis in which servers name themselves. Raises
+    ``ConfigError``."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._name = re.fullmatch(r"dns://([^/:\s]+):(\d{1,5})", text)
-        if self._name is None and "://" in text:
+        self._shown, self._is_redis = text, text.partition("://")[0] in REDIS
+        if self._is_redis:
+            require("--servers redis://", "redis")
+            from sglang_tiered.sharing.index_url import parse_index_url
+
+            self._shown = parse_index_url(text).shown  # without a password
+        elif self._name is None and "://" in text:
             raise ConfigError(
-                f"--servers {text} is neither a file nor dns://NAME:PORT; name one of them."
+                f"--servers {text} is neither a file, nor dns://NAME:PORT, nor redis://HOST; name "
+                "one of them."
             )
         self._path = Path(text).expanduser()
         self._known: dict[str, str] = {}
         self.read()
 
     def read(self) -> list[str] | None:
-        """Return the URLs in the file; None for a name, which ``resolved`` asks for."""
-        if self._name is not None:
+        """Return the URLs in the file; None for what ``resolved`` asks."""
+        if self._name is not None or self._is_redis:
             return None
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -46,27 +54,30 @@ class Source:
             ) from error
         # ``- `` is how YAML lists them.
         words = (line.partition("#")[0].strip().removeprefix("- ").strip("\"'") for line in lines)
-        return [_checked(word.rstrip("/"), self._text) for word in words if word]
+        return [_checked(word.rstrip("/"), self._shown) for word in words if word]
 
     async def resolved(self) -> dict[str, str]:
         """Return URLs by ``IP:PORT``. A name that cannot be resolved now keeps the address that it
-        had, and is missing without one. Raises ``ConfigError``, and ``OSError`` for a name of
-        ``dns://``."""
-        loop = asyncio.get_running_loop()
-        urls = self.read()
-        if urls is None:
-            assert self._name is not None
-            name, port = self._name[1], int(self._name[2])
-            entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            return {address: f"http://{address}" for address in map(_address, entries)}
+        had, and is missing without one. Raises ``ConfigError``, ``OSError`` for a name of
+        ``dns://``, and ``MembershipFailure`` for a Redis."""
+        return await asyncio.to_thread(self._resolved)
+
+    def _resolved(self) -> dict[str, str]:
+        if self._name is not None:
+            found = [_address(host, int(self._name[2])) for host in resolve(self._name[1])]
+            return {address: f"http://{address}" for address in found}
+        if self._is_redis:
+            from sglang_tiered.sharing.membership import read_servings
+
+            found = [serving.url for serving in read_servings(self._text, REDIS_S)]
+            urls = [url for url in found if url.startswith("http://")]
+        else:
+            urls = self.read() or []
         known, self._known = self._known, {}
-        for url in urls:
-            parts = urlsplit(url)
+        for url in dict.fromkeys(urls):
             try:
-                entries = await loop.getaddrinfo(
-                    parts.hostname, parts.port, type=socket.SOCK_STREAM
-                )
-                self._known[url] = _address(entries[0])
+                parts = urlsplit(_checked(url, self._shown))
+                self._known[url] = _address(resolve(parts.hostname or "")[0], parts.port or 0)
             except OSError as error:
                 if url in known:
                     self._known[url] = known[url]
@@ -87,6 +98,5 @@ def _checked(url: str, source: str) -> str:
     return url
 
 
-def _address(entry: Sequence[Any]) -> str:
-    host, port = str(entry[4][0]), entry[4][1]
+def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -52,7 +52,7 @@ def parse_index_url(text: str) -> IndexUrl:
         usable = False
     if not usable:  # raised here, where no error is at hand whose text would be shown with it
         raise ConfigError(
-            "the URL of --tier-index cannot be used; write redis://"
+            "the URL of the Redis (--tier-index, --servers of a front) cannot be used; write redis://"
             "[[user]:password@]host[:port][/db], the same with rediss:// for TLS (it takes "
             "?ssl_ca_certs=, ssl_certfile=, ssl_keyfile=, ssl_cert_reqs=, ssl_check_hostname=), or "
             "unix://[[user]:password@]/path[?db=0], and %23 for a # of the password."

@@ -10,10 +10,11 @@ The text of an error from Redis is never shown, since it may repeat arguments, a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import redis
@@ -22,7 +23,7 @@ from redis import exceptions
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.addresses import resolve, shown_address
-from sglang_tiered.sharing.index_url import parse_index_url
+from sglang_tiered.sharing.index_url import IndexUrl, parse_index_url
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.sharing.serving import Role, Serving, is_serving
 from sglang_tiered.storage.backoff import OnceLog
@@ -30,9 +31,11 @@ from sglang_tiered.storage.backoff import OnceLog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Membership", "MembershipFailure", "ServerRecord", "read_record"]
+__all__ = ["Membership", "MembershipFailure", "ServerRecord", "read_record", "read_servings"]
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 VERSION = 2
 PREFIX = f"sgt{VERSION}"
@@ -97,6 +100,39 @@ class MembershipFailure(Exception):  # noqa: N818
     """Redis did not do what it was asked; the message is one clause that may be shown."""
 
 
+def _client(url: IndexUrl, timeout_s: float) -> Any:
+    times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    options = {**url.options, **times, "retry": None, "protocol": 2}
+    pool = redis.ConnectionPool(connection_class=url.kind, max_connections=1, **options)
+    return redis.Redis(connection_pool=pool)
+
+
+def _told(url: IndexUrl, ask: Callable[[], _Found]) -> _Found:
+    """Ask, and tell of an error in words of our own. Raises ``MembershipFailure``."""
+    try:
+        return ask()
+    except (exceptions.RedisError, OSError, ValueError) as error:
+        clause = next((c for kind, c in _KINDS.items() if isinstance(error, kind)), None)
+    raise MembershipFailure(f"{url.shown}: {clause or 'no connection'}")
+
+
+def read_servings(text: str, timeout_s: float) -> list[Serving]:
+    """Return where servers of every namespace in the Redis at a URL answer requests, of the first
+    1,024 records there. Writes nothing, and blocks. Raises ``MembershipFailure``."""
+    url = parse_index_url(text)
+
+    def ask() -> list[Serving]:
+        with _client(url, timeout_s) as client:
+            names = client.scan_iter(match="sgt2:*:server:*", count=1000)
+            pipe = client.pipeline(transaction=False)
+            for name in itertools.islice(names, MAX_SERVERS):
+                pipe.getrange(name, 0, MAX_RECORD_BYTES)
+            records = filter(None, map(read_record, pipe.execute()))
+            return [one for record in records if (one := record.serving) is not None]
+
+    return _told(url, ask)
+
+
 class Membership:
     """``namespace`` and ``server`` are asked for at every exchange, which blocks; call ``exchange``
     on one thread. ``port`` is that of this server's pages, and ``host`` what it listens on: where
@@ -123,18 +159,7 @@ class Membership:
         self._serving: Callable[[str], Serving] | None = None
         self._log = OnceLog(logger)
         self._name = ""  # of the record of this server
-        pool = redis.ConnectionPool(
-            connection_class=self._url.kind,
-            max_connections=1,
-            **{
-                **self._url.options,
-                "socket_timeout": timeout_s,
-                "socket_connect_timeout": timeout_s,
-                "retry": None,
-                "protocol": 2,
-            },
-        )
-        self._redis: Any = redis.Redis(connection_pool=pool)
+        self._redis = _client(self._url, timeout_s)
 
     def __repr__(self) -> str:
         return f"Membership({self._url.shown})"
@@ -147,11 +172,7 @@ class Membership:
 
     def exchange(self) -> list[str]:
         """Name this server, and return the addresses of all. Raises ``MembershipFailure``."""
-        try:
-            return self._exchange()
-        except (exceptions.RedisError, OSError, ValueError) as error:
-            clause = next((c for kind, c in _KINDS.items() if isinstance(error, kind)), None)
-        raise MembershipFailure(f"{self._url.shown}: {clause or 'no connection'}")
+        return _told(self._url, self._exchange)
 
     def _exchange(self) -> list[str]:
         prefix = f"{PREFIX}:{{{self._namespace().hex()}}}"
