@@ -13,7 +13,7 @@ from route_mocks import Mocks
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.route.envoy import CLUSTERS, configuration
-from sglang_tiered.route.launcher import _program
+from sglang_tiered.route.launcher import program_of
 from sglang_tiered.route.settings import RouteConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert {path.stem for path in members.glob("*.json")} == set(CLUSTERS)
     path = folder / "envoy.json"
     path.write_text(json.dumps(gateway_of(front, members)))
-    program = _program(RouteConfig(servers="-"))
+    program = program_of(RouteConfig(servers="-"))
     command = [program, "-c", str(path), "-l", "error", "--use-dynamic-base-id"]
     with (folder / "envoy.log").open("wb") as log:
         envoy = subprocess.Popen([*command, "--concurrency", "1"], stdout=log, stderr=log)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.settings import RouteConfig
 
-__all__ = ["run_front"]
+__all__ = ["program_of", "run_front"]
 
 START_S = 30.0
 LOOK_S = 0.05
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def run_front(config: RouteConfig, arguments: Sequence[str]) -> int:
     """Run until SIGTERM. ``arguments`` are those of the command, for the picker. Returns the exit
     code; raises ``ConfigError``."""
-    program = _program(config)
+    program = program_of(config)
     _require_free(config.host, config.port)
     with tempfile.TemporaryDirectory(prefix="sglang-tiered-route-") as directory:
         folder = Path(directory)
@@ -55,7 +55,8 @@ def run_front(config: RouteConfig, arguments: Sequence[str]) -> int:
         return asyncio.run(_Front(config, program, path, members, arguments).run())
 
 
-def _program(config: RouteConfig) -> str:
+def program_of(config: RouteConfig) -> str:
+    """Return the path of Envoy. Raises ``ConfigError``."""
     if config.envoy_program is not None:
         if not os.access(config.envoy_program, os.X_OK):
             raise ConfigError(

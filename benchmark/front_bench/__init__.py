@@ -1,0 +1,1 @@
+"""Parts of ``bench_routing_front``: a modelled fleet behind HTTP, and fronts before it."""

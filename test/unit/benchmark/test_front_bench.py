@@ -1,0 +1,74 @@
+"""A modelled fleet answers over HTTP as real servers do, and counts what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any
+
+import aiohttp
+
+from bench_routing import Scale, make_plan
+from bench_routing_front import ratios
+from front_bench.modelled import UNIT_TOKENS, ModelledFleet, ids_of, text_of
+from server_process import free_ports
+from sglang_tiered.policy.server_costs import parse_server_costs
+from sglang_tiered.route.events import publisher_of
+from sglang_tiered.route.prompt import page_keys
+from sglang_tiered_lab.trace.replay.server import Request
+
+DEADLINE_S = 60.0
+FIRST = Request(0.0, 3 * UNIT_TOKENS, 1, (11, 12, 13), returning=False)
+SECOND = Request(0.0, 3 * UNIT_TOKENS, 1, (11, 12, 14), returning=True)
+
+
+def keys_of(request: Request) -> list[int]:
+    return page_keys(array("I", ids_of(request)), UNIT_TOKENS)
+
+
+def test_prompts_share_what_requests_share() -> None:
+    assert keys_of(FIRST)[:2] == keys_of(SECOND)[:2] and keys_of(FIRST)[2] != keys_of(SECOND)[2]
+    assert text_of(FIRST)[:128] == text_of(SECOND)[:128] and text_of(FIRST) != text_of(SECOND)
+
+
+def test_fleet_serves_and_tells_what_it_holds() -> None:
+    requests = [FIRST, SECOND]
+
+    async def run() -> None:
+        ports = [free_ports(2) for _ in range(8)]
+        fleet = ModelledFleet(make_plan(scale=Scale(8, 2)), requests, ports, is_priced=True)
+        await fleet.start()
+        url = f"http://127.0.0.1:{ports[1]}"
+        try:
+            async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
+                for number, one in enumerate(requests):
+                    body: dict[str, Any] = {"prompt": ids_of(one), "user": str(number)}
+                    async with session.post(f"{url}/v1/completions", json=body) as answer:
+                        assert (await answer.text()).endswith("[DONE]\n\n")
+                async with session.get(f"{url}/tier/costs") as answer:
+                    (record,) = parse_server_costs(await answer.read()).ranks
+                async with session.get(f"{url}/server_info") as answer:
+                    publisher = publisher_of(await answer.read(), url, 0)
+        finally:
+            await fleet.close()
+        assert record.page_tokens == UNIT_TOKENS and record.decode.requests == 0
+        assert publisher is not None and publisher.endpoint == f"tcp://127.0.0.1:{ports[1] + 1}"
+        assert fleet.num_served == [0, 2] + [0] * 6
+        assert (fleet.cached_tokens, fleet.prompt_tokens) == (2 * UNIT_TOKENS, 6 * UNIT_TOKENS)
+
+    asyncio.run(run())
+
+
+def test_ratios_are_of_equal_windows() -> None:
+    def row(arm: str, seed: int, seconds: float) -> dict[str, Any]:
+        place = {"trace": "synthetic", "seed": seed, "load": 1.0, "arm": arm}
+        return {**place, "mean_ttft_s": seconds, "p99_ttft_s": 2 * seconds}
+
+    rows = [row("cost", 0, 1.0), row("other", 0, 2.0), row("cost", 1, 3.0), row("other", 1, 4.0)]
+    found = ratios([*rows, row("other", 2, 9.0)])
+    assert found["synthetic_cost_over_other_1_mean_ttft"] == {
+        "value": 0.625,
+        "min": 0.5,
+        "max": 0.75,
+        "n": 2,
+    }
