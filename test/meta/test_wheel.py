@@ -32,7 +32,7 @@ BESIDE_THE_PACKAGE = {
 }
 
 
-PACKAGE_DATA = ("py.typed", "README.md", "hardware.json", "page.html", "glossary.md")
+PACKAGE_DATA = ("py.typed", "README.md", "hardware.json", "page.html", "glossary.md", "envoy.yaml")
 
 
 def modules_and_pages(source_root: Path) -> set[str]:

@@ -187,7 +187,7 @@ class Fleet:
             replica = member.replicas.pop(rank)
             if replica.following is not None:
                 replica.following.cancel()
-            self.index.forget(replica.place)
+            self.index.drop(replica.place)
             self._free.append(replica.place)
 
     def _write(self) -> None:

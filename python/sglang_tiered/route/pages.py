@@ -56,6 +56,11 @@ class PageIndex:
         held = self._held.get(server, {})
         self._held[server] = {key: left for key, has in held.items() if (left := has & ~media)}
 
+    def drop(self, server: int) -> None:
+        """Forget a server, and what it was sent: another may take its place."""
+        self._held.pop(server, None)
+        self._soon.pop(server, None)
+
     def expect(self, server: int, keys: Iterable[int]) -> None:
         """Take pages for held on the device, as they will be when a request that was sent there has
         its first token; ``settle`` takes that back."""

@@ -63,3 +63,14 @@ def test_expected_pages_count_until_the_last_settles() -> None:
     assert index.held(0, KEYS, 1) == Held(device=2)
     index.settle(0, KEYS[:2])
     assert index.held(0, KEYS, 1) == Held() and not index._soon[0]
+
+
+def test_heir_of_a_server_inherits_no_pages() -> None:
+    index = PageIndex()
+    index.expect(0, [1, 2])
+    assert index.own(0, [1, 2]) == (2, 2, 2)
+    index.drop(0)
+    assert index.own(0, [1, 2]) == (0, 0, 0)
+    index.expect(0, [1])
+    index.settle(0, [2])  # of the request that died
+    assert index.own(0, [1, 2]) == (1, 1, 1)
