@@ -502,6 +502,7 @@ RUNS: dict[str, list[tuple[Any, ...]]] = {
     "a forgotten page leaves its pins for good": [
         *[("store", [A]), ("pin", "x", A, TENANTS[1], None), ("pin", "y", A[:1], TENANTS[1], None)],
         *[("forget", A[:1], A[1:2]), ("store", [A]), ("kill",), FILL, ("load", A)],
+        *[("pin", "z", B[:1], TENANTS[2], None), ("forget", B[:1], A), ("kill",), FILL],
     ],
     "a pin names the pages of the served namespace": [
         *[("store", [A]), ("pin", "x", A, TENANTS[1], None), *OLD_NAMESPACE, *RESTARTS],

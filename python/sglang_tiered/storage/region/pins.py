@@ -248,7 +248,7 @@ class PinBook:
             self._pins[pin.name] = replace(pin, keys=left, data=b"")
             self.data_bytes -= len(pin.data)
         for key in gone:
-            del self._holders[key]
+            self._holders.pop(key, None)
             self.left_out.pop(key, None)
         return [pin.name for pin in changed]
 
@@ -259,6 +259,10 @@ class PinBook:
     def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those keys that a pin wants."""
         return [key for key in keys if key in self._holders]
+
+    def unwanted(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return those keys that no pin wants."""
+        return [key for key in keys if key not in self._holders]
 
     def wanted_by(self, pin: Pin, *, but: Pin) -> list[bytes]:
         """Return the keys that no pin wants but one, which is there, and that another, which may

@@ -228,13 +228,16 @@ class StoreState:
         """Keep the pages of new pins that are held, as far as the bound allows."""
         for pin in pins:
             self.pins.add(pin)
-        self._pin_pages(list(dict.fromkeys(key for pin in pins for key in pin.keys)))
+        if len(pins) == 1:
+            self._pin_pages(pins[0].keys)
+        else:
+            self._pin_pages(list(dict.fromkeys(key for pin in pins for key in pin.keys)))
 
     def unpin(self, names: Sequence[str], adopt: Sequence[Pin] = ()) -> None:
         """Let go of what no other pin wants, and have others in the place of these."""
         freed = [key for name in names for key in self.pins.remove(name)]
         self.adopt(adopt)
-        self.index.unpin(key_words(list(set(freed).difference(self.pins.wanted(freed)))))
+        self.index.unpin(key_words(self.pins.unwanted(freed)))
         self._pin_left_out()
 
     def expire(self) -> list[str]:
