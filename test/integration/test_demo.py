@@ -125,7 +125,7 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
 def test_stopped_demo_leaves_no_process_and_no_folder(
     temporary: Path, phase: str, number: signal.Signals, code: int
 ) -> None:
-    demo = start(temporary)
+    demo = start(temporary, "--max-tokens", "4000")
     assert demo.stdout is not None
     for line in demo.stdout:
         if line.startswith(phase):
@@ -143,7 +143,8 @@ def test_stopped_demo_leaves_no_process_and_no_folder(
 def test_demo_uses_a_running_server_without_stopping_it(
     launch: Launch, temporary: Path, tmp_path: Path
 ) -> None:
-    server = launch("--max-total-tokens", "8192", "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
+    memory = ("--max-total-tokens", "4096", "--tier-host-bytes", "18MiB")
+    server = launch(*memory, "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
     # A bound, so that a machine with other work asks the same.
     demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "30000")
