@@ -91,7 +91,9 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
         server.kill()
 
 
-@pytest.mark.parametrize("command", ["scripts/serve", "scripts/serve-pd"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("scripts/serve", marks=pytest.mark.long), "scripts/serve-pd"]
+)
 def test_ctrl_c_during_a_model_load_leaves_nothing(
     command: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:

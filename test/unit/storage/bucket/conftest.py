@@ -34,7 +34,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
                 "staging_bytes": 4 << 20,
                 "refresh_s": 3600.0,
                 "num_connections": 2,
-                "request_timeout_s": 5.0,
+                "request_timeout_s": TIMEOUT_S,
                 **changes,
             }
         )
