@@ -56,7 +56,6 @@ SECURE = (*SENT_ON_ONE_HOST, "--transfer-codec", "zstd", "--transfer-encrypt", "
 # Neighbours share an instance, and so do the tests below. Without tiers a page is one token.
 KINDS = {
     "sent_though_on_one_host": Kind(TWO_CONNECTIONS, SENT_ON_ONE_HOST),
-    "page_size_1": Kind(TWO_CONNECTIONS),
     "decode_of_two_ranks": Kind(TWO_CONNECTIONS, RANKS),
     "two_ranks_each": Kind(RANKS, RANKS),
     "prefill_of_two_ranks": Kind(RANKS),
