@@ -186,7 +186,7 @@ def test_prefill_finds_the_answer_that_decode_computed(
     )
     try:
         pair.wait_until_ready()
-        answer = pair.generate(opening, 1000).output_ids
+        answer = pair.generate(opening, 400).output_ids
         turn = [*opening, *answer]
         wanted = 0.95 * len(turn)
         shared = "peer" if "--tier-index" in sharing else "object"
@@ -201,7 +201,7 @@ def test_prefill_finds_the_answer_that_decode_computed(
         assert [record["role"] for record in records] == ["prefill", "decode"]
         assert records[0]["bootstrap_port"] and records[1]["bootstrap_port"] is None
         assert records[0]["prefill"]["observed"] > records[1]["prefill"]["observed"]
-        assert records[1]["decode"]["moments"][0] > 900, "it decoded"
+        assert records[1]["decode"]["moments"][0] > 300, "it decoded"
         assert records[0]["tiers"][shared]["healthy"]
     finally:
         pair.kill()

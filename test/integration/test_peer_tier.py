@@ -292,16 +292,16 @@ def test_bucket_holds_what_a_dead_peer_checkpointed(
     arguments = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB", *ALWAYS)
     arguments += ("--tier-object-url", str(tmp_path / "shared"))
     a, b = start(2, *arguments, ports=[free_ports(1), free_ports(1)])
-    prompts = make_prompts(51, 6, 3000)
+    prompts = make_prompts(51, 6, 1400)
     expected = []
     for prompt in prompts:
         expected.append(a.generate(prompt, NUM_NEW).output_ids)
         assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
     for prompt in prompts:
-        until(lambda p=prompt: residency(b, p)["peer"] >= aligned(3000), "not found at peers")
+        until(lambda p=prompt: residency(b, p)["peer"] >= aligned(1400), "not found at peers")
         until(
             lambda p=prompt: (
-                ask(b, "/tier/residency", {"input_ids": p})[1]["object"] >= aligned(3000)
+                ask(b, "/tier/residency", {"input_ids": p})[1]["object"] >= aligned(1400)
             ),
             "not found in the bucket",
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
+from conftest import ALWAYS, SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
 from sglang_tiered.integration.identity.tenants import tenant_digest
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ class TestLife:
             return int(scheduler.memory_info().rss)
 
         before = ask_with_long_names(0, 8)
-        after = ask_with_long_names(8, 64)
+        after = ask_with_long_names(8, 16)
         assert after - before < 16 << 20
-        long = {name: f"{name}71".ljust(3 << 20, "x") for name in TENANT}
+        long = {name: f"{name}23".ljust(3 << 20, "x") for name in TENANT}
         again = server.generate(PROMPTS[0][:200], num_new=1, **long)
         assert sum(again.cached.values()) == 192, "its tenant keeps its pages"
         purge(server, long)
@@ -192,8 +192,9 @@ def test_a_share_and_a_purge_of_everything(launch: Launch, tmp_path: Path) -> No
 
 def test_a_busy_server_serves_tiers_after_purges(launch: Launch, tmp_path: Path) -> None:
     """Requests run all the time, and more prompts come back than memory holds."""
-    server = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tmp_path / "kv"))
-    prompts = make_prompts(9, 36, LENGTH)  # half as much again as device and host memory hold
+    memory = ("--max-total-tokens", "4096", "--tier-host-bytes", "18MiB", *ALWAYS)
+    server = launch(*memory, *SMALL_REGIONS, "--tier-dir", str(tmp_path / "kv"))
+    prompts = make_prompts(9, 22, LENGTH)  # half as much again as device and host memory hold
     ends, is_over = [], threading.Event()
 
     def never_stop(number: int) -> None:
