@@ -171,9 +171,13 @@ def test_symlinks_are_not_opened(device: FileDevice, tmp_path: Path) -> None:
         device.open("link")
 
 
-def test_sync_and_free_bytes(device: FileDevice) -> None:
+def test_sync_and_free_bytes(device: FileDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = device.create("f", 8192)
-    device.sync(fd)
+    synced: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", synced.append)
+        device.sync(fd)
+    assert synced == [fd]
     device.sync_directory()
     assert device.free_bytes() > 0
     assert device.list_names() == ["f"]
