@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.format import page_checksum, region_name
+from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.tools.store import dump
 
 REGION = 64 * 1024
