@@ -2,6 +2,7 @@
 
     v2/<namespace>/pages/<yyyymmddhh>/<mmss>-<stamp>-<tenant>-<key>-<length>-<checksum>
     v2/<namespace>/pins/<digest of the pin's name>
+    v2/<namespace>/clock
     v2/erased/<number>-<id>-<what>
 
 A page's name sorts by the time of its upload, so that a listing from a cursor finds what is new.
@@ -74,6 +75,11 @@ class Layout(NamedTuple):
     def collected(self) -> str:
         """Return the marker of the last collection; its age tells whether any server lives."""
         return f"{self.folder}/collected"
+
+    @property
+    def clock(self) -> str:
+        """Return the object that is written to learn the store's time."""
+        return f"{self.folder}/clock"
 
 
 class PageName(NamedTuple):

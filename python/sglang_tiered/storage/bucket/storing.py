@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.state import BucketState, OnFault
 
 __all__ = ["Uploader", "submit_store"]
+
+CLOCK_S = 600.0
 
 
 def submit_store(state: BucketState, run: Run, *, accepts: bool) -> Job:
@@ -75,7 +77,8 @@ class Uploader:
         self._requests = requests
         self._breaker = breaker
         self._on_fault = on_fault
-        self._knows_clock = False
+        self._clock_lock = threading.Lock()
+        self._look_at = state.clock()  # at the store's clock
 
     def run(self) -> None:
         state = self._state
@@ -114,6 +117,7 @@ class Uploader:
             return Reason.REJECTED
         upload.is_copied = True
         layout = Layout(upload.namespace)
+        self._look_at_the_clock(layout)
         now = int(state.wall_clock() + state.skew_s)
         name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
         name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
@@ -125,7 +129,6 @@ class Uploader:
                 state.write_budget.spend(len(data))
                 state.request_budget.spend(1)
         self._breaker.store_succeeded()
-        self._look_at_the_clock(path)
         with state.lock:
             state.bytes_written += len(data)
             if upload.dropped:
@@ -138,12 +141,15 @@ class Uploader:
                 state.index.put(name, len(data))
         return Reason.OK
 
-    def _look_at_the_clock(self, path: str) -> None:
-        """Name pages by the store's clock: others list from a time on."""
-        if self._knows_clock:
-            return
-        self._knows_clock = True
-        with contextlib.suppress(RequestError):
-            modified = self._requests.modified(path)
+    def _look_at_the_clock(self, layout: Layout) -> None:
+        """Learn the store's time before the first page, and again now and then, as clocks are set:
+        pages are named by it, and others list from a time on. Raises ``RequestError``."""
+        state = self._state
+        with self._clock_lock:
+            if state.clock() < self._look_at:
+                return
+            self._requests.put(layout.clock, b"clock")
+            modified = self._requests.modified(layout.clock)
             if modified is not None:
-                self._state.skew_s = modified - self._state.wall_clock()
+                state.skew_s = modified - state.wall_clock()
+            self._look_at = state.clock() + CLOCK_S

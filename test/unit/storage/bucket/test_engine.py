@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import xxhash
 
+from kit.clock import Clock
 from kit.runs import NAMESPACE
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.codecs import make_codec
@@ -85,7 +87,7 @@ def test_a_page_is_one_object_and_nothing_else(
         assert path == f"{named}{checksum:016x}"
         assert bytes(engine._requests.get(path, len(data))) == data
     assert len(found) == 2
-    assert engine.object_stats().requests["put"] == 2
+    assert engine.object_stats().requests["put"] == 3, "and one that tells the clock"
 
 
 def poll_until(condition: Callable[[], bool]) -> None:
@@ -285,8 +287,8 @@ def test_what_it_asked_for_is_counted(
     finished(engine.submit_store(run))
     finished(engine.submit_load(blank(run)))
     stats = engine.object_stats()
-    assert (stats.requests["put"], stats.requests["get"]) == (8, 8)
-    assert stats.bytes_in == stats.bytes_out == run.num_bytes
+    assert (stats.requests["put"], stats.requests["get"]) == (9, 8), "one tells the clock"
+    assert stats.bytes_in == stats.bytes_out - len(b"clock") == run.num_bytes
     assert (stats.last_error, stats.trouble) == ("", "")
     assert stats.refused == {"put": 0, "delete": 0}
 
@@ -345,3 +347,19 @@ def test_a_first_start_takes_no_get(make_engine: MakeEngine, make_run: MakeRun) 
     seen = b.object_stats().requests["list"]
     assert b.refresh(TIMEOUT_S)
     assert b.object_stats().requests["list"] - seen <= 8, "a pass lists everything again"
+
+
+def test_a_clock_that_is_off_hides_no_page(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Wrong when it starts, or set while it runs: others list from a time on."""
+    clock, wall = Clock(1000.0), Clock(time.time() - 3600.0)
+    a, reader = make_engine(), make_engine()
+    assert finished(a.submit_store(make_run(1, [100]))) == [Reason.OK]
+    assert reader.refresh(TIMEOUT_S, full=True)
+    off = make_engine(clocks={"wall_clock": wall, "clock": clock})
+    for seed in (2, 3):
+        run = make_run(seed, [100] * 8)
+        assert finished(off.submit_store(run)) == [Reason.OK] * 8
+        assert reader.refresh(TIMEOUT_S)
+        assert all(reader.contains(run.keys)), "it waits for the next full listing"
+        clock.now += 601.0
+        wall.now += 7200.0
