@@ -22,7 +22,7 @@ from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pins import PinRefusal

@@ -30,9 +30,8 @@ from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.failures import RequestError
 from sglang_tiered.storage.bucket.names import ERASED
-from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.requests import RequestError, Requests
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
-from sglang_tiered.storage.bucket.stats import BucketStats
+from sglang_tiered.storage.bucket.engine import BucketStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import TierStats
-    from sglang_tiered.storage.bucket.stats import BucketStats
+    from sglang_tiered.storage.bucket.engine import BucketStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = [

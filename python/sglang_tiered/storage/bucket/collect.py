@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,9 +18,9 @@ import msgspec
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.erased import Erased, read_records
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import alive, pin_share, unpack_pin
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.region.pins import MAX_PIN_BYTES
 
 if TYPE_CHECKING:
@@ -95,8 +94,8 @@ class Collector:
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._requests = requests
-        self._settings = settings
+        self.requests = requests
+        self.settings = settings
         self._clock = clock
         self.last: CollectorReport | None = None  # of the last run that was complete
 
@@ -114,34 +113,32 @@ class Collector:
         ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
         those that no server uses, of all others. Raises ``RequestError``;
         whatever was done stands, and the next run goes on from there."""
-        layout = Layout(namespace)
+        run = _Run(self, Layout(namespace), budget, delete=delete, stop=stop)
         if delete and is_server:  # others wait for their turn, and see that the namespace is used
-            self._requests.put(layout.collected, b"collected")
-        now = self._store_time(layout) if self._clock is None else self._clock()
-        run = _Run(self._requests, layout, self._settings, now, budget, delete, stop)
+            self.requests.put(run.layout.collected, b"collected")
+        if self._clock is not None:
+            run.now = self._clock()
+        else:  # the store's: the marker was written just now
+            run.now = self.requests.modified(run.layout.collected) or time.time()
         report = run.run(old_namespaces=old_namespaces)
         if report.is_complete:
             self.last = report
         return report
 
-    def _store_time(self, layout: Layout) -> float:
-        """Return the store's time: the marker was written just now."""
-        return self._requests.modified(layout.collected) or time.time()
-
     def _is_due(self, namespace: bytes) -> bool:
         """Return whether no server collected the namespace within the interval."""
-        modified = self._requests.modified(Layout(namespace).collected)
+        modified = self.requests.modified(Layout(namespace).collected)
         now = time.time() if self._clock is None else self._clock()
         # A marker from ahead of this clock is no reason to wait for ever.
-        return modified is None or not 0 <= now - modified < self._settings.interval_s
+        return modified is None or not 0 <= now - modified < self.settings.interval_s
 
     def run_in_background(self, stop: threading.Event, namespace: Callable[[], bytes]) -> None:
         """Collect until ``stop`` is set, on a thread of the owner. Servers take turns."""
         log = OnceLog(logger)
         source = random.Random()
-        wait_s = min(_FIRST_RUN_S, self._settings.interval_s)
+        wait_s = min(_FIRST_RUN_S, self.settings.interval_s)
         while not stop.wait(wait_s * source.uniform(0.5, 1.5)):
-            wait_s = self._settings.interval_s
+            wait_s = self.settings.interval_s
             try:
                 name = namespace()
                 if not self._is_due(name):
@@ -169,18 +166,17 @@ class _Run:
 
     def __init__(
         self,
-        requests: Requests,
+        collector: Collector,
         layout: Layout,
-        settings: CollectorSettings,
-        now: float,
         budget: int,
+        *,
         delete: bool,
         stop: threading.Event | None,
     ) -> None:
-        self._requests = requests
-        self._layout = layout
-        self._settings = settings
-        self._now = now
+        self.layout = layout
+        self.now = 0.0
+        self._requests = collector.requests
+        self._settings = collector.settings
         self._budget = budget
         self._delete = delete
         self._stop = stop
@@ -195,8 +191,7 @@ class _Run:
         try:
             records = self._records()
             self._read_pins()
-            bytes_by_hour = self._look_at_pages()
-            self._hold_the_cap(bytes_by_hour)
+            self._hold_the_cap(self._look_at_pages())
             self._remove_records(records)
             if old_namespaces:
                 self._remove_old_namespaces()
@@ -223,8 +218,8 @@ class _Run:
         return [(record.number, record.path, record.modified) for record in records]
 
     def _read_pins(self) -> None:
-        namespace = self._layout.namespace
-        for listed in self._listing(self._layout.pins):
+        namespace = self.layout.namespace
+        for listed in self._listing(self.layout.pins):
             try:
                 data = bytes(self._requests.get(listed.path, min(listed.size, MAX_PIN_BYTES)))
             except RequestError as error:
@@ -238,7 +233,7 @@ class _Run:
             pin = alive(*found, self._erased, namespace)
             if pin is None:
                 self._remove(listed.path, "pin", listed.size, "its pages were erased")
-            elif pin.until_s is not None and pin.until_s <= self._now:
+            elif pin.until_s is not None and pin.until_s <= self.now:
                 self._remove(listed.path, "pin", listed.size, "it is over")
             else:
                 self._pinned.update(pin.keys)
@@ -250,13 +245,13 @@ class _Run:
         self._left_bytes -= nbytes
         return self._left_bytes >= 0
 
-    def _look_at_pages(self) -> Counter[str]:
-        """Remove what is erased or over age; returns the bytes that are left, by hour folder."""
+    def _look_at_pages(self) -> int:
+        """Remove what is erased or over age; returns the bytes that are left."""
         report, ttl_s = self.report, self._settings.ttl_s
         self._left_bytes = pin_share(self._settings.capacity_bytes)
-        left: Counter[str] = Counter()
-        for path, nbytes, modified, _ in self._listing(self._layout.pages):
-            age_s = self._now - modified
+        num_left = 0
+        for path, nbytes, modified, _ in self._listing(self.layout.pages):
+            age_s = self.now - modified
             name = parse_page(path)
             if name is None:
                 if STAGED in path and age_s > self._settings.staged_s:
@@ -266,39 +261,37 @@ class _Run:
                 continue
             report.num_pages += 1
             report.page_bytes += nbytes
-            if self._erased.kills(self._layout.namespace, name.tenant, name.key, name.stamp):
+            if self._erased.kills(self.layout.namespace, name.tenant, name.key, name.stamp):
                 self._remove(path, "page", nbytes, "it was erased")
                 continue
             is_kept = self._keeps(name.key, nbytes)
             if ttl_s is not None and age_s > ttl_s and not is_kept:
                 self._remove(path, "page", nbytes, "it is too old")
             else:
-                left[path.rpartition("/")[0]] += nbytes
-        return left
+                num_left += nbytes
+        return num_left
 
-    def _hold_the_cap(self, bytes_by_hour: Counter[str]) -> None:
-        """Remove the oldest pages beyond the cap, hour by hour."""
+    def _hold_the_cap(self, num_bytes: int) -> None:
+        """Remove the oldest pages beyond the cap: a listing begins with them."""
         capacity = self._settings.capacity_bytes
-        if capacity is None:
+        if capacity is None or num_bytes <= capacity:
             return
-        over = bytes_by_hour.total() - capacity
         self._left_bytes = pin_share(capacity)
         gone = {removal.path for removal in self.report.removals}
-        for hour in sorted(bytes_by_hour):
-            if over <= 0:
+        for path, nbytes, _, _ in self._listing(self.layout.pages):
+            name = parse_page(path)
+            if name is None or path in gone or self._keeps(name.key, nbytes):
+                continue
+            self._remove(path, "page", nbytes, "the namespace is beyond its cap")
+            num_bytes -= nbytes
+            if num_bytes <= capacity:
                 return
-            for path, nbytes, _, _ in self._listing(hour):
-                name = parse_page(path)
-                if over <= 0 or name is None or path in gone or self._keeps(name.key, nbytes):
-                    continue
-                self._remove(path, "page", nbytes, "the namespace is beyond its cap")
-                over -= nbytes
 
     def _remove_records(self, records: list[tuple[int, str, float]]) -> None:
         """Remove old records, but never the last: its number is where the next goes on from."""
         last = max((number for number, _, _ in records), default=0)
         for number, path, modified in records:
-            if number < last and self._now - modified > self._settings.record_s:
+            if number < last and self.now - modified > self._settings.record_s:
                 self._remove(path, "erasure", 0, "every server has applied it")
 
     def _remove_old_namespaces(self) -> None:
@@ -306,13 +299,13 @@ class _Run:
         unused_s = max(self._settings.unused_s, self._settings.ttl_s or 0.0)
         for folder in self._requests.folders(ROOT):
             namespace = namespace_of(folder)
-            if namespace in (None, self._layout.namespace):
+            if namespace in (None, self.layout.namespace):
                 continue
             collected = self._requests.modified(Layout(namespace or b"").collected)
-            if collected is not None and self._now - collected <= unused_s:
+            if collected is not None and self.now - collected <= unused_s:
                 continue
             found = [(each.path, each.size, each.modified) for each in self._listing(folder)]
-            if found and self._now - max(modified for _, _, modified in found) > unused_s:
+            if found and self.now - max(modified for _, _, modified in found) > unused_s:
                 for path, nbytes, _ in found:
                     self._remove(path, "old namespace", nbytes, "no server uses its namespace")
 

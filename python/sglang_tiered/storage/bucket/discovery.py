@@ -12,19 +12,21 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, unpack_pin
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.pins import MAX_PIN_BYTES, Pin
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erasing import Records
     from sglang_tiered.storage.bucket.limits import Breaker
     from sglang_tiered.storage.bucket.names import Layout
     from sglang_tiered.storage.bucket.requests import Requests
-    from sglang_tiered.storage.bucket.state import BucketState, RefreshOrder
+    from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Discovery"]
 
@@ -63,21 +65,21 @@ class Discovery:
             started = time.monotonic()
             succeeded = False
             try:
-                self._pass(any(order.full for order in orders))
+                self._pass(any(full for full, _ in orders))
                 succeeded = True
             except (RequestError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
                 logger.exception("internal error while listing pages; known ones stay")
-            for order in orders:
-                keep(order.succeeded, succeeded)
+            for _, future in orders:
+                keep(future, succeeded)
             with state.lock:
                 state.num_passes += 1
                 state.last_pass_s = time.monotonic() - started
             self._next_at = state.clock() + state.settings.refresh_s
 
-    def _await_work(self) -> list[RefreshOrder] | None:
-        """Return the orders that the pass now due is for; None when the engine is closed."""
+    def _await_work(self) -> list[tuple[bool, Future[bool]]] | None:
+        """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
             self._sweep()
@@ -90,8 +92,8 @@ class Discovery:
                     wait_s = self._breaker.wait_s()
                 elif self._epoch != state.epoch:
                     wait_s = 0.0
-                if state.refresh_orders or wait_s <= 0:
-                    orders, state.refresh_orders = state.refresh_orders, []
+                if state.refreshes or wait_s <= 0:
+                    orders, state.refreshes = state.refreshes, []
                     return orders
                 state.discovery_ready.wait(wait_s)
 
@@ -180,7 +182,7 @@ class Discovery:
         state, pins = self._state, self._state.pins
         with state.lock:
             self._check(epoch)
-            changes, unsettled = dict(pins.changes), set(pins.unsettled)
+            pins.ours = set(pins.unsettled)
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
         read = {
             path: self._read_pin(each)
@@ -189,15 +191,10 @@ class Discovery:
         }
         with state.lock:
             self._check(epoch)
-
-            def is_ours(name: str) -> bool:
-                changed = pins.changes.get(name, 0) != changes.get(name, 0)
-                return changed or name in unsettled or name in pins.unsettled
-
             for path, found in read.items():
-                pin = None if found is None else self._living(*found, layout)
+                pin = None if found is None else alive(*found, state.erased, layout.namespace)
                 name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
-                if name and is_ours(name):
+                if name in pins.ours:
                     continue
                 pins.found[path] = listed[path].tag, name
                 if pin is not None and found is not None:
@@ -206,13 +203,10 @@ class Discovery:
                     pins.drop(name)
             for path in [path for path in pins.found if path not in listed]:
                 name = pins.found[path][1]
-                if not is_ours(name):
+                if name not in pins.ours:
                     del pins.found[path]
                     pins.drop(name)
             pins.expire()
-
-    def _living(self, pin: Pin, stamp: int, layout: Layout) -> Pin | None:
-        return alive(pin, stamp, self._state.erased, layout.namespace)
 
     def _read_pin(self, listed: Listed) -> tuple[Pin, int] | None:
         if listed.size > MAX_PIN_BYTES:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
@@ -23,19 +25,17 @@ from sglang_tiered.storage.base import (
     Stop,
     Tier,
     TierEngine,
+    TierStats,
 )
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.discovery import Discovery
 from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
 from sglang_tiered.storage.bucket.limits import Breaker
-from sglang_tiered.storage.bucket.loading import DeadlineClock, Loader, submit_load
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.pins import PinOrder
 from sglang_tiered.storage.bucket.requests import Requests
 from sglang_tiered.storage.bucket.settings import NO_CODEC
-from sglang_tiered.storage.bucket.state import BucketState, RefreshOrder
-from sglang_tiered.storage.bucket.stats import BucketStats, bucket_stats, engine_stats
-from sglang_tiered.storage.bucket.storing import Uploader, submit_store
+from sglang_tiered.storage.bucket.state import BucketState
+from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.pins import Pin
 from sglang_tiered.storage.workers import Workers
@@ -52,16 +52,32 @@ if TYPE_CHECKING:
         PinRefusal,
         Run,
         TenantUsage,
-        TierStats,
     )
-    from sglang_tiered.storage.bucket.failures import RequestError
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
-__all__ = ["BucketEngine"]
+__all__ = ["BucketEngine", "BucketStats"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStats:
+    """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
+
+    requests: dict[str, int]  # by kind: put, get, list, delete, head
+    bytes_in: int  # bodies received
+    bytes_out: int  # bodies sent
+    num_breaker_opened: int
+    num_passes: int  # of discovery
+    num_full_listings: int
+    last_pass_s: float
+    num_pages_vanished: int  # missing when read, or gone from a full listing
+    trouble: str  # why writes or deletes fail now; empty where they work
+    refused: dict[str, int]  # 1 for each of put and delete that failed last, 0 for others
+    listed_bytes: int | None  # by this server's last collection; None before one
+    last_error: str  # of any request, as a clause that names no secret and no endpoint
 
 
 class BucketEngine(TierEngine):
@@ -92,26 +108,24 @@ class BucketEngine(TierEngine):
             raise ConfigError(f"the object tier is set to codec {settings.codec}, not {name}")
         self._codec = page_codec
         self._settings = settings
-        self._breaker = breaker = Breaker(clock)
-        self._requests = requests = Requests(settings, on_outcome=self._note)
+        self._breaker = breaker = Breaker(clock, name=settings.url, on_open=self._wake_discovery)
+        self._requests = requests = Requests(settings, on_outcome=breaker.note)
         self._state = state = BucketState(
             settings, self._own(namespace), page_codec, clock, wall_clock
         )
-        self._deadlines = DeadlineClock(state)
+        self._transfers = transfers = Transfers(state, requests, breaker)
         self._collector: Collector | None = None
         self._stop = threading.Event()
         records = Records(state, requests)
         discovery = Discovery(state, requests, breaker, records)
         keeper = Keeper(state, requests, records)
-        uploader = Uploader(state, requests, breaker, self._fault)
-        loader = Loader(state, requests, self._fault)
         num_loaders, num_uploaders = settings.num_connections, -(-settings.num_connections // 2)
         self._workers = workers = Workers()
-        workers.start("bucket-deadlines", self._deadlines.run)
+        workers.start("bucket-deadlines", transfers.run_deadlines)
         workers.start("bucket-discovery", discovery.run)
         workers.start("bucket-keeper", keeper.run)
-        workers.start("bucket-uploader", uploader.run, num_uploaders)
-        workers.start("bucket-loader", loader.run, num_loaders)
+        workers.start("bucket-uploader", transfers.run_uploads, num_uploaders)
+        workers.start("bucket-loader", transfers.run_loads, num_loaders)
 
     @property
     def namespace(self) -> bytes:
@@ -145,33 +159,9 @@ class BucketEngine(TierEngine):
             return namespace
         return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
 
-    def _note(self, error: RequestError | None) -> None:
-        """Note the outcome of a request that reads."""
-        was_open = self._breaker.is_open
-        if error is None:
-            self._breaker.succeeded()
-            if was_open:
-                logger.info("%s answers again", self._settings.url)
-            return
-        self._breaker.failed(error.clause)
-        if self._breaker.is_open and not was_open:
-            with self._state.lock:  # its probes are the discovery's
-                self._state.discovery_ready.notify_all()
-            logger.warning(
-                "%s: %s; every lookup misses until it works again",
-                self._settings.url,
-                error.clause,
-            )
-
-    def _fault(self, what: str) -> None:
-        """Report an exception of one of the engine's threads, which goes on."""
-        logger.exception(
-            "%s: internal error while %s; every lookup misses until the bucket has answered",
-            self._settings.url,
-            what,
-        )
-        self._breaker.fault(f"internal error while {what}")
-        with self._state.lock:  # its probes are the discovery's
+    def _wake_discovery(self) -> None:
+        """Let the discovery probe a bucket that does not answer."""
+        with self._state.lock:
             self._state.discovery_ready.notify_all()
 
     # ---- Lookups ----
@@ -202,7 +192,7 @@ class BucketEngine(TierEngine):
     # ---- Jobs ----
 
     def submit_store(self, run: Run) -> Job:
-        return submit_store(self._state, run, accepts=self._breaker.accepts_stores())
+        return self._transfers.submit_store(run)
 
     def flush(self, timeout_s: float) -> bool:
         state = self._state
@@ -216,13 +206,7 @@ class BucketEngine(TierEngine):
         )
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        return submit_load(
-            self._state,
-            run,
-            deadlines=self._deadlines,
-            deadline_s=deadline_s,
-            answers=not self._breaker.is_open,
-        )
+        return self._transfers.submit_load(run, deadline_s)
 
     # ---- Others ----
 
@@ -230,13 +214,13 @@ class BucketEngine(TierEngine):
         """Look for what others did now; with ``full`` also for what was deleted. True when done;
         false when the time ran out, the bucket refused or the engine is closed."""
         state = self._state
-        order = RefreshOrder(full, state.promises.make())
+        succeeded = state.promises.make()
         with state.lock:
             if state.closed:
                 return False
-            state.refresh_orders.append(order)
+            state.refreshes.append((full, succeeded))
             state.discovery_ready.notify_all()
-        return is_true(order.succeeded, timeout_s)
+        return is_true(succeeded, timeout_s)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         own, state = self._own(namespace), self._state
@@ -290,7 +274,7 @@ class BucketEngine(TierEngine):
         state = self._state
         state.pins.change(name, pin)
         durable = state.promises.make()
-        state.pins.orders.append(PinOrder(name, state.epoch, durable))
+        state.pins.unsettle(name, durable)
         state.keeper_ready.notify()
         return durable
 
@@ -333,12 +317,50 @@ class BucketEngine(TierEngine):
         return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
 
     def stats(self) -> TierStats:
-        return engine_stats(self._state, *self._diagnosis())
+        """``capacity_bytes`` is huge without a cap."""
+        state, capacity = self._state, self._settings.capacity_bytes
+        health, reason = self._diagnosis()
+        with state.lock:
+            index = state.index
+            return TierStats(
+                health=health,
+                health_reason=reason,
+                num_pages=index.num_pages,
+                stored_bytes=index.stored_bytes,
+                physical_bytes=index.stored_bytes,
+                capacity_bytes=sys.maxsize if capacity is None else capacity,
+                num_pages_stored=state.num_pages_stored,
+                num_pages_loaded=state.num_pages_loaded,
+                num_pages_evicted=index.num_pages_evicted,
+                bytes_stored=state.bytes_stored,
+                bytes_written=state.bytes_written,
+                bytes_loaded=state.bytes_loaded,
+                num_inflight_jobs=state.jobs.num_inflight,
+                queued_store_bytes=state.staged_bytes,
+                num_tenants=index.num_tenants,
+                num_pages_erased=state.num_pages_erased,
+                reasons=dict(state.jobs.outcomes),
+                store_durations=state.jobs.store_durations.take(),
+            )
 
     def object_stats(self) -> BucketStats:
-        """Return what ``stats`` has no place for: requests, discovery, what is refused."""
+        state, requests, troubles = self._state, self._requests, self._requests.troubles
         collected = None if self._collector is None else self._collector.last
-        return bucket_stats(self._state, self._requests, self._breaker, collected)
+        with state.lock:
+            return BucketStats(
+                requests=requests.requests,
+                bytes_in=requests.bytes_in,
+                bytes_out=requests.bytes_out,
+                num_breaker_opened=self._breaker.num_opened,
+                num_passes=state.num_passes,
+                num_full_listings=state.num_full_listings,
+                last_pass_s=state.last_pass_s,
+                num_pages_vanished=state.num_pages_vanished,
+                trouble="; ".join(troubles.values()),
+                refused={kind: int(kind in troubles) for kind in ("put", "delete")},
+                listed_bytes=None if collected is None else collected.page_bytes,
+                last_error=requests.last_error,
+            )
 
     def _diagnosis(self) -> tuple[Health, str]:
         if self._state.closed:
@@ -354,10 +376,7 @@ class BucketEngine(TierEngine):
             if state.closed:
                 return
             state.closed = True
-            for upload in (*state.uploads, *state.held):
-                state.settle(upload, Reason.CANCELLED)
-            state.uploads.clear()
-            state.held.clear()
+            state.cancel(list(state.uploads))
             state.notify_all()
         state.promises.close()
         if self._workers.join(min(self._settings.request_timeout_s, _MAX_CLOSE_S)):
@@ -368,11 +387,8 @@ class BucketEngine(TierEngine):
         with state.lock:
             for upload in [each for each in state.uploading if each.is_copied]:
                 state.settle(upload, Reason.CANCELLED)
-            tickets = list(state.load_tickets)
-        for ticket in tickets:
-            if ticket.expire():
-                with state.lock:
-                    state.finish_load(ticket)
+            for load in list(state.open_loads):
+                state.expire(load)
 
     def check_integrity(self) -> None:
         state = self._state
@@ -381,4 +397,4 @@ class BucketEngine(TierEngine):
             left = state.jobs.num_inflight
             assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
             assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
-            assert left or not state.load_tickets, f"{len(state.load_tickets)} loads, no job"
+            assert left or not state.open_loads, f"{len(state.open_loads)} loads, no job"

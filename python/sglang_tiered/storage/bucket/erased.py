@@ -22,8 +22,8 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES, Erasure
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Container

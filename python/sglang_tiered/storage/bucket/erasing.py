@@ -20,9 +20,9 @@ from sglang_tiered.storage.bucket.erased import (
     record_data,
     record_path,
 )
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse_page
-from sglang_tiered.storage.bucket.pins import PinOrder, pack_pin
+from sglang_tiered.storage.bucket.pins import PinChange, pack_pin
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.bucket.state import EraseOrder, selects
 from sglang_tiered.storage.promises import all_true, ended, is_true, keep
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState, OnErased
 
@@ -56,8 +55,13 @@ def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Futu
         if what.keys is not None and len(what.keys) > MAX_RECORD_KEYS:
             split = range(0, len(what.keys), MAX_RECORD_KEYS)
             parts = [Erasure(what.keys[at : at + MAX_RECORD_KEYS]) for at in split]
-        selected = frozenset(what.keys or ())
-        jobs = [job for job in state.jobs.inflight if _concerns(job, what, selected)]
+        names = selects(what)
+        jobs = [
+            job
+            for job in state.jobs.inflight
+            if (job.kind is JobKind.LOAD and what.keys is None)  # a load names no tenant
+            or any(names(key, job.run.tenant) for key in job.run.keys)
+        ]
         orders = [
             EraseOrder(part, state.namespace, state.promises.make(), local, selects(part))
             for part in parts
@@ -66,18 +70,10 @@ def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Futu
             state.own[order.what.id] = None
             state.hide(order.what)
             for name in state.pins.erase(order.what):
-                state.pins.unsettled.add(name)
-                state.pins.orders.append(PinOrder(name, state.epoch, None))
+                state.pins.unsettle(name)
         state.orders.extend(orders)
         state.keeper_ready.notify()
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
-
-
-def _concerns(job: Job, what: Erasure, keys: frozenset[bytes]) -> bool:
-    """Return whether what is erased must wait for a job: a load names no tenant."""
-    if what.keys is not None:
-        return not keys.isdisjoint(job.run.keys)
-    return job.kind is JobKind.LOAD or what.tenant in (None, job.run.tenant)
 
 
 def _hide_told(state: BucketState, what: Erasure) -> None:
@@ -96,7 +92,7 @@ class Records:
     def __init__(self, state: BucketState, requests: Requests) -> None:
         self._state = state
         self._requests = requests
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def learn(self, *, full: bool = False) -> None:
         """Read what is new; ``full``: also what is gone. Raises ``RequestError``."""
@@ -114,13 +110,9 @@ class Records:
                 if full and listed:
                     state.erased.keep_only(min(listed))
                 top = state.erased.top
-            self._tell()
+            self.tell()
             with state.lock:
                 state.seen = max(state.seen, top)
-
-    def tell(self) -> None:
-        with self._lock:
-            self._tell()
 
     def note_own(self, order: EraseOrder) -> None:
         """Have the owner know its own erasure when it starts again, where its tiers have erased
@@ -130,22 +122,23 @@ class Records:
                 self._state.untold.append(Erasure((), None, order.what.id, spread=False))
             self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Tell the owner, many records at once: it writes to its disk."""
         state = self._state
-        while True:
-            with state.lock:
-                told: OnErased | None = state.on_erased
-                if told is None or not state.untold or state.closed:
-                    return
-                num_records = min(len(state.untold), _TOLD_AT_ONCE)
-                batch = [state.untold.popleft() for _ in range(num_records)]
-            try:
-                told(batch)
-            except BaseException:
+        with self._lock:
+            while True:
                 with state.lock:
-                    state.untold.extendleft(reversed(batch))
-                raise
+                    told: OnErased | None = state.on_erased
+                    if told is None or not state.untold or state.closed:
+                        return
+                    num_records = min(len(state.untold), _TOLD_AT_ONCE)
+                    batch = [state.untold.popleft() for _ in range(num_records)]
+                try:
+                    told(batch)
+                except BaseException:
+                    with state.lock:
+                        state.untold.extendleft(reversed(batch))
+                    raise
 
 
 class Keeper:
@@ -156,23 +149,20 @@ class Keeper:
         self._requests = requests
         self._records = records
         self._backoff = Backoff()
-        self._unfinished: list[EraseOrder] = []
-        self._pins_left: dict[str, int] = {}  # epochs by name
 
     def run(self) -> None:
         while True:
             orders = self._await_work()
             if orders is None:
                 return
-            failed = not self._tried(self._erase, orders)
-            failed |= not self._tried(self._settle_pins)
-            failed |= not self._tried(self._delete_doomed)
+            are_erased = self._tried(self._erase, orders)
+            are_done = [self._tried(self._settle_pins), self._tried(self._delete_doomed)]
             for order in orders:  # all that was asked before is durable too, or none
-                keep(order.durable, not self._unfinished)
-            if failed:
-                self._backoff.fail(self._state.clock())
-            else:
+                keep(order.durable, are_erased)
+            if are_erased and all(are_done):
                 self._backoff.succeed()
+            else:
+                self._backoff.fail(self._state.clock())
 
     def _tried(self, step: Callable[..., None], *arguments: object) -> bool:
         """Return whether a step succeeded; it is tried again."""
@@ -192,12 +182,16 @@ class Keeper:
             while True:
                 if state.closed:
                     return None
-                new = [order for order in state.orders if order not in self._unfinished]
+                changes: list[EraseOrder | PinChange] = [
+                    *state.orders,
+                    *state.pins.unsettled.values(),
+                ]
+                has_work = bool(changes or state.doomed)
                 pauses_s = self._backoff.wait_s(state.clock())
-                has_work = self._unfinished or self._pins_left or state.doomed
-                if new or state.pins.orders or (has_work and not pauses_s):
-                    self._unfinished += new
-                    return list(self._unfinished)
+                if any(each.is_new for each in changes) or (has_work and not pauses_s):
+                    for each in changes:
+                        each.is_new = False
+                    return list(state.orders)
                 state.keeper_ready.wait(pauses_s if has_work else None)
 
     # ---- Erasures ----
@@ -211,9 +205,7 @@ class Keeper:
             self._record([order for order in orders if not order.number])
         finally:
             with state.lock:
-                for is_recorded in (True, False):
-                    some = [order for order in orders if bool(order.number) is is_recorded]
-                    state.release(some, recorded=is_recorded)
+                state.release(orders)
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(
@@ -230,7 +222,6 @@ class Keeper:
             self._records.note_own(order)
         with state.lock:
             state.orders = [order for order in state.orders if order not in orders]
-        self._unfinished = []
 
     def _record(self, orders: Sequence[EraseOrder]) -> None:
         """Write records behind all that are there. Where another came between, its writer's or ours
@@ -288,40 +279,36 @@ class Keeper:
     # ---- Pins ----
 
     def _settle_pins(self) -> None:
+        """Write all that changed. Raises the last error."""
         state = self._state
+        failed: BaseException | None = None
         with state.lock:
-            orders = list(state.pins.orders)
-            state.pins.orders.clear()
-            epoch = state.epoch
-        self._pins_left |= {order.name: order.epoch for order in orders}
-        failed: RequestError | None = None
-        for name, of in list(self._pins_left.items()):
+            layout, changes = state.layout, dict(state.pins.unsettled)
+        for name, change in changes.items():
             try:
-                if of == epoch:
-                    self._settle_pin(name)
-                del self._pins_left[name]
-            except RequestError as error:
+                self._settle_pin(layout, name, change)
+            except BaseException as error:  # a panic of the library is no Exception
                 failed = error
-        for order in orders:
-            if order.durable is not None:
-                done = order.name not in self._pins_left and order.epoch == epoch
-                keep(order.durable, done)
+                with state.lock:
+                    state.pins.end(change, False)  # and tried again
         if failed is not None:
             raise failed
 
-    def _settle_pin(self, name: str) -> None:
-        """Write the pin in force, or delete it. Raises ``RequestError``."""
-        state = self._state
+    def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> None:
+        """Write the pin in force, or delete it, unless it changes meanwhile."""
+        state, pins = self._state, self._state.pins
         with state.lock:
-            layout, pins = state.layout, state.pins
-            pin, change, stamp = pins.book.get(name), pins.changes.get(name, 0), state.seen
+            if pins.unsettled.get(name) is not change:
+                return
+            pin, stamp = pins.book.get(name), state.seen
         if pin is None:
             self._requests.delete([layout.pin(name)])
         else:
             self._requests.put(layout.pin(name), pack_pin(pin, stamp))
         with state.lock:
-            if state.layout == layout and pins.changes.get(name, 0) == change:
-                pins.unsettled.discard(name)
+            if pins.unsettled.get(name) is change:
+                del pins.unsettled[name]
                 if pin is not None:
                     pins.stamps[name] = stamp
                     pins.found[layout.pin(name)] = "", name  # until it is listed
+                pins.end(change, True)

@@ -1,7 +1,8 @@
-"""When the bucket is asked, and what may be spent on it. Pure state; the clock is passed in."""
+"""When the bucket is asked, and what may be spent on it. The clock is passed in."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,11 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.storage.bucket.requests import RequestError
+
 __all__ = ["Breaker", "DailyBudget"]
+
+logger = logging.getLogger(__name__)
 
 _FAILURES_TOLERATED = 2
 _DAY_S = 24 * 3600
@@ -26,8 +31,16 @@ class Breaker:
     Failed stores pause stores only. A bucket that never answered yet gets no benefit of the doubt:
     its first failure opens. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        name: str = "",
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock
+        self._name = name
+        self._on_open = on_open
         self._lock = threading.Lock()
         self._num_failures = _FAILURES_TOLERATED  # in a row
         self._probes = Backoff()  # open while one failed
@@ -51,28 +64,38 @@ class Breaker:
         with self._lock:
             return self._probes.wait_s(self._clock())
 
-    def succeeded(self) -> None:
-        """Note that a request was answered, if only by "not found"."""
+    def note(self, error: RequestError | None) -> None:
+        """Note a request that reads: None was answered, if only by "not found"; an error after its
+        retries."""
+        if error is not None:
+            self._failed(error.clause)
+            return
         with self._lock:
+            was_open = self.is_open
             self._num_failures = 0
             self._probes.succeed()
+        if was_open:
+            logger.info("%s answers again", self._name)
 
-    def failed(self, cause: str) -> None:
-        """Note that a request failed after its retries."""
+    def fault(self, what: str) -> None:
+        """Note that the engine failed, not the bucket, in an except clause: misses until a probe
+        succeeds."""
+        logger.exception("%s: internal error while %s", self._name, what)
+        with self._lock:
+            self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
+        self._failed(f"internal error while {what}")
+
+    def _failed(self, cause: str) -> None:
         with self._lock:
             self._num_failures += 1
             self._cause = cause
-            if not self.is_open:
-                if self._num_failures <= _FAILURES_TOLERATED:
-                    return
-                self.num_opened += 1
-            self._probes.fail(self._clock())  # but for one under way since before it opened
-
-    def fault(self, cause: str) -> None:
-        """Answer misses until a probe succeeds: the engine failed, not the bucket."""
-        with self._lock:
-            self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
-        self.failed(cause)
+            opens = not self.is_open and self._num_failures > _FAILURES_TOLERATED
+            if self.is_open or opens:
+                self.num_opened += opens
+                self._probes.fail(self._clock())  # but for one under way since before it opened
+        if opens:
+            self._on_open()
+            logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)
 
     def accepts_stores(self) -> bool:
         with self._lock:

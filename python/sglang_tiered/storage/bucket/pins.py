@@ -7,14 +7,14 @@ pages do. What was erased since is in none, whatever it says.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
+from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, Pin, PinBook
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.erased import Erased
     from sglang_tiered.storage.bucket.index import PageIndex
 
-__all__ = ["MAX_PINS", "BucketPins", "PinOrder", "pack_pin", "pin_share", "unpack_pin"]
+__all__ = ["MAX_PINS", "BucketPins", "PinChange", "pack_pin", "pin_share", "unpack_pin"]
 
 MAX_PINS = 1 << 12
 MAX_KEYS = 1 << 19  # of all pins together: some 200 bytes each
@@ -40,12 +40,12 @@ class _PinFile(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class PinOrder(NamedTuple):
-    """Write the pin of that name, or delete it where it is gone."""
+@dataclass(eq=False, slots=True)
+class PinChange:
+    """The pin of a name is to be written, or deleted where it is gone."""
 
-    name: str
-    epoch: int  # of the namespace
-    durable: Future[bool] | None
+    durable: list[Future[bool]]
+    is_new: bool = True  # not tried yet
 
 
 def pack_pin(pin: Pin, stamp: int) -> bytes:
@@ -85,15 +85,17 @@ class BucketPins:
     def __init__(self, capacity_bytes: int | None, clock: Callable[[], float]) -> None:
         self.bound_bytes = pin_share(capacity_bytes)
         self._clock = clock
-        self.orders: deque[PinOrder] = deque()
+        self.unsettled: dict[str, PinChange] = {}  # by names: not yet in the bucket
         self.clear()
 
     def clear(self) -> None:
         self.book = PinBook(self.bound_bytes, self._clock)
         self.stamps: dict[str, int] = {}  # of those in the bucket
         self.found: dict[str, tuple[str, str]] = {}  # tags and names, by path, as last listed
-        self.changes: dict[str, int] = {}  # of names, by this server
-        self.unsettled: set[str] = set()  # changed here, and not yet in the bucket
+        self.ours: set[str] = set()  # names unsettled since the pass of now began
+        for change in self.unsettled.values():
+            self.end(change, False)
+        self.unsettled.clear()
 
     def is_wanted(self, key: bytes) -> bool:
         return bool(self.book.wanted((key,)))
@@ -129,8 +131,17 @@ class BucketPins:
         self.stamps.pop(name, None)
         if pin is not None:
             self.book.add(pin)
-        self.changes[name] = self.changes.get(name, 0) + 1
-        self.unsettled.add(name)
+
+    def unsettle(self, name: str, *durable: Future[bool]) -> None:
+        """Have a pin written as it is, or deleted."""
+        before = self.unsettled.get(name)
+        self.unsettled[name] = PinChange([*(before.durable if before else ()), *durable])
+        self.ours.add(name)
+
+    def end(self, change: PinChange, outcome: bool) -> None:
+        for future in change.durable:
+            keep(future, outcome)
+        change.durable = []
 
     def take_up(self, pin: Pin, stamp: int) -> None:
         """Set a pin in force that was read."""
@@ -144,7 +155,6 @@ class BucketPins:
         """Forget a pin that is no longer in the bucket, or over."""
         self.book.remove(name)
         self.stamps.pop(name, None)
-        self.changes.pop(name, None)
 
     def expire(self) -> None:
         for name in self.book.expired():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket.erased import Erased
 from sglang_tiered.storage.bucket.index import PageIndex
 from sglang_tiered.storage.bucket.limits import DailyBudget
-from sglang_tiered.storage.bucket.names import Layout
+from sglang_tiered.storage.bucket.names import Layout, page_checksum
 from sglang_tiered.storage.bucket.pins import BucketPins
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import Promises
@@ -21,30 +21,18 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.codecs.base import PageCodec
-    from sglang_tiered.storage.base import Job
+    from sglang_tiered.storage.base import Job, Page
     from sglang_tiered.storage.bucket.erased import Record
+    from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.bucket.settings import BucketSettings
-    from sglang_tiered.storage.bucket.tickets import LoadTicket, PageLoad
 
-__all__ = ["BucketState", "EraseOrder", "OnErased", "OnFault", "RefreshOrder", "Upload", "selects"]
+__all__ = ["BucketState", "EraseOrder", "Load", "OnErased", "PageLoad", "Upload", "selects"]
 
 _MAX_SKIPPED = 8192
 _MAX_DOOMED = 65_536
 
 OnErased = Callable[[Sequence[Erasure]], None]
 """What the owner of an engine wants to be told of."""
-
-OnFault = Callable[[str], None]
-"""A thread calls it with what it was doing when an unforeseen exception ended that; the thread goes
-on, or jobs would wait for it forever. Called without the lock held."""
-
-
-@dataclass(eq=False, slots=True)
-class RefreshOrder:
-    """Look for news now."""
-
-    full: bool
-    succeeded: Future[bool]
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +45,7 @@ class EraseOrder:
     durable: Future[bool]
     local: Future[bool] | None
     selects: Callable[[bytes, bytes], bool]  # whether it names a key and its tenant
+    is_new: bool = True  # not tried yet
     number: int = 0
     path: str = ""
 
@@ -82,6 +71,37 @@ class Upload:
         return self.job.run.keys[self.position]
 
 
+@dataclass(eq=False, slots=True)
+class Load:
+    """A load, page by page. The state's lock guards it."""
+
+    job: Job
+    layout: Layout
+    num_left: int
+    num_touching: int = 0
+    is_open: bool = True
+
+
+class PageLoad(NamedTuple):
+    """One page to read: where it goes, and what it is called."""
+
+    load: Load
+    position: int
+    name: PageName
+    stored: int
+
+    @property
+    def page(self) -> Page:
+        return self.load.job.run.pages[self.position]
+
+    @property
+    def path(self) -> str:
+        return self.name.path(self.load.layout)
+
+    def matches(self, parts: tuple[memoryview, ...]) -> bool:
+        return page_checksum(self.name.stem(self.load.layout), parts) == self.name.checksum
+
+
 def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
     """Return what says of a key and its tenant whether an erasure (None: of everything) names
     it."""
@@ -94,6 +114,17 @@ def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
 
 class BucketState:
     """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
+
+    num_passes = 0
+    num_full_listings = 0
+    last_pass_s = 0.0
+    num_pages_stored = 0
+    num_pages_loaded = 0
+    num_pages_erased = 0
+    num_pages_vanished = 0
+    bytes_stored = 0
+    bytes_written = 0
+    bytes_loaded = 0
 
     def __init__(
         self,
@@ -128,8 +159,7 @@ class BucketState:
         self.promises = Promises()
         # Stores
         self.pending: dict[bytes, Upload] = {}
-        self.uploads: deque[Upload] = deque()
-        self.held: list[Upload] = []  # behind an erasure that has no record yet
+        self.uploads: dict[Upload, None] = {}
         self.uploading: dict[Upload, None] = {}
         self._left: dict[Job, int] = {}  # pages of stores that are not settled
         self.staged_bytes = 0
@@ -138,7 +168,8 @@ class BucketState:
         self.skew_s = 0.0  # of the store's clock, ahead of this one's
         # Loads
         self.loads: deque[PageLoad] = deque()
-        self.load_tickets: dict[LoadTicket, None] = {}  # whose jobs are not done
+        self.open_loads: dict[Load, None] = {}
+        self.untouched = threading.Condition(self.lock)
         self.skipped: OrderedDict[str, None] = OrderedDict()  # pages that are damaged
         # Erasures
         self.erased = Erased()
@@ -150,18 +181,7 @@ class BucketState:
         self.on_erased: OnErased | None = None
         self.untold: deque[Erasure] = deque()
         self.elsewhere: dict[bytes, list[Erasure]] = {}  # of everything, by other namespaces
-        self.refresh_orders: list[RefreshOrder] = []
-        # Counters
-        self.num_passes = 0
-        self.num_full_listings = 0
-        self.last_pass_s = 0.0
-        self.num_pages_stored = 0
-        self.num_pages_loaded = 0
-        self.num_pages_erased = 0
-        self.num_pages_vanished = 0
-        self.bytes_stored = 0
-        self.bytes_written = 0
-        self.bytes_loaded = 0
+        self.refreshes: list[tuple[bool, Future[bool]]] = []  # whether full, and how it ended
 
     @property
     def layout(self) -> Layout:
@@ -243,25 +263,28 @@ class BucketState:
             if is_gone(upload):
                 upload.dropped = True
                 self._no_longer_pending(upload)
-        gone = [upload for upload in (*self.uploads, *self.held) if is_gone(upload)]
-        if gone:
-            self.uploads = deque(upload for upload in self.uploads if not is_gone(upload))
-            self.held = [upload for upload in self.held if not is_gone(upload)]
-            for upload in gone:
-                self.settle(upload, Reason.CANCELLED)
+        self.cancel([upload for upload in self.uploads if is_gone(upload)])
 
-    def release(self, orders: Sequence[EraseOrder], *, recorded: bool) -> None:
+    def cancel(self, uploads: Iterable[Upload], reason: Reason = Reason.CANCELLED) -> None:
+        """End what waits for its upload."""
+        for upload in uploads:
+            del self.uploads[upload]
+            self.settle(upload, reason)
+
+    def take_upload(self) -> Upload | None:
+        """Return what to upload next: nothing that awaits a record."""
+        for upload in self.uploads:
+            if upload.awaits is None or upload.awaits.number:
+                del self.uploads[upload]
+                self.uploading[upload] = None
+                return upload
+        return None
+
+    def release(self, orders: Sequence[EraseOrder]) -> None:
         """Let go of the stores behind erasures: these have records now, or can have none."""
-        waiting = [upload for upload in self.held if upload.awaits in orders]
-        self.held = [upload for upload in self.held if upload.awaits not in orders]
-        for upload in waiting:
-            assert upload.awaits is not None
-            if recorded:
-                upload.stamp = max(upload.stamp, upload.awaits.number)
-                self.uploads.append(upload)
-                self.upload_ready.notify()
-            else:
-                self.settle(upload, Reason.REJECTED)
+        waiting = [upload for upload in self.uploads if upload.awaits in orders]
+        self.cancel([u for u in waiting if u.awaits and not u.awaits.number], Reason.REJECTED)
+        self.upload_ready.notify_all()
 
     def order_before(self, key: bytes, tenant: bytes) -> EraseOrder | None:
         """Return the last erasure without a record that names a page."""
@@ -274,11 +297,8 @@ class BucketState:
         self.pending[upload.key] = upload
         self.staged_bytes += upload.num_bytes
         self._left[upload.job] = self._left.get(upload.job, 0) + 1
-        if upload.awaits is not None:
-            self.held.append(upload)
-        else:
-            self.uploads.append(upload)
-            self.upload_ready.notify()
+        self.uploads[upload] = None
+        self.upload_ready.notify()
 
     def settle(self, upload: Upload, reason: Reason) -> None:
         """Say what became of a page, whose buffer no thread touches any more."""
@@ -298,12 +318,20 @@ class BucketState:
         if self.pending.get(upload.key) is upload:
             del self.pending[upload.key]
 
-    def finish_load(self, ticket: LoadTicket) -> None:
-        """Finish a load; called by the thread that its ticket told to."""
-        job = ticket.job
-        del self.load_tickets[ticket]
+    def finish_load(self, load: Load) -> None:
+        load.is_open = False
+        del self.open_loads[load]
+        job = load.job
         for is_ok, page in zip(job.ok, job.run.pages, strict=True):
             if is_ok:
                 self.num_pages_loaded += 1
                 self.bytes_loaded += sum(segment.nbytes for segment in page)
         self.jobs.finish(job)
+
+    def expire(self, load: Load) -> None:
+        """Finish a load before its pages are done, once no thread touches them, which takes no
+        longer than the copy of one."""
+        if load.is_open:
+            load.is_open = False
+            self.untouched.wait_for(lambda: not load.num_touching)
+            self.finish_load(load)

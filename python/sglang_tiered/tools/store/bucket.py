@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import ERASED, OLD_ROOTS, ROOT, namespace_of
-from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.requests import Failure, RequestError, Requests
 from sglang_tiered.storage.bucket.settings import BucketSettings
+from sglang_tiered.tools.store.report import MAX_LISTED
+from sglang_tiered.tools.terminal import print_lines, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["BucketTarget", "open_bucket", "refuse_flags", "requests_end"]
+__all__ = ["BucketTarget", "open_bucket", "print_namespaces", "refuse_flags", "requests_end"]
 
 _WAY_OUT = "pass the URL of a server's object tier"
 
@@ -69,6 +70,19 @@ def requests_end(url: str) -> Iterator[None]:
             else "check the endpoint in the environment and try again"
         )
         raise StoreError(f"{url} cannot be used: {error.clause}; {cure}") from None
+
+
+def print_namespaces(
+    report: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]]
+) -> None:
+    """Print what was found in each namespace, and in all where there is not just one."""
+    print_lines([f"{report['url']}: object tier", ""])
+    entries = list(report["namespaces"])
+    shown = entries[:MAX_LISTED]
+    if len(entries) != 1:
+        shown.append({"namespace": "total", **report["total"]})
+    rows = [[e["namespace"][:16], *(column(e) for column in columns.values())] for e in shown]
+    print_table(["namespace", *columns], rows)
 
 
 def refuse_flags(**flags: object) -> None:

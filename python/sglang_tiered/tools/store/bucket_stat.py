@@ -10,10 +10,10 @@ from sglang_tiered.storage.bucket.erased import Erased, read_records
 from sglang_tiered.storage.bucket.names import Layout, parse_page
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
-from sglang_tiered.tools.store.bucket import open_bucket, requests_end
-from sglang_tiered.tools.store.report import MAX_LISTED, age_text, number_text
+from sglang_tiered.tools.store.bucket import open_bucket, print_namespaces, requests_end
+from sglang_tiered.tools.store.report import age_text, number_text
 from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+from sglang_tiered.tools.terminal import print_lines, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -109,27 +109,19 @@ def _collect(requests: Requests, layout: Layout, erased: Erased) -> dict[str, An
 
 
 def _show(report: dict[str, Any]) -> None:
-    print_lines([f"{report['url']}: object tier", ""])
-    total, entries = report["total"], list(report["namespaces"])
-    shown = entries[:MAX_LISTED]
-    if len(entries) != 1:
-        shown.append({"namespace": "total", "tenants": None, "tokens": None, **total})
-    print_table(
-        ["namespace", "pages", "tokens", "payload", "in the store", "tenants", "oldest", "newest"],
-        [
-            [
-                entry["namespace"][:16],
-                f"{entry['pages']:,}",
-                number_text(entry["tokens"]),
-                format_bytes(entry["page_bytes"]),
-                format_bytes(entry["stored_bytes"]),
-                number_text(entry["tenants"]),
-                age_text(entry["oldest_age_s"]),
-                age_text(entry["newest_age_s"]),
-            ]
-            for entry in shown
-        ],
+    print_namespaces(
+        report,
+        {
+            "pages": lambda entry: f"{entry['pages']:,}",
+            "tokens": lambda entry: number_text(entry.get("tokens")),
+            "payload": lambda entry: format_bytes(entry["page_bytes"]),
+            "in the store": lambda entry: format_bytes(entry["stored_bytes"]),
+            "tenants": lambda entry: number_text(entry.get("tenants")),
+            "oldest": lambda entry: age_text(entry["oldest_age_s"]),
+            "newest": lambda entry: age_text(entry["newest_age_s"]),
+        },
     )
+    total = report["total"]
     lines = {
         "names do not belong to the store and are left alone": total["foreign"],
         "pins keep what they name from the cap and its age": total["pins"],

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.storage.bucket.erased import read_records
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
 from sglang_tiered.storage.bucket.names import Layout, PageName, page_checksum, parse_page
 from sglang_tiered.storage.bucket.pins import unpack_pin
-from sglang_tiered.tools.store.bucket import open_bucket, refuse_flags, requests_end
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.tools.store.bucket import (
+    open_bucket,
+    print_namespaces,
+    refuse_flags,
+    requests_end,
+)
 from sglang_tiered.tools.store.report import MAX_LISTED
-from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+from sglang_tiered.tools.terminal import print_lines, write_json
 
 if TYPE_CHECKING:
     import argparse
-    from concurrent.futures import Future
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
@@ -50,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             if record.what is None:
                 records.problem(record.path, "cannot be read: servers miss all that is older")
         for name in target.namespaces:
-            found = _verify(target.requests, Layout(name), pool, arguments.jobs)
+            found = _verify(target.requests, Layout(name), pool)
             counts = {key: found.counts[key] for key in _COUNTED}
             namespaces.append({"namespace": name.hex(), **counts, "problems": found.problems})
     seconds, nbytes = time.monotonic() - started, target.requests.bytes_in
@@ -74,35 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def _verify(requests: Requests, layout: Layout, pool: ThreadPoolExecutor, jobs: int) -> _Found:
-    """At most twice as many pages under way as are checked at a time: a listing may be long."""
+def _verify(requests: Requests, layout: Layout, pool: ThreadPoolExecutor) -> _Found:
+    """Check page by page, as many at once as the pool has threads."""
     found = _Found()
-    under_way: dict[Future[str | None], str] = {}
-
-    def settle(least: int) -> None:
-        while len(under_way) > least:
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                path, wrong = under_way.pop(future), future.result()
-                if wrong is None:
-                    found.counts["gone_meanwhile"] += 1
-                elif wrong:
-                    found.counts["damaged_pages"] += 1
-                    found.problem(path, wrong)
-
-    try:
-        for chunk in requests.listing(layout.pages):
-            for each in chunk:
-                name = parse_page(each.path)
-                if name is None:
-                    continue
-                found.counts["pages"] += 1
-                found.counts["page_bytes"] += name.length
-                under_way[pool.submit(_verify_page, requests, layout, each, name)] = each.path
-                settle(2 * jobs)
-        settle(0)
-    finally:
-        for future in under_way:
-            future.cancel()
+    for chunk in requests.listing(layout.pages):
+        named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
+        found.counts["pages"] += len(named)
+        found.counts["page_bytes"] += sum(name.length for _, name in named)
+        checked = pool.map(lambda page: _verify_page(requests, layout, *page), named)
+        for (each, _), wrong in zip(named, checked, strict=True):
+            if wrong is None:
+                found.counts["gone_meanwhile"] += 1
+            elif wrong:
+                found.counts["damaged_pages"] += 1
+                found.problem(each.path, wrong)
     for chunk in requests.listing(layout.pins):
         for each in chunk:
             data = _get(requests, each)
@@ -135,22 +124,14 @@ def _verify_page(requests: Requests, layout: Layout, listed: Listed, name: PageN
 
 
 def _show(report: dict[str, Any]) -> None:
-    print_lines([f"{report['url']}: object tier", ""])
-    entries = list(report["namespaces"])
-    if len(entries) != 1:
-        entries.append({"namespace": "total", **report["total"]})
-    print_table(
-        ["namespace", "pages", "bad pages", "payload", "pins"],
-        [
-            [
-                entry["namespace"][:16],
-                f"{entry['pages']:,}",
-                f"{entry['damaged_pages']:,}",
-                format_bytes(entry["page_bytes"]),
-                f"{entry['pins']:,}",
-            ]
-            for entry in entries
-        ],
+    print_namespaces(
+        report,
+        {
+            "pages": lambda entry: f"{entry['pages']:,}",
+            "bad pages": lambda entry: f"{entry['damaged_pages']:,}",
+            "payload": lambda entry: format_bytes(entry["page_bytes"]),
+            "pins": lambda entry: f"{entry['pins']:,}",
+        },
     )
     problems, total = report["problems"], report["total"]
     print_lines(["", *(f"damage: {p['path']}: {p['problem']}" for p in problems[:MAX_LISTED])])

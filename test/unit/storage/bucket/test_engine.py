@@ -17,7 +17,7 @@ from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Health, Reason, Run, Stop
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def fail(
             return inner(*arguments, **named)
         error = RequestError(failure, "get was answered with status 503")
         if kind != "put":
-            engine._note(None if failure is Failure.NOT_FOUND else error)
+            engine._breaker.note(None if failure is Failure.NOT_FOUND else error)
         raise error
 
     monkeypatch.setattr(engine._requests, kind, request)
@@ -138,7 +138,7 @@ def test_a_late_load_leaves_its_buffers_untouched(
     gate.opened.set()
     again = blank(run)
     assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * 4
-    poll_until(lambda: not engine._state.load_tickets)
+    poll_until(lambda: not engine._state.open_loads)
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
     assert finished(engine.submit_load(target, deadline_s=0.0)) == [Reason.IO_ERROR] * 4
 

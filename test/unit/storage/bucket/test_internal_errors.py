@@ -10,7 +10,7 @@ import pytest
 from kit.clock import Clock
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery, storing, tickets
+from sglang_tiered.storage.bucket import discovery, state, transfers
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check_that_it_serves_again(engine: BucketEngine, clock: Clock, run: Run, tar
 @pytest.mark.parametrize(
     ("place", "name", "error"),
     [
-        (storing, "page_checksum", MemoryError()),
+        (transfers, "page_checksum", MemoryError()),
         (None, "put", Panic("as of a library in Rust")),
     ],
     ids=["uploader", "library"],
@@ -89,7 +89,7 @@ def test_an_internal_error_ends_only_one_load(
     engine = make_engine(num_connections=1, clocks={"clock": clock})
     run = make_run(1, [4096])
     assert finished(engine.submit_store(run)) == [Reason.OK]
-    fail_once(monkeypatch, tickets, "page_checksum", error)
+    fail_once(monkeypatch, state, "page_checksum", error)
     assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
     check_that_it_serves_again(engine, clock, run, blank(run))
 

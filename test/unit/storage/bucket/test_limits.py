@@ -7,14 +7,15 @@ import pytest
 from kit.clock import Clock
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.bucket.limits import Breaker, DailyBudget
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 
 def opened(clock: Clock) -> Breaker:
     breaker = Breaker(clock)
-    breaker.succeeded()
+    breaker.note(None)
     for _ in range(3):
         assert not breaker.is_open
-        breaker.failed("get was answered with status 503")
+        breaker.note(RequestError(Failure.UNAVAILABLE, "get was answered with status 503"))
     assert breaker.is_open
     return breaker
 
@@ -28,16 +29,16 @@ def test_it_opens_after_three_failures_and_says_why() -> None:
 def test_an_answer_in_between_keeps_it_closed() -> None:
     breaker = Breaker(Clock(1000.0))
     for _ in range(10):
-        breaker.succeeded()
-        breaker.failed("x")
-        breaker.failed("x")
+        breaker.note(None)
+        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
+        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert not breaker.is_open
     assert breaker.diagnosis() == (Health.RUNNING, "")
 
 
 def test_a_bucket_that_never_answered_opens_at_once() -> None:
     breaker = Breaker(Clock(1000.0))
-    breaker.failed("list found no connection")
+    breaker.note(RequestError(Failure.UNAVAILABLE, "list found no connection"))
     assert breaker.is_open
 
 
@@ -45,7 +46,7 @@ def test_requests_begun_earlier_do_not_lengthen_the_pause() -> None:
     clock = Clock(1000.0)
     breaker = opened(clock)
     for _ in range(20):
-        breaker.failed("x")
+        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert breaker.wait_s() == 1.0
     assert breaker.num_opened == 1
 
@@ -58,12 +59,12 @@ def test_pauses_double_to_a_minute_until_a_success() -> None:
         pauses.append(breaker.wait_s())
         clock.now += breaker.wait_s()
         assert breaker.is_open, "half-open serves the probe alone"
-        breaker.failed("x")
+        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    breaker.succeeded()
+    breaker.note(None)
     assert not breaker.is_open
     for _ in range(3):
-        breaker.failed("x")
+        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert breaker.wait_s() == 1.0
     assert breaker.num_opened == 2
 
@@ -71,7 +72,7 @@ def test_pauses_double_to_a_minute_until_a_success() -> None:
 def test_failed_stores_pause_stores_only() -> None:
     clock = Clock(1000.0)
     breaker = Breaker(clock)
-    breaker.succeeded()
+    breaker.note(None)
     breaker.store_failed()
     assert not breaker.accepts_stores()
     assert not breaker.is_open

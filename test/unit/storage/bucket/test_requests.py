@@ -12,8 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.bucket import BucketSettings
-from sglang_tiered.storage.bucket.failures import Failure, RequestError
-from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.requests import Failure, RequestError, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -173,7 +173,7 @@ def test_gc_by_age_of_old_namespaces_and_formats(cli: Cli, url: str, tmp_path: P
     assert len(plan["old_format"]) == 1
     assert answer(cli, "gc", url, "--delete")["deleted"]
     left = [path for path in root.rglob("*") if path.is_file()]
-    assert len(left) == 5
+    assert len(left) == 6
     assert all(NAMESPACE.hex() in str(path) for path in left)
     for file in root.rglob("*"):
         os.utime(file, (1e9, 1e9))

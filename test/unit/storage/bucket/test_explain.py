@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.storage.bucket.failures import Failure, explain
+from sglang_tiered.storage.bucket.requests import Failure, explain
 
 
 class GenericError(Exception):

@@ -1,0 +1,317 @@
+"""Pages out of a bucket and into it: each is an object, got or put by one request.
+
+Loads go over all connections; pages are verified, then copied where they belong. What memory holds
+of a directory's files is read there straight away, and verified in place. Nothing touches a load's
+buffers once it is over: at its last page, or at its deadline. A store is a hit once it is put.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.bucket.names import Layout, PageName, page_checksum
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.state import Load, PageLoad, Upload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_tiered.storage.base import Job, Page, Run
+    from sglang_tiered.storage.bucket.limits import Breaker
+    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.state import BucketState
+
+__all__ = ["Transfers"]
+
+CLOCK_S = 600.0
+_MANY_DEADLINES = 64
+_LARGE_COPY_BYTES = 64 << 10
+
+
+class Transfers:
+    """Takes jobs on any thread, and carries them out on those of its ``run_`` methods."""
+
+    def __init__(self, state: BucketState, requests: Requests, breaker: Breaker) -> None:
+        self._state = state
+        self._requests = requests
+        self._breaker = breaker
+        self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int, Load]] = []  # heap
+        self._clock_lock = threading.Lock()
+        self._look_at = state.clock()  # at the store's clock
+
+    # ---- Loads ----
+
+    def submit_load(self, run: Run, deadline_s: float | None) -> Job:
+        state, answers = self._state, not self._breaker.is_open
+        with state.lock:
+            job = state.jobs.open(JobKind.LOAD, run)
+            if state.closed:
+                state.jobs.finish(job)
+                return job
+            job.reasons = [Reason.MISS] * run.num_pages
+            found = []
+            for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
+                held = state.index.get(key) if answers else None
+                if held is None or held.length != sum(segment.nbytes for segment in page):
+                    continue
+                job.reasons[position] = Reason.IO_ERROR  # until it is served
+                found.append((position, state.index.name_of(key, held), held.stored))
+            if not found or (deadline_s is not None and deadline_s <= 0):
+                state.jobs.finish(job)
+                return job
+            load = Load(job, state.layout, len(found))
+            state.open_loads[load] = None
+            state.loads.extend(PageLoad(load, *each) for each in found)
+            state.load_ready.notify(len(found))
+            if deadline_s is not None:
+                self._watch(load, state.clock() + deadline_s)
+        return job
+
+    def run_loads(self) -> None:
+        """Read pages: the body of the loading threads."""
+        state = self._state
+        room = memoryview(bytearray(0))  # what a directory is read into
+        while True:
+            with state.lock:
+                while not state.loads and not state.closed:
+                    state.load_ready.wait()
+                if not state.loads:
+                    return
+                page = state.loads.popleft()
+                reason = Reason.CANCELLED if state.closed else None
+            if reason is None and page.load.is_open:
+                try:
+                    if self._requests.directory is not None and len(room) < page.stored:
+                        room = memoryview(bytearray(page.stored))
+                    reason = self._load(page, room if room else None)
+                except BaseException:  # a panic of the library is no Exception
+                    self._breaker.fault("loading")
+            with state.lock:
+                load = page.load
+                load.num_left -= 1
+                if load.is_open:
+                    load.job.reasons[page.position] = reason or Reason.IO_ERROR
+                    if not load.num_left:
+                        state.finish_load(load)
+
+    @contextlib.contextmanager
+    def _touching(self, load: Load) -> Iterator[bool]:
+        """Guard a touch of the buffers; false when it must not be."""
+        state = self._state
+        with state.lock:
+            load.num_touching += 1
+            allowed = load.is_open
+        try:
+            yield allowed
+        finally:
+            with state.lock:
+                load.num_touching -= 1
+                if not load.is_open:
+                    state.untouched.notify_all()
+
+    def _load(self, page: PageLoad, room: memoryview | None) -> Reason | None:
+        """Return what became of a page; None where it came too late."""
+        path, codec = page.path, self._state.codec
+        if room is not None and codec is None:
+            with self._touching(page.load) as allowed:  # the deadline waits for it
+                if not allowed:
+                    return None
+                is_read = self._requests.get_cached(path, page.page) >= page.stored
+                if is_read and page.matches(page.page):
+                    return Reason.OK
+            if is_read:
+                return self._corrupt(page, path)
+        try:
+            stored = self._requests.get(path, page.stored, into=room)
+        except RequestError as error:
+            if error.failure is Failure.NOT_FOUND:
+                with self._state.lock:
+                    self._state.num_pages_vanished += self._forget(page)
+                return Reason.MISS
+            return self._corrupt(page, path) if error.failure is Failure.BAD_RANGE else None
+        if len(stored) == page.stored and page.matches((stored,)):
+            with self._touching(page.load) as allowed:
+                if not allowed:
+                    return None
+                if self._deliver(stored, page.page):
+                    return Reason.OK
+        return self._corrupt(page, path)
+
+    def _deliver(self, stored: memoryview, page: Page) -> bool:
+        """Fill the page; false when the bytes do not decode to it."""
+        codec = self._state.codec
+        if codec is not None:
+            try:
+                codec.decode(stored, page)
+            except Exception:  # whatever is wrong with verified bytes, they are not this page
+                return False
+            return True
+        position = 0
+        for segment in page:
+            part = stored[position : position + segment.nbytes]
+            position += segment.nbytes
+            if segment.nbytes < _LARGE_COPY_BYTES:
+                segment[:] = part
+            else:  # numpy lets other threads run meanwhile
+                np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
+        return True
+
+    def _corrupt(self, page: PageLoad, path: str) -> Reason:
+        with self._state.lock:
+            self._state.skip(path)
+            self._forget(page)
+        return Reason.CORRUPT
+
+    def _forget(self, page: PageLoad) -> bool:
+        """Forget a page, unless there is another of its key. Needs the state's lock."""
+        state = self._state
+        is_current = page.load.layout == state.layout and state.index.is_at(page.name)
+        return is_current and state.index.drop(page.name.key)
+
+    def _watch(self, load: Load, deadline: float) -> None:
+        """Finish a load at its deadline. The caller holds the state's lock."""
+        if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those long done
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, next(self._numbers), load))
+        self._state.deadline_ready.notify()
+
+    def run_deadlines(self) -> None:
+        """Finish loads at their deadlines, whatever their requests do."""
+        state = self._state
+        with state.lock:
+            while not state.closed:
+                if not self._deadlines:
+                    state.deadline_ready.wait()
+                elif (wait_s := self._deadlines[0][0] - state.clock()) > 0:
+                    state.deadline_ready.wait(wait_s)
+                else:
+                    state.expire(heapq.heappop(self._deadlines)[2])
+
+    # ---- Stores ----
+
+    def submit_store(self, run: Run) -> Job:
+        state, accepts = self._state, self._breaker.accepts_stores()
+        with state.lock:
+            job = state.jobs.open(JobKind.STORE, run)
+            if state.closed:
+                state.jobs.finish(job)
+                return job
+            uploads = self._storable(job)
+            if not uploads or not accepts:
+                positions = [upload.position for upload in uploads]
+                state.jobs.finish_with(job, positions, Reason.REJECTED)
+                return job
+            for upload in uploads:
+                state.add(upload)
+        return job
+
+    def _storable(self, job: Job) -> list[Upload]:
+        """Return the pages to store; the others get their reasons."""
+        state, settings, run = self._state, self._state.settings, job.run
+        share = settings.max_tenant_bytes if run.tenant != NO_TENANT else None
+        uploads: list[Upload] = []
+        num_bytes = 0
+        room = min(settings.staging_bytes, state.write_budget.available) - state.staged_bytes
+        num_requests = state.request_budget.available - len(state.pending)
+        held = state.index.holds(run.keys)
+        for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
+            length = sum(segment.nbytes for segment in page)
+            if held[position] or key in state.pending:
+                job.reasons[position] = Reason.DUPLICATE
+            elif length > settings.max_page_bytes:
+                job.reasons[position] = Reason.NO_SPACE
+            elif share is not None and num_bytes + length > share:
+                job.reasons[position] = Reason.OVER_SHARE
+            elif num_bytes + length > room or len(uploads) + 1 > num_requests:
+                job.reasons[position] = Reason.REJECTED
+                room = num_bytes  # a chain is of no use behind its first gap
+            else:
+                order = state.order_before(key, run.tenant)
+                uploads.append(
+                    Upload(job, position, state.namespace, state.epoch, state.seen, length, order)
+                )
+                num_bytes += length
+        return uploads
+
+    def run_uploads(self) -> None:
+        """Put pages: the body of the uploading threads."""
+        state = self._state
+        while True:
+            with state.lock:
+                while (upload := state.take_upload()) is None:
+                    if state.closed:
+                        return
+                    state.upload_ready.wait()
+            reason = Reason.IO_ERROR
+            try:
+                reason = self._upload(upload)
+            except RequestError:
+                self._breaker.store_failed()
+            except BaseException:  # a panic of the library is no Exception
+                self._breaker.fault("uploading")
+            with state.lock:
+                del state.uploading[upload]
+                state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
+                state.upload_done.notify_all()
+
+    def _upload(self, upload: Upload) -> Reason:
+        """Upload a page. Raises ``RequestError``."""
+        state, job = self._state, upload.job
+        if upload.dropped or job.cancelled:
+            return Reason.CANCELLED
+        if not self._breaker.accepts_stores():
+            return Reason.REJECTED
+        page, codec = job.run.pages[upload.position], state.codec
+        try:
+            # A copy: a request that timed out may still read it.
+            data = b"".join(page) if codec is None else bytes(codec.encode(page))
+        except Exception:  # of a codec: the page cannot be stored, nothing else is lost
+            return Reason.REJECTED
+        upload.is_copied = True
+        layout = Layout(upload.namespace)
+        self._look_at_the_clock(layout)
+        now = int(state.wall_clock() + state.skew_s)
+        stamp = max(upload.stamp, upload.awaits.number if upload.awaits else 0)
+        name = PageName(upload.key, job.run.tenant, upload.num_bytes, stamp, now)
+        name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
+        path = name.path(layout)
+        try:
+            self._requests.put(path, data)
+        finally:
+            with state.lock:
+                state.write_budget.spend(len(data))
+                state.request_budget.spend(1)
+        self._breaker.store_succeeded()
+        with state.lock:
+            state.bytes_written += len(data)
+            if upload.dropped:
+                state.doom(path)
+                return Reason.CANCELLED
+            state.num_pages_stored += 1
+            state.bytes_stored += upload.num_bytes
+            state.skipped.pop(path, None)
+            if upload.epoch == state.epoch:
+                state.index.put(name, len(data))
+        return Reason.OK
+
+    def _look_at_the_clock(self, layout: Layout) -> None:
+        """Learn the store's time before the first page, and again now and then, as clocks are set:
+        pages are named by it, and others list from a time on. Raises ``RequestError``."""
+        state = self._state
+        with self._clock_lock:
+            if state.clock() < self._look_at:
+                return
+            self._requests.put(layout.clock, b"clock")
+            modified = self._requests.modified(layout.clock)
+            if modified is not None:
+                state.skew_s = modified - state.wall_clock()
+            self._look_at = state.clock() + CLOCK_S

@@ -1,0 +1,55 @@
+"""Who may touch a load's buffers, and who finishes it: exactly one, after the last touch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.storage.base import Reason
+
+if TYPE_CHECKING:
+    from kit.runs import Blank, MakeRun
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+
+
+def test_a_deadline_waits_for_a_running_copy(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    """And what came to its end meanwhile is not said to have arrived."""
+    engine, run = make_engine(), make_run(1, [4096])
+    finished(engine.submit_store(run))
+    copying, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def decode(self, stored: memoryview, page: tuple[memoryview, ...]) -> None:
+            copying.set()
+            assert goes_on.wait(TIMEOUT_S)
+            page[0][:] = stored
+
+    engine._state.codec = Slow()  # type: ignore[assignment]
+    target = blank(run)
+    job = engine.submit_load(target, deadline_s=0.01)
+    assert copying.wait(TIMEOUT_S)
+    (load,) = engine._state.open_loads
+    eventually(lambda: not load.is_open, "its deadline passed")
+    assert not job.done, "the buffers were given back under a copy"
+    goes_on.set()
+    assert finished(job) == [Reason.IO_ERROR]
+    assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
+
+
+def test_many_pages_and_a_deadline_finish_once(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    engine, run = make_engine(num_connections=8), make_run(1, [100] * 8)
+    finished(engine.submit_store(run))
+    seen: set[Reason] = set()
+    for number in range(100):
+        job = engine.submit_load(blank(run), deadline_s=number * 2e-5)
+        seen.update(finished(job))  # a second end of a job is an assertion of it
+    assert seen == {Reason.OK, Reason.IO_ERROR}
+    engine.check_integrity()
