@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _MAX_TRIES = 3
-_NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE)
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTDIR)
 _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
 _LISTED_AT_ONCE = 1000
@@ -43,28 +44,54 @@ class Listed(NamedTuple):
 
 
 class Directory:
-    """The files under one root, by the paths of their objects. Thread-safe. Raises ``OSError``."""
+    """The files under one root, by the paths of their objects; nothing is reached through a link
+    below it, as others may write there. Thread-safe. Raises ``OSError``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._synced: set[Path] = set()
+        self._synced: set[str] = set()
         self._offers_cached = _NO_WAIT is not None
         self._syncs_names = True
 
+    @contextlib.contextmanager
+    def _open_folder(self, folder: str, *, make: bool = False) -> Iterator[int]:
+        """Open a folder, step by step; one behind a link is not found."""
+        if make:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.root, _FOLDER)
+        try:
+            for part in folder.split("/") if folder else ():
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=fd)
+                below = _open(part, _FOLDER | os.O_NOFOLLOW, fd)
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _open_file(self, path: str) -> Iterator[int]:
+        folder, _, name = path.rpartition("/")
+        with self._open_folder(folder) as folder_fd:
+            fd = _open(name, _OPEN, folder_fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def modified(self, path: str) -> float:
+        """Return when a file was written, in seconds since 1970."""
+        with self._open_file(path) as fd:
+            return os.stat(fd).st_mtime
+
     def read(self, path: str, room: memoryview) -> int:
         """Fill the room as far as the file goes; returns how far. What is no file is not found."""
-        try:
-            fd = os.open(self.root / path, _OPEN)
-            try:
-                filled = 0
-                while filled < len(room) and (num_read := os.preadv(fd, [room[filled:]], filled)):
-                    filled += num_read
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise FileNotFoundError(errno.ENOENT, "not a file") from None
-            raise
+        with self._open_file(path) as fd, _no_file_is_not_found():
+            filled = 0
+            while filled < len(room) and (num_read := os.preadv(fd, [room[filled:]], filled)):
+                filled += num_read
         return filled
 
     def read_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
@@ -76,16 +103,13 @@ class Directory:
         assert _NO_WAIT is not None
         filled = 0
         try:
-            fd = os.open(self.root / path, _OPEN)
-            try:
+            with self._open_file(path) as fd:
                 for at in range(0, len(buffers), _MAX_BUFFERS):
                     part = buffers[at : at + _MAX_BUFFERS]
                     num_read = os.preadv(fd, part, filled, _NO_WAIT)
                     filled += num_read
                     if num_read < sum(buffer.nbytes for buffer in part):
                         break
-            finally:
-                os.close(fd)
         except OSError as error:
             if error.errno in NOT_OFFERED_ERRNOS:
                 self._offers_cached = False
@@ -94,45 +118,50 @@ class Directory:
     def write(self, path: str, data: bytes) -> None:
         """Write a file, whole or not at all; durable, with its name and the folders it is in. Where
         names cannot be synced (SMB, 9p, drvfs) the file alone, with a line in the log."""
-        file = self.root / path
-        staged = file.with_name(f"{file.name}{STAGED}{secrets.token_hex(8)}")
+        folder, _, name = path.rpartition("/")
+        for num_left in reversed(range(_MAX_TRIES)):  # another server removes folders left empty
+            try:
+                with self._open_folder(folder, make=True) as fd:
+                    self._write(fd, name, data)
+                    self._sync_names(fd)
+                break
+            except FileNotFoundError:
+                self._synced.discard(folder)
+                if not num_left:
+                    raise
+        if folder not in self._synced:
+            above = folder
+            while above:
+                above = above.rpartition("/")[0]
+                with self._open_folder(above) as fd:
+                    self._sync_names(fd)
+            self._synced.add(folder)
+
+    def _write(self, folder: int, name: str, data: bytes) -> None:
+        """Others may read it as far as the umask says: servers of other users share them."""
+        staged = f"{name}{STAGED}{secrets.token_hex(8)}"
+        fd = os.open(staged, _CREATE, 0o666, dir_fd=folder)
         try:
-            with self._new_file(staged) as stream:
+            with io.FileIO(fd, "wb") as stream:
                 view = memoryview(data)
                 while view:
                     view = view[stream.write(view) :]
-                os.fsync(stream.fileno())
-            os.rename(staged, file)
+                os.fsync(fd)
+            os.rename(staged, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(staged)
+                os.unlink(staged, dir_fd=folder)
             raise
-        self._sync_names(file.parent)
-        if file.parent not in self._synced:
-            for folder in file.parent.parents:
-                self._sync_names(folder)
-                if folder == self.root:
-                    break
-            self._synced.add(file.parent)
-
-    def _new_file(self, path: Path) -> io.FileIO:
-        """Make a file that others may read as far as the umask says: servers of other users share
-        them. Its folder may be missing, or be removed by another server as it was empty."""
-        for _ in range(_MAX_TRIES):
-            with contextlib.suppress(FileNotFoundError):
-                return io.FileIO(os.open(path, _CREATE, 0o666), "wb")
-            self._synced.discard(path.parent)
-            with contextlib.suppress(FileNotFoundError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-        return io.FileIO(os.open(path, _CREATE, 0o666), "wb")
 
     def remove(self, path: str) -> None:
         """Remove a file, and the folder that it leaves empty."""
-        file = self.root / path
-        os.unlink(file)
-        with contextlib.suppress(OSError):
-            os.rmdir(file.parent)
-            self._synced.discard(file.parent)
+        folder, _, name = path.rpartition("/")
+        with self._open_folder(folder) as fd:
+            os.unlink(name, dir_fd=fd)
+        above, _, name = folder.rpartition("/")
+        with contextlib.suppress(OSError), self._open_folder(above) as fd:
+            os.rmdir(name, dir_fd=fd)
+            self._synced.discard(folder)
 
     def listing(self, folder: str, after: str | None) -> Iterator[list[Listed]]:
         """Yield the files in a folder and below it in the order of their paths, in parts, from the
@@ -143,41 +172,61 @@ class Directory:
             yield chunk
 
     def _walk(self, folder: str, after: str) -> Iterator[Listed]:
-        try:
-            with os.scandir(self.root / folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
-        except FileNotFoundError:
-            return
-        for entry in entries:
-            path = f"{folder}/{entry.name}"
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if entry.is_dir(follow_symlinks=False):
-                    if path >= after[: len(path)]:
-                        yield from self._walk(path, after)
-                elif path > after and entry.is_file(follow_symlinks=False):
-                    status = entry.stat(follow_symlinks=False)
-                    tag = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
-                    yield Listed(path, status.st_size, status.st_mtime, tag)
+        found: list[Listed | str] = []  # files, and paths of folders
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self._open_folder(folder) as fd,
+            os.scandir(fd) as entries,
+        ):
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        if path >= after[: len(path)]:
+                            found.append(path)
+                    elif path > after and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        tag = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+                        found.append(Listed(path, status.st_size, status.st_mtime, tag))
+        for each in sorted(found, key=lambda each: each if isinstance(each, str) else each.path):
+            if isinstance(each, str):
+                yield from self._walk(each, after)
+            else:
+                yield each
 
     def folders(self, folder: str) -> list[str]:
         """Return the paths of the folders in a folder."""
-        try:
-            with os.scandir(self.root / folder) as found:
-                return sorted(f"{folder}/{each.name}" for each in found if each.is_dir())
-        except FileNotFoundError:
-            return []
-
-    def _sync_names(self, folder: Path) -> None:
-        if not self._syncs_names:
-            return
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._syncs_names = sync_names(fd)
-        finally:
-            os.close(fd)
-        if not self._syncs_names:
-            logger.warning(
-                "%s cannot make names durable, as its filesystem does not offer it: loss of power "
-                "may take objects that were just stored",
-                self.root,
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self._open_folder(folder) as fd,
+            os.scandir(fd) as found,
+        ):
+            return sorted(
+                f"{folder}/{each.name}" for each in found if each.is_dir(follow_symlinks=False)
             )
+        return []
+
+    def _sync_names(self, folder: int) -> None:
+        if self._syncs_names:
+            self._syncs_names = sync_names(folder)
+            if not self._syncs_names:
+                logger.warning(
+                    "%s cannot make names durable, as its filesystem does not offer it: loss of "
+                    "power may take objects that were just stored",
+                    self.root,
+                )
+
+
+@contextlib.contextmanager
+def _no_file_is_not_found() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_A_FILE:
+            raise FileNotFoundError(errno.ENOENT, "not a file") from None
+        raise
+
+
+def _open(name: str, flags: int, folder: int) -> int:
+    with _no_file_is_not_found():
+        return os.open(name, flags, dir_fd=folder)

@@ -176,8 +176,8 @@ class Requests:
         """Return when an object was written, by the store's clock; None where it is missing."""
         try:
             if self._directory is not None:
-                root = self._directory.root
-                return float(self._read("head", lambda: os.stat(root / path)).st_mtime)
+                folder = self._directory
+                return float(self._read("head", lambda: folder.modified(path)))
             store = self._store
             found = self._read("head", lambda: obstore.head(store, path))
         except RequestError as error:

@@ -7,16 +7,21 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.runs import NAMESPACE
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.bucket.directory import Directory
+from sglang_tiered.storage.bucket import BucketSettings
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
+from sglang_tiered.storage.bucket.directory import STAGED, Directory
+from sglang_tiered.storage.bucket.requests import RequestError, Requests
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.bucket import BucketEngine
 
@@ -181,15 +186,15 @@ def test_a_folder_removed_meanwhile_is_made_anew(
 ) -> None:
     """By a server that deleted the last page in it. Others may read what is there."""
     folder, removed = Directory(tmp_path), [True]
-    make = Path.mkdir
+    make = os.mkdir
 
-    def then_remove(self: Path, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        if removed and self.name == "1":
+    def then_remove(path: Any, *arguments: Any, **named: Any) -> None:
+        make(path, *arguments, **named)
+        if removed and path == "1":
             removed.pop()
-            self.rmdir()
+            os.rmdir(path, **named)
 
-    monkeypatch.setattr(Path, "mkdir", then_remove)
+    monkeypatch.setattr(os, "mkdir", then_remove)
     before = os.umask(0o027)
     try:
         folder.write("v2/n/pages/1/a", b"12")
@@ -238,3 +243,29 @@ def test_what_is_no_file_is_a_prompt_miss(
     assert reasons[2] is Reason.MISS
     assert not engine.contains(run.keys[2:3])[0]
     assert engine.stats().health.value == "running"
+
+
+@pytest.mark.parametrize("place", ["v2/{ns}", "v1", "v2/{own}/pages", "v2/{own}/pins", "v2/erased"])
+def test_no_link_leads_out_of_the_directory(tmp_path: Path, place: str) -> None:
+    """Who may write there would have a server delete, read or write what is elsewhere."""
+    home, bucket = tmp_path / "home", tmp_path / "bucket"
+    (home / "docs").mkdir(parents=True)
+    for file in (home / f"thesis{STAGED}1", home / "docs" / "keys"):
+        file.write_text("mine")
+        os.utime(file, (1e9, 1e9))
+    link = bucket / place.format(ns="77" * 32, own=NAMESPACE.hex())
+    link.parent.mkdir(parents=True)
+    link.symlink_to(home)
+    requests = Requests(BucketSettings(url=bucket.as_uri()))
+    Collector(requests, CollectorSettings(ttl_s=1.0)).run_once(NAMESPACE)
+    old_objects(requests, delete=True)
+    through = str(link.relative_to(bucket))
+    for call in (
+        lambda: requests.put(f"{through}/docs/new", b"1"),
+        lambda: requests.get(f"{through}/docs/keys", 4),
+    ):
+        with pytest.raises(RequestError):
+            call()
+    assert requests.modified(f"{through}/docs/keys") is None
+    requests.delete([f"{through}/docs/keys"])
+    assert len(list(home.rglob("*"))) == 3, "what is elsewhere was touched"
