@@ -160,5 +160,9 @@ class SharedTier(MemoryEngine):
     def object_stats(self) -> None:
         """Nothing."""
 
+    @property
+    def has_listed(self) -> bool:
+        return self.known
+
     def refresh(self, timeout_s: float) -> bool:
         return self.known

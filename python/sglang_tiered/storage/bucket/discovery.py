@@ -1,9 +1,9 @@
 """How an engine learns of what others do: one thread that lists, and waits for nothing else.
 
 A pass lists the records of erasures, the pins, and the pages from a cursor on: the store's own time
-of the newest page seen, less a look-back for uploads that take long and for clocks that differ. A
-full listing now and then finds what came later still, and notices what is gone. Its passes are the
-probes of an open breaker.
+of the newest page seen, less a look-back for uploads that take long. Once a minute it looks back
+further, for clocks that differ. A full listing now and then finds what came later still, and
+notices what is gone. Its passes are the probes of an open breaker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, unpack_pin
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
@@ -33,7 +34,9 @@ __all__ = ["Discovery"]
 logger = logging.getLogger(__name__)
 
 FULL_LISTING_S = 600.0
-LOOK_BACK_S = 120.0
+LOOK_BACK_S, FAR_S = 120.0, 60.0  # how far back, and how often so far
+NEAR_S = 20.0
+"""How far back at other times: uploads take less, their names are from when they begin."""
 _SWEPT_AT_ONCE = 10_000
 
 
@@ -53,7 +56,7 @@ class Discovery:
         self._records = records
         self._epoch = -1  # of the namespace that the cursor is of
         self._newest_s = 0.0  # by the store's clock
-        self._last_full = 0.0
+        self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
 
     def run(self) -> None:
@@ -116,31 +119,44 @@ class Discovery:
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
         self._look_at_pins(layout, epoch)
-        newest_s = self._look_at_pages(layout, epoch, full=full)
+        now = state.clock()
+        is_far = full or now - self._last_far >= FAR_S
+        newest_s = self._look_at_pages(
+            layout, epoch, full=full, look_back_s=LOOK_BACK_S if is_far else NEAR_S
+        )
+        if is_far:
+            self._last_far = now
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
         self._epoch = epoch
+        with state.lock:
+            state.listed_epoch = epoch
+            state.num_full_listings += full
         if full:
             self._last_full = state.clock()
-            with state.lock:
-                state.num_full_listings += 1
 
     def _check(self, epoch: int) -> None:
         """End the pass when the namespace changed or the engine was closed. Needs the lock."""
         if self._state.closed or self._state.epoch != epoch:
             raise _PassOver
 
-    def _look_at_pages(self, layout: Layout, epoch: int, *, full: bool) -> float:
+    def _look_at_pages(
+        self, layout: Layout, epoch: int, *, full: bool, look_back_s: float
+    ) -> float:
         """List pages; returns the time of the newest one, by the store's clock."""
         state = self._state
         after = None
         if not full and self._newest_s:
-            from_s = max(int(self._newest_s - LOOK_BACK_S), 0)
+            from_s = max(int(self._newest_s - look_back_s), 0)
             after = PageName(b"", b"", 0, 0, from_s).stem(layout).partition("-")[0]
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
         with state.lock:
-            state.index.expire(oldest_s)
-            unseen = set(state.index.keys()) if full else set()
+            keys = state.index.keys() if full or ttl_s is not None else []
+        for _ in range(0, len(keys) if ttl_s is not None else 0, MAX_STEPS):
+            with state.lock:
+                if state.index.expire(oldest_s):
+                    break
+        unseen = set(keys) if full else set()  # takes long: not under the lock
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
@@ -149,15 +165,17 @@ class Discovery:
                 self._check(epoch)
                 for each, name in named:
                     is_old = each.modified < oldest_s and not state.pins.is_wanted(name.key)
-                    if not is_old and self._learn(each, name, layout) and full:
+                    if not is_old and self._learn(each, name, layout, full=full) and full:
                         unseen.discard(name.key)
-        with state.lock:
-            self._check(epoch)
-            for key in unseen:
-                state.num_pages_vanished += state.index.drop(key)
+        gone = list(unseen)
+        for start in range(0, len(gone), MAX_STEPS):
+            with state.lock:
+                self._check(epoch)
+                for key in gone[start : start + MAX_STEPS]:
+                    state.num_pages_vanished += state.index.drop(key)
         return newest_s
 
-    def _learn(self, listed: Listed, name: PageName, layout: Layout) -> bool:
+    def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> bool:
         """Enter a page that is alive and whole; returns whether a lookup finds it there."""
         state = self._state
         page = layout.namespace, name.tenant, name.key, name.stamp
@@ -167,12 +185,17 @@ class Discovery:
             return False
         if state.orders and state.order_before(name.key, name.tenant) is not None:
             return False  # it may be from before
-        if listed.size >> 32 or (state.codec is None and listed.size != name.length):
+        most = name.length if state.codec is None else 2 * name.length + 4096
+        if (
+            listed.size >> 32
+            or listed.size > most
+            or (state.codec is None and listed.size != name.length)
+        ):
             return False  # damaged
         if listed.path in state.skipped:
             return False
         if not state.index.is_at(name):
-            state.index.put(name, listed.size)
+            state.index.put(name, listed.size, is_news=not full)
         return state.index.is_at(name)
 
     # ---- Pins ----

@@ -210,6 +210,12 @@ class BucketEngine(TierEngine):
 
     # ---- Others ----
 
+    @property
+    def has_listed(self) -> bool:
+        """Return whether it is known what the namespace held."""
+        with self._state.lock:
+            return self._state.listed_epoch == self._state.epoch
+
     def refresh(self, timeout_s: float, *, full: bool = False) -> bool:
         """Look for what others did now; with ``full`` also for what was deleted. True when done;
         false when the time ran out, the bucket refused or the engine is closed."""

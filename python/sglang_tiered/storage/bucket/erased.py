@@ -14,6 +14,7 @@ number where another came between. The record with the highest number is never r
 
 from __future__ import annotations
 
+import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES, Erasure
 from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
@@ -31,13 +33,16 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["MAX_RECORD_KEYS", "Erased", "Record", "read_records", "record_path"]
+__all__ = ["MAX_NUMBER", "MAX_RECORD_KEYS", "Erased", "Record", "read_records", "record_path"]
 
 MAX_RECORD_KEYS = 1 << 20
+MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
+_MAX_RECORD_BYTES = MAX_RECORD_KEYS * KEY_BYTES + 64
 _MAX_KEYS = 1 << 19  # in memory, of all records: some 150 bytes each
 _MAX_TENANTS = 1 << 17
 _NUM_READS = 8  # under way
 
+_log = OnceLog(logging.getLogger(__name__))
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9a-f]{32})-([a-z])([0-9a-f]*)")
 _HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0}
 
@@ -79,7 +84,9 @@ def read_records(
     for chunk in requests.listing(ERASED, after=cursor):
         for each in chunk:
             match = _NAME.fullmatch(each.path.rpartition("/")[2])
-            if match is not None:
+            if match is not None and int(match[1], 16) > MAX_NUMBER:
+                _log.report(each.path, "object tier: %s is no record and is ignored", each.path)
+            elif match is not None:
                 numbers.add(int(match[1], 16))
                 if each.path not in known:
                     listed.append((each, match))
@@ -99,7 +106,8 @@ def _record(requests: Requests, listed: Listed, match: re.Match[str]) -> Record 
     if len(digits) == _HEX_CHARS.get(kind):
         if kind == "k":
             try:
-                data = bytes(requests.get(listed.path, listed.size)) if listed.size else b""
+                is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
+                data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
             except RequestError as error:
                 if error.failure is not Failure.NOT_FOUND:
                     raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Erasure, JobKind
 from sglang_tiered.storage.bucket.erased import (
+    MAX_NUMBER,
     MAX_RECORD_KEYS,
     read_records,
     record_data,
@@ -156,7 +157,11 @@ class Keeper:
             if orders is None:
                 return
             are_erased = self._tried(self._erase, orders)
-            are_done = [self._tried(self._settle_pins), self._tried(self._delete_doomed)]
+            are_recorded = all(order.number for order in orders)  # or a pin would count as older
+            are_done = [
+                are_recorded and self._tried(self._settle_pins),
+                self._tried(self._delete_doomed),
+            ]
             for order in orders:  # all that was asked before is durable too, or none
                 keep(order.durable, are_erased)
             if are_erased and all(are_done):
@@ -233,6 +238,8 @@ class Keeper:
             self._records.learn()
             with state.lock:  # of several at once, the one with the longest step is done
                 number = state.erased.top + (random.randrange(64 << attempt) if attempt else 0)
+            if number + len(orders) > MAX_NUMBER:
+                raise RequestError(Failure.DENIED, "put has no number left: see the last record")
             replaced = [order.path for order in orders if order.path]
             for order in orders:
                 number += 1
@@ -245,7 +252,8 @@ class Keeper:
                 self._requests.delete(replaced)
             with state.lock:
                 known = state.erased.known
-                if not any(n >= first and path not in ours for path, n in known.items()):
+                is_last = not any(n >= first and path not in ours for path, n in known.items())
+                if is_last and ours <= known.keys():
                     for each, order in enumerate(orders):
                         order.number = first + each
                     return

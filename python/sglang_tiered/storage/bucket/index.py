@@ -16,9 +16,11 @@ from sglang_tiered.storage.bucket.names import PageName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Held", "PageIndex"]
+__all__ = ["MAX_STEPS", "Held", "PageIndex"]
 
 _ROW = struct.Struct("<IIIIQI")
+MAX_STEPS = 1000
+"""Pages that one call drops or finds pinned, as lookups wait for it."""
 
 
 class Held(NamedTuple):
@@ -123,8 +125,9 @@ class PageIndex:
 
     # ---- Changes ----
 
-    def put(self, name: PageName, stored: int) -> None:
-        """Enter a page that is in the bucket, unless a later one of its key is known."""
+    def put(self, name: PageName, stored: int, *, is_news: bool = True) -> None:
+        """Enter a page that is in the bucket, unless a later one of its key is known. Without
+        ``is_news`` none goes in the place of a younger one: it may have gone for that before."""
         known = self.get(name.key)
         if known is not None:
             if known.unix_s > name.unix_s:
@@ -133,6 +136,8 @@ class PageIndex:
         elif self._rows.pop(name.key, None) is not None:
             self._num_dead -= 1
         number = self._numbers.get(name.tenant)
+        if known is None and not is_news and self._is_too_old(name, stored, number):
+            return
         if number is None:
             if not self._free:
                 self._free.append(len(self._shares))
@@ -148,6 +153,27 @@ class PageIndex:
             share.keys[name.key] = None
             self._evict_of_share(share, self._max_tenant_bytes)
         self._evict()
+
+    def _is_too_old(self, name: PageName, stored: int, number: int | None) -> bool:
+        """Return whether a page would have to go before any other of all, or of its tenant."""
+        if self._is_pinned(name.key):
+            return False
+        if not self._has_room(1, stored) and name.unix_s < self._time_of(self._rows):
+            return True
+        limit, share = self._max_tenant_bytes, None if number is None else self._shares[number]
+        is_over = share is not None and limit is not None and share.num_bytes + stored > limit
+        return is_over and share is not None and name.unix_s < self._time_of(share.keys)
+
+    def _time_of(self, keys: Iterable[bytes]) -> int:
+        """Return the time of the first page of some; 0 where there is none."""
+        key = next(iter(keys), None)
+        return 0 if key is None else Held(*_ROW.unpack(self._rows[key])).unix_s
+
+    def _has_room(self, num_pages: int = 0, num_bytes: int = 0) -> bool:
+        capacity = self._capacity_bytes
+        return self.num_pages + num_pages <= self._max_pages and (
+            capacity is None or self.stored_bytes + num_bytes <= capacity
+        )
 
     def _count(self, share: _Share, num_pages: int, num_bytes: int) -> None:
         share.num_pages += num_pages
@@ -210,26 +236,20 @@ class PageIndex:
                 self._reset()
         return self._num_dead > 0
 
-    def expire(self, oldest_s: float) -> None:
-        """Forget what was uploaded before that time."""
-
-        self._drop_oldest(lambda held: held.unix_s >= oldest_s)
+    def expire(self, oldest_s: float) -> bool:
+        """Forget some of what was uploaded before that time; returns whether that is all."""
+        return self._drop_oldest(lambda held: held.unix_s >= oldest_s)
 
     def _evict(self) -> None:
-        capacity = self._capacity_bytes
+        if not self._has_room():
+            num_before = self.num_pages
+            self._drop_oldest(lambda _: self._has_room())  # or the next page has the rest go
+            self.num_pages_evicted += num_before - self.num_pages
 
-        def fits(_: object = None) -> bool:
-            return self.num_pages <= self._max_pages and (
-                capacity is None or self.stored_bytes <= capacity
-            )
-
-        if not fits():
-            self.num_pages_evicted += self._drop_oldest(fits)
-
-    def _drop_oldest(self, is_enough: Callable[[Held], bool]) -> int:
-        """Drop from the oldest on until it is enough. What is pinned goes to the end."""
-        num_dropped = 0
-        for _ in range(len(self._rows)):
+    def _drop_oldest(self, is_enough: Callable[[Held], bool]) -> bool:
+        """Drop from the oldest on, at most some; returns whether it is enough. What is pinned goes
+        to the end."""
+        for _ in range(min(len(self._rows), MAX_STEPS)):
             if not self._rows:
                 break
             key = next(iter(self._rows))
@@ -237,16 +257,16 @@ class PageIndex:
             if self._shares[held.share] is None:
                 self.sweep([key])
             elif is_enough(held):
-                break
+                return True
             elif self._is_pinned(key):
                 self._rows[key] = self._rows.pop(key)
             else:
-                num_dropped += self.drop(key)
-        return num_dropped
+                self.drop(key)
+        return not self._rows
 
     def _evict_of_share(self, share: _Share, limit: int) -> None:
         """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""
-        for _ in range(len(share.keys)):
+        for _ in range(min(len(share.keys), MAX_STEPS)):
             if share.num_bytes <= limit:
                 return
             key = next(iter(share.keys))
@@ -268,4 +288,3 @@ class PageIndex:
         assert shares == found, f"tenants have {shares} of {found}"
         keyed = {key for share in self._shares if share is not None for key in share.keys}
         assert keyed <= self._rows.keys(), "a share has keys without rows"
-        assert self.num_pages <= self._max_pages, f"{self.num_pages} > {self._max_pages}"

@@ -148,6 +148,7 @@ class BucketState:
         self.closed = False
         self.namespace = namespace
         self.epoch = 0  # of the namespace
+        self.listed_epoch = -1  # of which a pass was whole
         self.pins = BucketPins(settings.capacity_bytes, wall_clock)
         self.index = PageIndex(
             settings.max_pages,

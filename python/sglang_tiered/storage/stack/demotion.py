@@ -34,7 +34,6 @@ CHAIN_PAGES = 64
 """Pages of one tenant that follow each other in the log are taken for a chain, cut at this."""
 LOOK_S = 0.25  # how often an idle demoter looks whether the bucket serves again
 JOIN_S = 10.0
-REFRESH_S = 2.0
 _GOOD = (Reason.OK, Reason.DUPLICATE)
 _FINAL = (Reason.NO_SPACE, Reason.OVER_SHARE)  # trying again would not help
 
@@ -86,8 +85,6 @@ class Demoter:
         self._num_in_flight = 0
         self._closed = False
         self._suspended = False
-        self._num_changes = 0  # of the bucket's namespace
-        self._known_change = -1  # the last behind which its listing was seen
         self.num_demoted = 0
         self.bytes_demoted = 0
         self.num_dropped = 0
@@ -124,10 +121,6 @@ class Demoter:
             self.wake()
         return chain.submitted
 
-    def look_again(self) -> None:
-        """Look again at what the bucket holds, as it has another namespace."""
-        self._num_changes += 1
-
     def suspend(self) -> None:
         """Copy nothing from now on unless asked to: no request could name the pages."""
         self._suspended = True
@@ -163,7 +156,8 @@ class Demoter:
             if chain is not None and chain.submitted is not None:
                 chain.submitted.set()
             return chain is not None
-        if not self.queue.has_urgent and (not self._is_idle() or not self._has_begun()):
+        # Before the bucket knows what it holds, all would be copied again.
+        if not self.queue.has_urgent and (not self._is_idle() or not self._bucket.has_listed):
             return False
         chain = self.queue.take()
         if chain is not None:
@@ -178,13 +172,6 @@ class Demoter:
 
     def _serves(self) -> bool:
         return self._bucket.health is Health.RUNNING
-
-    def _has_begun(self) -> bool:
-        """Return whether the bucket knows what it holds: before, all would be copied again."""
-        change = self._num_changes  # another may come while we look
-        if self._known_change != change and self._bucket.refresh(REFRESH_S):
-            self._known_change = change
-        return self._known_change == self._num_changes
 
     def _demote(self, chain: Chain) -> None:
         batches = self._batches(chain)

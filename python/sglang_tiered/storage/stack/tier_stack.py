@@ -315,8 +315,6 @@ class TierStack(TierEngine):
                 self._demoter.suspend()
             for remote in self.remote.values():
                 remote.set_namespace(namespace)
-            if self._demoter is not None:
-                self._demoter.look_again()
             self.nvme.set_namespace(namespace, keep=keep)
             self._generation += 1  # last, as for an erasure
 

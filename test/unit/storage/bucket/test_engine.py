@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +17,7 @@ from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.bucket.names import PageName
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
@@ -363,3 +364,44 @@ def test_a_clock_that_is_off_hides_no_page(make_engine: MakeEngine, make_run: Ma
         assert all(reader.contains(run.keys)), "it waits for the next full listing"
         clock.now += 601.0
         wall.now += 7200.0
+
+
+def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Not two minutes of what a fleet stores. And it says when the first is over."""
+    a, clock = make_engine(), Clock(1000.0)
+    now, layout = int(time.time()), a._state.layout
+    for number in range(5000):
+        name = PageName(number.to_bytes(32, "big"), A, 1, 0, now - 100 + number // 50)
+        a._requests.put(name.path(layout), b"1")
+    b = make_engine(clocks={"clock": clock})
+    assert b.refresh(TIMEOUT_S)
+    assert b.has_listed
+    for seconds, least, most in ((5.0, 3, 4), (61.0, 6, 9), (5.0, 3, 4)):
+        clock.now += seconds
+        before = b.object_stats().requests["list"]
+        assert b.refresh(TIMEOUT_S)
+        assert least <= b.object_stats().requests["list"] - before <= most
+    gate = Gate(b, "listing")
+    b.set_namespace(b"\x22" * 32)
+    assert gate.reached.wait(TIMEOUT_S)
+    assert not b.has_listed
+    gate.opened.set()
+    poll_until(lambda: b.has_listed)
+
+
+def test_a_full_listing_leaves_lookups_the_lock(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    finished(engine.submit_store(make_run(1, [100] * 8)))
+    lock, seen = engine._state.lock, list[bool]()
+
+    class Keys(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            seen.append(lock.locked())
+            return super().__iter__()
+
+    keys = engine._state.index.keys
+    monkeypatch.setattr(engine._state.index, "keys", lambda: Keys(keys()))
+    assert engine.refresh(TIMEOUT_S, full=True)
+    assert seen == [False]

@@ -13,6 +13,7 @@ from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket import erasing
 from sglang_tiered.storage.bucket.erased import Erased, Record
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -240,3 +241,46 @@ def test_a_tenant_is_its_whole_digest(make_engine: MakeEngine, make_run: MakeRun
         assert engine.refresh(TIMEOUT_S, full=True)
         assert all(all(engine.contains(run.keys)) for run in theirs)
         assert engine.contains(mine.keys) == [False]
+
+
+@pytest.mark.parametrize("number", [1 << 31, (1 << 48) - 1, (1 << 31) - 1])
+def test_a_record_of_an_absurd_number_stops_nothing(
+    make_engine: MakeEngine, make_run: MakeRun, number: int
+) -> None:
+    """As somebody may put one: true is never answered of what no other server can read."""
+    a, b = make_engine(), make_engine()
+    run, told = make_run(1, PAGES), list[Erasure]()
+    b.report_erased(told.extend)
+    a._requests.put(records.record_path(number, Erasure(tenant=B), N), b"")
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S)
+    store(a, run)
+    erased = is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    assert any(what.keys == run.keys for what in told) == erased == (number > records.MAX_NUMBER)
+    if erased:
+        store(a, run)
+        assert b.refresh(TIMEOUT_S)
+        assert all(b.contains(run.keys))
+    else:
+        assert "no number left" in str(a._requests.troubles) or not a.contains(run.keys)[0]
+
+
+def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    a, b = make_engine(), make_engine()
+    run, put, failing = make_run(1, PAGES), a._requests.put, [True]
+
+    def fails_once(path: str, data: bytes) -> None:
+        if "/erased/" in path and failing:
+            failing.pop()
+            raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
+        put(path, data)
+
+    a._requests.put = fails_once  # type: ignore[method-assign]
+    begun = a.erase(Erasure.of(run.keys))
+    pinned = a.pin("p", run.keys)
+    assert not is_true(begun, TIMEOUT_S)
+    assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert engine.has_pin("p"), "it counts as older than what was erased before"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.bucket.index import PageIndex
+from sglang_tiered.storage.bucket.index import MAX_STEPS, PageIndex
 from sglang_tiered.storage.bucket.names import PageName
 
 if TYPE_CHECKING:
@@ -92,6 +92,44 @@ def test_a_full_share_looks_at_no_other_page() -> None:
         table.put(page(number, tenant=B), 100)
     table._rows = dict(rows.items())
     assert held(table, 999, *range(2000, 2010)) == [999, 2008, 2009]
+    table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"max_pages": 100}, {"capacity_bytes": 10_000}, {"max_tenant_bytes": 10_000}]
+)
+def test_more_pages_than_fit_turn_nothing_over(bounds: dict[str, int]) -> None:
+    """Or each full listing of them has the newest go for the oldest, and come back."""
+    table = index(**bounds)
+    newest = list(range(300, 400))
+    for _ in range(3):
+        for number in range(200, 400):
+            table.put(page(number), 100, is_news=False)
+            if number in newest and table.num_pages_evicted > 100:
+                pytest.fail("what is held was put again")
+        assert held(table, *newest) == newest
+        table.check_integrity()
+
+
+def test_many_pinned_pages_ahead_cost_a_put_little() -> None:
+    asked: list[bytes] = []
+    pinned = {key(number) for number in range(5000)}
+
+    def is_pinned(each: bytes) -> bool:
+        asked.append(each)
+        return each in pinned
+
+    table = PageIndex(5000, None, None, is_pinned)
+    for number in range(5000):
+        table.put(page(number), 100)
+    most = 0
+    for number in range(5000, 5050):
+        asked.clear()
+        table.put(page(number), 100)
+        most = max(most, len(asked))
+    assert most <= MAX_STEPS + 2
+    assert held(table, *range(5000)) == list(range(5000))
+    assert table.num_pages <= 5010
     table.check_integrity()
 
 
