@@ -268,3 +268,19 @@ def test_an_engine_collects_and_tells_of_it(
         eventually(lambda: engine.object_stats().listed_bytes == RUN_BYTES)
     finally:
         engine.close()
+
+
+def test_a_server_goes_on_until_the_cap_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much was stored since its last turn, which may be ten minutes ago."""
+    monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
+    monkeypatch.setattr("sglang_tiered.storage.bucket.collect.BUDGET", 5)
+    engine = open_engine(tmp_path.as_uri(), capacity_bytes=RUN_BYTES)
+    try:
+        assert store(engine, *(run_of(number) for number in range(5))) == OK
+        engine.start_collecting()
+        eventually(lambda: len(paths(engine)) == 4, "the cap is not held")
+        eventually(lambda: engine.object_stats().listed_bytes is not None)
+    finally:
+        engine.close()

@@ -102,18 +102,18 @@ class Collector:
     def run_once(
         self,
         namespace: bytes,
-        budget: int = BUDGET,
+        budget: int | None = None,
         *,
         delete: bool = True,
         is_server: bool = True,
         old_namespaces: bool = True,
         stop: threading.Event | None = None,
     ) -> CollectorReport:
-        """Remove at most ``budget`` things, or only plan to. Ends early once ``stop`` is set.
-        ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
-        those that no server uses, of all others. Raises ``RequestError``;
-        whatever was done stands, and the next run goes on from there."""
-        run = _Run(self, Layout(namespace), budget, delete=delete, stop=stop)
+        """Remove at most ``budget`` things (100,000 by default), or only plan to. Ends early once
+        ``stop`` is set. ``is_server``: one that uses the namespace, which says so there.
+        ``old_namespaces``: remove those that no server uses, of all others. Raises
+        ``RequestError``; whatever was done stands, and the next run goes on from there."""
+        run = _Run(self, Layout(namespace), budget or BUDGET, delete=delete, stop=stop)
         if delete and is_server:  # others wait for their turn, and see that the namespace is used
             self.requests.put(run.layout.collected, b"collected")
         if self._clock is not None:
@@ -143,18 +143,21 @@ class Collector:
                 name = namespace()
                 if not self._is_due(name):
                     continue
-                report = self.run_once(name, stop=stop)
+                is_over = False
+                while not is_over:
+                    report = self.run_once(name, stop=stop)
+                    is_over = report.is_complete or stop.is_set()
+                    if report.num_removed:
+                        logger.info(
+                            "object tier: removed %d objects, %d bytes; %d pages were listed",
+                            report.num_removed,
+                            report.removed_bytes,
+                            report.num_pages,
+                        )
             except Exception as error:  # of the network, or a bug: a server lives without it
                 log.report("collect", "object tier: collection failed (%s); it is retried", error)
                 continue
             log.settle("collect")
-            if report.num_removed:
-                logger.info(
-                    "object tier: removed %d objects, %d bytes; %d pages were listed",
-                    report.num_removed,
-                    report.removed_bytes,
-                    report.num_pages,
-                )
 
 
 class _Enough(Exception):  # noqa: N818

@@ -245,8 +245,8 @@ class Requests:
             elif self._is_s3:
                 self._delete_singly(chunk)
             else:
-                for path in chunk:
-                    self._delete_one(path)
+                with ThreadPoolExecutor(_NUM_SINGLE) as pool:
+                    list(pool.map(self._delete_one, chunk))
 
     def _delete_one(self, path: str) -> None:
         store, directory = self._store, self._directory
