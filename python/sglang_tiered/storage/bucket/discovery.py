@@ -151,8 +151,9 @@ class Discovery:
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
         with state.lock:
-            keys = state.index.keys() if full or ttl_s is not None else []
-        for _ in range(0, len(keys) if ttl_s is not None else 0, MAX_STEPS):
+            keys = state.index.keys() if full else []
+            num_old = 0 if ttl_s is None else state.index.num_pages  # at most
+        for _ in range(0, num_old, MAX_STEPS):
             with state.lock:
                 if state.index.expire(oldest_s):
                     break

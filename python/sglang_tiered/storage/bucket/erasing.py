@@ -246,6 +246,7 @@ class Keeper:
                 order.path = record_path(number, order.what, order.namespace)
                 self._requests.put(order.path, record_data(order.what))
             ours = {order.path for order in orders}
+            replaced = [path for path in replaced if path not in ours]  # one whose put failed
             first = number - len(orders) + 1
             self._records.learn()
             if replaced:

@@ -269,18 +269,23 @@ def test_a_record_of_an_absurd_number_stops_nothing(
 def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a, b = make_engine(), make_engine()
     run, put, failing = make_run(1, PAGES), a._requests.put, [True]
+    is_pinned = threading.Event()
 
     def fails_once(path: str, data: bytes) -> None:
         if "/erased/" in path and failing:
             failing.pop()
+            assert is_pinned.wait(TIMEOUT_S)
             raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
         put(path, data)
 
     a._requests.put = fails_once  # type: ignore[method-assign]
     begun = a.erase(Erasure.of(run.keys))
     pinned = a.pin("p", run.keys)
+    is_pinned.set()
     assert not is_true(begun, TIMEOUT_S)
     assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S), "and all that was asked before"
+    assert len(listed(a, records.ERASED)) == 2, "a record was deleted that was written late"
     for engine in (a, b):
         assert engine.refresh(TIMEOUT_S, full=True)
         assert engine.has_pin("p"), "it counts as older than what was erased before"
