@@ -270,7 +270,7 @@ def test_an_engine_collects_and_tells_of_it(
         engine.close()
 
 
-def test_a_server_goes_on_until_the_cap_is_held(
+def test_a_collector_goes_on_until_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However much was stored since its last turn, which may be ten minutes ago."""

@@ -71,6 +71,7 @@ def test_an_internal_error_ends_only_one_store(
     clock = Clock(100.0)
     engine = make_engine(clocks={"clock": clock})
     run = make_run(1, [4096])
+    assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
     fail_once(monkeypatch, place or engine._requests, name, error)
     assert finished(engine.submit_store(run)) == [Reason.IO_ERROR]
     assert engine.stats().queued_store_bytes == 0
@@ -88,6 +89,7 @@ def test_an_internal_error_ends_only_one_load(
     clock = Clock(100.0)
     engine = make_engine(num_connections=1, clocks={"clock": clock})
     run = make_run(1, [4096])
+    assert engine.refresh(TIMEOUT_S)
     assert finished(engine.submit_store(run)) == [Reason.OK]
     fail_once(monkeypatch, state, "page_checksum", error)
     assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
