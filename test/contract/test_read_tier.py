@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,16 +11,15 @@ import pytest
 from peer_child import sharer
 from shared_tier import SharedTier
 
-from kit.faulty import FaultyEngine
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, drained, eventually
+from kit.tiers import KEEPING, open_region, open_tier
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.sharing.borrowing import BorrowedEngine
 from sglang_tiered.sharing.lending import PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     Erasure,
     Health,
-    Job,
     LookupResult,
     Reason,
     Run,
@@ -30,11 +27,8 @@ from sglang_tiered.storage.base import (
     Tier,
     TierEngine,
 )
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
@@ -45,7 +39,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(60)
 
-CAPACITY = 4 << 20
+SIZES = {"capacity_bytes": 4 << 20, "region_bytes": 512 * 1024}
 TENANT = b"t" * 16
 ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
 SAYS_ALL = "borrowed"
@@ -67,24 +61,7 @@ class Place:
         self.settle()
 
     def load(self, run: Run) -> list[Reason]:
-        return finished(self.tier.submit_load(run)).reasons
-
-
-def region_engine(directory: Path, *, direct: bool | None = None) -> RegionEngine:
-    directory.mkdir(mode=0o700)
-    return RegionEngine(
-        directory,
-        namespace=NAMESPACE,
-        capacity_bytes=CAPACITY,
-        region_bytes=512 * 1024,
-        num_readers=2,
-        device=FileDevice(directory, direct=direct),
-    )
-
-
-def object_engine(url: str) -> BucketEngine:
-    settings = BucketSettings(url=url, capacity_bytes=CAPACITY, num_connections=2)
-    return BucketEngine(settings, namespace=NAMESPACE)
+        return finished(self.tier.submit_load(run))
 
 
 def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
@@ -99,7 +76,7 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
 
         return Place(own.tier, holder.region, settle)
     if name == SAYS_ALL:
-        owner = region_engine(directory / "store")
+        owner = open_region(directory / "store", **SIZES)
         opened.callback(owner.close)
         lender = PageLender(owner.directory, owner.submit_load)
         opened.callback(lender.close)
@@ -108,46 +85,18 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         borrower.claim = b"model"
         lender.claim = b"model"
         return Place(borrower, owner)
-    tier: TierEngine
-    if name == "memory":
-        tier = MemoryEngine(CAPACITY)
-    elif name == "faulty-without-faults":
-        tier = FaultyEngine(MemoryEngine(CAPACITY))
-    elif name == "object-memory":
-        tier = object_engine(f"memory://{directory}")
-    elif name == "object-directory":
-        tier = object_engine((directory / "store").as_uri())
-    elif name == "object-url":
-        tier = object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
-    elif name == "stack-of-nvme":
-        tier = TierStack(region_engine(directory / "store"))
-    elif name in ("stack", "stack-from-remote"):
+    if name == "stack-of-nvme":
+        tier: TierEngine = TierStack(open_region(directory / "store", **SIZES))
+    elif name == "stack-from-remote":
         peers, bucket = SharedTier(tier=Tier.PEER), SharedTier()
         bucket.known = False  # nothing is copied down
-        tier = TierStack(region_engine(directory / "store"), [peers, bucket])
-        if name == "stack-from-remote":
-            return Place(tier, bucket)
+        return Place(TierStack(open_region(directory / "store", **SIZES), [peers, bucket]), bucket)
     else:
-        direct = None if name == "region-direct" else False
-        tier = region_engine(directory / "store", direct=direct)
+        tier = open_tier(name, directory, **SIZES)
     return Place(tier, tier)
 
 
-LOOKED_UP = [
-    "memory",
-    "faulty-without-faults",
-    "region-direct",
-    "region-buffered",
-    "object-memory",
-    "object-directory",
-    "stack-of-nvme",
-    "stack",
-    "stack-from-remote",
-    "peers",
-]
-BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
-if BUCKET:  # any URL of an object tier; credentials are where they always are
-    LOOKED_UP.append("object-url")
+LOOKED_UP = [*KEEPING, "stack-of-nvme", "stack-from-remote", "peers"]
 
 
 @pytest.fixture(params=LOOKED_UP)
@@ -161,11 +110,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 loads = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=True)
-
-
-def finished(job: Job) -> Job:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job
 
 
 def select(run: Run, positions: list[int]) -> Run:
@@ -343,5 +287,9 @@ def test_a_closed_tier_answers_and_promises_nothing(
     assert place.tier.contains(run.keys) == [False] * 2
     assert place.tier.some_keys(9) == []
     assert place.load(blank(run)) == [Reason.CANCELLED] * 2
+    takes_none = isinstance(place.tier, BorrowedEngine | PeerTier)
+    stored = Reason.DUPLICATE if takes_none else Reason.CANCELLED
+    assert finished(place.tier.submit_store(run)) == [stored] * 2
+    assert not place.tier.flush(TIMEOUT_S)
     for after in (place.tier.erase(Erasure()), place.tier.erase(Erasure.of(run.keys))):
         assert after.done() and not after.result()

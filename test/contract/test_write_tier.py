@@ -1,20 +1,20 @@
-"""What ``TierEngine`` promises of stores, over everything that keeps pages."""
+"""What ``TierEngine`` promises of stores, and to tenants, over everything that keeps pages."""
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import drained
+from kit.runs import Blank, MakeRun, PageData, make_run
+from kit.tiers import KEEPING, open_tier
+from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import (
+    NO_TENANT,
     Erasure,
     Health,
     Job,
@@ -23,84 +23,57 @@ from sglang_tiered.storage.base import (
     Reason,
     Run,
     Stop,
+    TenantUsage,
     TierEngine,
 )
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+MakeEngine = Callable[..., TierEngine]
 
-TIMEOUT_S = 20.0
 CAPACITY = 1 << 20
 QUEUE = 512 * 1024  # of stores, where an engine has one
-ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
+SHARE = CAPACITY // 4
+A, B = b"a" * 16, b"b" * 16
+PAGES = [8192] * 4
 
 
-def make_region_engine(directory: Path, *, direct: bool | None) -> RegionEngine:
-    directory.mkdir(mode=0o700)
-    return RegionEngine(
-        directory,
-        namespace=NAMESPACE,
+@pytest.fixture(params=KEEPING)
+def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
+    made: list[TierEngine] = []
+
+    def make(max_tenant_bytes: int | None = None) -> TierEngine:
+        made.append(
+            open_tier(
+                request.param,
+                tmp_path,
+                capacity_bytes=CAPACITY,
+                region_bytes=64 * 1024,
+                max_tenant_bytes=max_tenant_bytes,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for engine in made:
+        assert drained(engine, TIMEOUT_S)
+        engine.check_integrity()
+        engine.close()
+
+
+@pytest.fixture(params=KEEPING)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
+    made = open_tier(
+        request.param,
+        tmp_path,
         capacity_bytes=CAPACITY,
         region_bytes=256 * 1024,
-        num_readers=2,
-        max_queued_store_bytes=QUEUE,
-        device=FileDevice(directory, direct=direct),
+        queue_bytes=QUEUE,
     )
-
-
-def make_object_engine(url: str) -> BucketEngine:
-    settings = BucketSettings(
-        url=url,
-        staging_bytes=QUEUE,
-        capacity_bytes=CAPACITY,
-        num_connections=2,
-    )
-    return BucketEngine(settings, namespace=NAMESPACE)
-
-
-ENGINES = [
-    "memory",
-    "region-direct",
-    "region-buffered",
-    "faulty-without-faults",
-    "object-memory",
-    "object-directory",
-    "stack",
-]
-BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
-if BUCKET:  # any URL of an object tier; credentials are where they always are
-    ENGINES.append("object-url")
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
-    made: TierEngine
-    if request.param == "memory":
-        made = MemoryEngine(CAPACITY)
-    elif request.param == "faulty-without-faults":
-        made = FaultyEngine(MemoryEngine(CAPACITY))
-    elif request.param == "object-memory":
-        made = make_object_engine(f"memory://{tmp_path}")
-    elif request.param == "object-directory":
-        made = make_object_engine((tmp_path / "store").as_uri())
-    elif request.param == "object-url":
-        made = make_object_engine(f"{BUCKET}/{secrets.token_hex(8)}")
-    elif request.param == "stack":
-        # Nothing moves between the tiers, so that all outcomes are those of one run.
-        peer = SharedTier()
-        peer.known = False
-        made = TierStack(make_region_engine(tmp_path / "store", direct=None), [peer])
-    else:
-        direct = None if request.param == "region-direct" else False
-        made = make_region_engine(tmp_path / "store", direct=direct)
     yield made
     assert drained(made, TIMEOUT_S)
     made.check_integrity()
@@ -108,16 +81,16 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngin
 
 
 def store(engine: TierEngine, run: Run) -> list[Reason]:
-    return finished(engine.submit_store(run)).reasons
+    return finished(engine.submit_store(run))
 
 
 def load(engine: TierEngine, run: Run) -> list[Reason]:
-    return finished(engine.submit_load(run)).reasons
+    return finished(engine.submit_load(run))
 
 
-def finished(job: Job) -> Job:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job
+def num_leading(job: Job) -> int:
+    finished(job)
+    return job.num_leading_ok
 
 
 def select(run: Run, positions: list[int]) -> Run:
@@ -127,8 +100,8 @@ def select(run: Run, positions: list[int]) -> Run:
 def test_storing_twice_is_a_successful_duplicate(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(7, [4096, 4096])
     store(engine, select(run, [0]))
-    job = finished(engine.submit_store(run))
-    assert job.reasons == [Reason.DUPLICATE, Reason.OK]
+    job = engine.submit_store(run)
+    assert finished(job) == [Reason.DUPLICATE, Reason.OK]
     assert job.ok == [True, True]
     assert job.num_leading_ok == 2
 
@@ -144,7 +117,7 @@ def test_a_store_beyond_the_queue_goes_in_parts(
     run = rest = make_run(17, [16_384] * 40)
     assert QUEUE < run.num_bytes < CAPACITY
     while rest.num_pages:
-        num_taken = finished(engine.submit_store(rest)).num_leading_ok
+        num_taken = num_leading(engine.submit_store(rest))
         assert num_taken, f"the last {rest.num_pages} of {run.num_pages} pages are never taken"
         rest = select(rest, list(range(num_taken, rest.num_pages)))
     assert engine.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
@@ -157,7 +130,7 @@ def test_a_full_queue_drops_from_the_end(engine: TierEngine, make_run: MakeRun) 
     runs = [make_run(seed, [16_384] * 40) for seed in range(300, 304)]
     outcomes: Counter[tuple[JobKind, Reason]] = Counter()
     for number, job in enumerate([engine.submit_store(run) for run in runs]):
-        reasons = finished(job).reasons
+        reasons = finished(job)
         num_taken = job.num_leading_ok
         assert num_taken or number, "nothing was queued, and not one page was taken"
         assert reasons[num_taken:] == [Reason.REJECTED] * (job.run.num_pages - num_taken)
@@ -205,33 +178,6 @@ def test_cancelled_store_still_finishes(engine: TierEngine, make_run: MakeRun) -
     finished(job)
     assert set(job.reasons) <= {Reason.OK, Reason.CANCELLED}
     assert engine.lookup(run.keys).num_hits == job.num_leading_ok
-
-
-def test_clear_forgets_everything_and_works_on(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    run = make_run(12, [4096] * 4)
-    store(engine, run)
-    is_true(engine.erase(Erasure()), TIMEOUT_S)
-    stats = engine.stats()
-    assert (stats.num_pages, stats.stored_bytes, stats.physical_bytes) == (0, 0, 0)
-    assert load(engine, blank(run)) == [Reason.MISS] * 4
-    assert store(engine, run) == [Reason.OK] * 4
-
-
-def test_closed_engine_answers_and_never_raises(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    run = make_run(13, [4096] * 2)
-    store(engine, run)
-    engine.close()
-    engine.close()
-    assert engine.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
-    assert store(engine, run) == [Reason.CANCELLED] * 2
-    assert load(engine, blank(run)) == [Reason.CANCELLED] * 2
-    is_true(engine.erase(Erasure()), TIMEOUT_S)
-    assert drained(engine, 0.0)
-    assert engine.stats().health is Health.FAILED
 
 
 def test_visible_only_when_readable(
@@ -349,3 +295,155 @@ def test_a_flipped_bit_is_corrupt_then_a_miss(
     assert store(engine, run) == [Reason.DUPLICATE, Reason.OK, Reason.DUPLICATE]
     assert load(engine, target) == [Reason.OK] * 3
     assert page_data(target) == page_data(run)
+
+
+# ---- Tenants ----
+
+
+def of(tenant: bytes, run: Run) -> Run:
+    return Run(run.keys, run.pages, tenant)
+
+
+def hits(engine: TierEngine, run: Run) -> int:
+    return engine.lookup(run.keys).num_hits
+
+
+def usage(engine: TierEngine) -> dict[bytes, TenantUsage]:
+    return {entry.tenant: entry for entry in engine.tenants(100)}
+
+
+def test_a_tenant_of_wrong_length_raises(make_run: MakeRun) -> None:
+    with pytest.raises(ValueError, match="a tenant has 3 bytes"):
+        of(b"abc", make_run(1, PAGES))
+
+
+def test_pages_count_for_the_tenant_that_stored_them(
+    engine: TierEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
+    for run in runs:
+        finished(engine.submit_store(run))
+        finished(engine.submit_store(run))  # duplicates count once
+        finished(engine.submit_load(blank(run)))
+    found = usage(engine)
+    assert {name: entry[1:3] for name, entry in found.items()} == {
+        A: (4, 4 * 8192),
+        B: (2, 5100),
+        NO_TENANT: (1, 4096),
+    }
+    assert all(entry.physical_bytes >= entry.stored_bytes for entry in found.values())
+    assert engine.stats().num_tenants == 3
+    assert [entry.tenant for entry in engine.tenants(1)] == [A]
+
+
+ERASED = {
+    "tenant": Erasure(tenant=A),
+    "no tenant": Erasure(tenant=NO_TENANT),
+    "stranger": Erasure(tenant=b"c" * 16),
+    "everything": Erasure(),
+    "pages": Erasure.of(make_run(2, PAGES).keys[:2]),
+    "nothing": Erasure(()),
+}
+
+
+@pytest.mark.parametrize("what", ERASED.values(), ids=ERASED)
+def test_an_erasure_takes_what_it_names_alone(
+    make_engine: MakeEngine, what: Erasure, blank: Blank, page_data: PageData
+) -> None:
+    """And it may be stored again."""
+    engine = make_engine()
+    runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
+    for run in runs:
+        assert finished(engine.submit_store(run)) == [Reason.OK] * 4
+    assert is_true(engine.erase(what), TIMEOUT_S)
+    num_left = 0
+    for run in runs:
+        is_meant = what.keys is None and what.tenant in (None, run.tenant)
+        gone = run.keys if is_meant else set(what.keys or ())
+        held = [key not in gone for key in run.keys]
+        num_left += sum(held)
+        assert engine.contains(run.keys) == held
+        loaded = finished(engine.submit_load(blank(run)))
+        assert loaded == [Reason.OK if is_held else Reason.MISS for is_held in held]
+    stats = engine.stats()
+    assert (stats.num_pages, stats.num_pages_erased) == (num_left, 12 - num_left)
+    assert stats.stored_bytes == num_left * 8192
+    assert sum(entry.num_pages for entry in engine.tenants(9)) == num_left
+    for run in runs:
+        assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
+        target = blank(run)
+        assert finished(engine.submit_load(target)) == [Reason.OK] * 4
+        assert page_data(target) == page_data(run)
+
+
+def test_no_earlier_store_lands_behind_an_erasure(engine: TierEngine) -> None:
+    stop = threading.Event()
+    others: list[Run] = []
+
+    def write() -> None:
+        number = 100_000
+        while not stop.is_set():
+            run = of(B, make_run(number, [4096] * 2))
+            if finished(engine.submit_store(run)) == [Reason.OK] * 2:
+                others.append(run)
+            number += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for turn in range(15):
+            runs = [of(A, make_run(100 * turn + i, PAGES)) for i in range(4)]
+            jobs = [engine.submit_store(run) for run in runs]
+            assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+            assert [hits(engine, run) for run in runs] == [0] * 4
+            assert {reason for job in jobs for reason in finished(job)} <= {
+                Reason.OK,
+                Reason.CANCELLED,
+            }
+            assert [hits(engine, run) for run in runs] == [0] * 4
+    finally:
+        stop.set()
+        thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert others
+    assert hits(engine, others[-1]) == 2
+    assert engine.stats().health is Health.RUNNING
+
+
+def test_a_tenant_never_holds_more_than_its_share(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    engine = make_engine(SHARE)
+    other = of(B, make_run(1, PAGES))
+    finished(engine.submit_store(other))
+    last: list[Run] = []
+    for seed in range(100, 200):
+        run = of(A, make_run(seed, PAGES))
+        reasons = finished(engine.submit_store(run))
+        assert set(reasons) <= {Reason.OK, Reason.OVER_SHARE}
+        assert usage(engine)[A].physical_bytes <= SHARE
+        last = [*last[-2:], run] if reasons == [Reason.OK] * 4 else last
+    assert hits(engine, other) == 4, "another tenant's pages went for the share of one"
+    assert [hits(engine, run) for run in last] == [4] * 3
+    assert last[-1].keys[0] in {make_run(seed, PAGES).keys[0] for seed in range(190, 200)}, (
+        "a tenant at its share stopped storing"
+    )
+
+
+def test_a_store_beyond_the_share_keeps_leading_pages(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    engine = make_engine(16_384)
+    run = of(A, make_run(1, [8192, 4096, 8192, 8192]))
+    reasons = finished(engine.submit_store(run))
+    assert reasons.count(Reason.OVER_SHARE) >= 1 or isinstance(engine, MemoryEngine | FaultyEngine)
+    assert usage(engine)[A].physical_bytes <= 16_384
+    assert finished(engine.submit_store(of(A, make_run(2, [16_385])))) == [Reason.OVER_SHARE]
+
+
+def test_stores_of_no_tenant_have_no_share(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    engine = make_engine(SHARE)
+    runs = [make_run(seed, PAGES) for seed in range(12)]  # a share and a half
+    for run in runs:
+        assert finished(engine.submit_store(run)) == [Reason.OK] * 4
+    assert [hits(engine, run) for run in runs] == [4] * 12

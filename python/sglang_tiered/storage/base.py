@@ -1,28 +1,38 @@
 """The contract of a tier.
 
 A tier keeps *pages* under 32-byte keys. Pages come in *runs*: the consecutive pages of one radix
-node's chain. Every tier is a ``TierEngine``; those that servers share lie beyond this machine, and
-have no shares of tenants. The rules every tier keeps (``test/contract`` runs over all of them):
+node's chain. Every tier is a ``TierEngine``; those that servers share lie beyond this machine.
+``test/contract`` runs over all of them. The rules that every tier keeps, and what tests each:
 
 1. ``lookup``, ``contains`` and ``some_keys`` read memory only and return at once; they may run on
-   the scheduler thread.
+   the scheduler thread. ``test_lookup_counts_leading_hits_only``
 2. ``submit_store`` and ``submit_load`` return a ``Job`` at once. They never raise for a condition
    of the tier: a full disk, a sick device or a closed tier is a job that finishes with a reason.
+   ``test_a_closed_tier_answers_and_promises_nothing``
 3. A key becomes visible to ``lookup`` only after its bytes can be read back, checksums included.
+   ``test_visible_only_when_readable``
 4. A page is delivered only if its bytes were verified against the key and the namespace they were
-   stored under. Anything doubtful is a miss, and the doubtful entry is forgotten.
+   stored under. Anything doubtful is a miss, and the doubtful entry is dropped.
+   ``test_a_flipped_bit_is_corrupt_then_a_miss``
 5. The buffers of a run belong to the tier from submission until the job is done; the tier never
    touches them afterwards. This is what makes it safe to hand them to someone else.
+   ``test_the_store_lets_go_of_the_buffers``
 6. Loads go before stores. Under pressure stores are dropped first, with ``Reason.REJECTED``: of a
    run that does not fit, the pages from the first on that does not.
+   ``test_a_full_queue_drops_from_the_end``
 7. Nothing blocks except ``flush``, ``refresh``, ``close``, ``Job.wait`` and ``Future.result``; none
    of those may be called on the scheduler thread while requests are running.
+   ``test_lookups_never_wait_whatever_hangs``, ``test_hanging_io_is_noticed_by_whoever_asks``
 8. Every page belongs to the tenant its run names, if any. Keys of different tenants never
    coincide: that is the caller's promise. A tenant over its share never costs others theirs.
    What is erased has no hit from the moment ``erase`` returns, and no store of it submitted before
    lands behind that. An erasure waits for no store or load but those under way.
+   ``test_a_tenant_never_holds_more_than_its_share``,
+   ``test_an_erasure_takes_what_it_names_alone``,
+   ``test_no_earlier_store_lands_behind_an_erasure``
 9. A future that a tier returns ends at the latest when the tier is closed. Its callbacks run on the
    thread that ends it, perhaps under a lock of the tier: they must only note.
+   ``test_a_callback_sees_complete_reasons``
 """
 
 from __future__ import annotations
