@@ -20,7 +20,7 @@ from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
-from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
+from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
@@ -306,11 +306,15 @@ def test_many_erasures_cost_others_nothing(tmp_path: Path, whats: list[Erasure])
 
 
 class Servers:
-    """Servers of one bucket, each over its own NVMe."""
+    """Servers over their own NVMe, with these tiers beyond: a bucket that all have, or each other,
+    at the addresses in each one's roster."""
 
-    def __init__(self, directory: Path, opened: ExitStack) -> None:
+    def __init__(self, directory: Path, opened: ExitStack, *beyond: Tier) -> None:
         self._directory = directory
         self._opened = opened
+        self._beyond = beyond
+        self.rosters: dict[str, list[Target]] = {"one": [], "other": []}
+        self.ports: dict[str, int] = {}
 
     def open(self, name: str, *, behind_s: float = 0.0) -> TierStack:
         nvme = RegionEngine(
@@ -320,23 +324,55 @@ class Servers:
             region_bytes=4 * REGION,
             num_readers=2,
         )
-        settings = BucketSettings(
-            url=(self._directory / "bucket").as_uri(),
-            staging_bytes=1 << 22,
-            num_connections=2,
-        )
-        bucket = BucketEngine(
-            settings, namespace=NAMESPACE, wall_clock=lambda: time.time() - behind_s
-        )
-        stack = TierStack(nvme, [bucket])
+        told: list[TierStack] = []
+        remote: list[TierEngine] = []
+        if Tier.PEER in self._beyond:
+            roster = self.rosters.setdefault(name, [])
+            settings = quick(roster, listen_port=self.ports.get(name, 0), expiry_s=5.0)
+
+            def erase(what: Erasure) -> Future[bool]:
+                return told[0].erase(what)
+
+            peers = PeerTier(settings, namespace=NAMESPACE, region=nvme, erase=erase)
+            self.ports[name] = peers.port
+            remote.append(peers)
+        if Tier.OBJECT in self._beyond:
+            url = (self._directory / "bucket").as_uri()
+            wall_clock = lambda: time.time() - behind_s  # noqa: E731
+            bucket = BucketSettings(
+                url=url, staging_bytes=1 << 22, num_connections=2, refresh_s=600.0
+            )
+            remote.append(BucketEngine(bucket, namespace=NAMESPACE, wall_clock=wall_clock))
+        stack = TierStack(nvme, remote)
+        told.append(stack)
         self._opened.callback(stack.close)
         return stack
+
+    def connect(self) -> None:
+        for name, roster in self.rosters.items():
+            roster[:] = [Target("127.0.0.1", port) for n, port in self.ports.items() if n != name]
+
+    def cut(self) -> None:
+        for roster in self.rosters.values():
+            roster.clear()
 
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:
     with ExitStack() as opened:
-        yield Servers(tmp_path, opened)
+        yield Servers(tmp_path, opened, Tier.OBJECT)
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as opened:
+        yield Servers(tmp_path, opened, Tier.PEER)
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as opened:
+        yield Servers(tmp_path, opened, Tier.PEER, Tier.OBJECT)
 
 
 def look(stack: TierStack) -> None:
@@ -433,54 +469,11 @@ def test_an_erasure_outlives_a_change_of_namespace(servers: Servers, what: Erasu
 # ---- Servers that follow each other ----
 
 
-class Peers:
-    """Two servers over their own NVMe. Each looks for the other at the addresses in its roster."""
-
-    def __init__(self, directory: Path, opened: ExitStack) -> None:
-        self._directory = directory
-        self._opened = opened
-        self.rosters: dict[str, list[Target]] = {"one": [], "other": []}
-        self.ports: dict[str, int] = {}
-
-    def open(self, name: str) -> TierStack:
-        nvme = RegionEngine(
-            self._directory / name,
-            namespace=NAMESPACE,
-            capacity_bytes=64 * REGION,
-            region_bytes=4 * REGION,
-            num_readers=2,
-        )
-        settings = quick(self.rosters[name], listen_port=self.ports.get(name, 0), expiry_s=5.0)
-        told: list[TierStack] = []
-
-        def erase(what: Erasure) -> Future[bool]:
-            return told[0].erase(what)
-
-        peers = PeerTier(settings, namespace=NAMESPACE, region=nvme, erase=erase)
-        stack = TierStack(nvme, [peers])
-        told.append(stack)
-        self.ports[name] = peers.port
-        self._opened.callback(stack.close)
-        return stack
-
-    def connect(self) -> None:
-        for name, roster in self.rosters.items():
-            roster[:] = [Target("127.0.0.1", port) for n, port in self.ports.items() if n != name]
-
-    def cut(self) -> None:
-        for roster in self.rosters.values():
-            roster.clear()
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    with ExitStack() as opened:
-        yield Peers(tmp_path, opened)
-
-
 @erases
 @pytest.mark.parametrize("other_is", ["up", "down", "away", "both restarted"])
-def test_an_erasure_reaches_a_peer_before_pages(peers: Peers, what: Erasure, other_is: str) -> None:
+def test_an_erasure_reaches_a_peer_before_pages(
+    peers: Servers, what: Erasure, other_is: str
+) -> None:
     one, other = peers.open("one"), peers.open("other")
     assert store(one, [*GONE, *STAYS[:4]], B if what.tenant else A) == [Reason.OK] * 12
     assert store(other, GONE, A) == [Reason.OK] * 8
@@ -521,3 +514,65 @@ def test_an_erasure_reaches_a_peer_before_pages(peers: Peers, what: Erasure, oth
     other = peers.open("other")
     eventually(lambda: other.remote[beyond].stats().num_peers == 1)  # type: ignore[attr-defined]
     assert other.nvme.contains(GONE[:4]) == [True] * 4
+
+
+# ---- Both: what a peer tells, the bucket tells too, in any order ----
+
+CROSSED = SELECTORS | {"pages": Erasure.of([*keys(range(1000, 2024)), *GONE])}  # two pieces
+
+
+def hear(other: TierStack, one: TierStack, by: str, both: Servers) -> None:
+    """Have ``other`` hear what ``one`` erased: a piece of it alone, or all."""
+    peer: Any = other.remote[Tier.PEER]
+    if by == "bucket":
+        look(other)
+    elif by == "peers":
+        both.connect()
+        eventually(lambda: (f := peer.stats()).num_peers == 1 and not f.num_peers_withheld)
+    else:
+        known: Any = one.remote[Tier.PEER]
+        peer._sync.taught(known._sync.book.compare(b"")[1][:1])
+        eventually(lambda: peer.stats().num_purges_applied == 1)
+
+
+@pytest.mark.parametrize("what", CROSSED.values(), ids=CROSSED)
+@pytest.mark.parametrize(
+    "told_by", ["bucket-peers", "peers-bucket", "piece-bucket-peers", "piece-peers-bucket"]
+)
+def test_told_twice_it_is_erased_once(both: Servers, what: Erasure, told_by: str) -> None:
+    """What anybody stores since stays: on NVMe, and in the bucket for servers that start later."""
+    one, other = both.open("one"), both.open("other")
+    for stack in (one, other):
+        assert store(stack, GONE, A) == [Reason.OK] * 8
+        eventually(lambda stack=stack: copied_down(stack, GONE))
+    assert is_true(one.erase(what), TIMEOUT_S)
+    first, *later = told_by.split("-")
+    hear(other, one, first, both)
+    if first == "piece" and what.keys:
+        assert all(other.nvme.contains(GONE)), "it was told of others so far"
+        hear(other, one, later.pop(0), both)
+    assert not any(other.nvme.contains(GONE)), "its NVMe keeps them"
+    assert not any(other.contains(GONE))
+    assert store(one, GONE[4:], A) == [Reason.OK] * 4
+    eventually(lambda: copied_down(one, GONE[4:]))
+    assert store(other, GONE[:4], A) == [Reason.OK] * 4
+    for by in later:
+        hear(other, one, by, both)
+    assert all(other.nvme.contains(GONE[:4])), "it is erased again"
+    assert is_true(one.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+    both.open("third")  # it hears of all that was ever erased
+    for stack in (other, both.open("fourth"), one):
+        assert stack.bucket is not None
+        assert stack.bucket.refresh(TIMEOUT_S, full=True)
+        assert all(stack.contains_in_bucket(GONE[4:])), "what was stored since is gone"
+
+
+def test_nobody_else_erases_what_has_no_id(both: Servers) -> None:
+    one, other = both.open("one"), both.open("other")
+    assert store(one, GONE, A) == [Reason.OK] * 8
+    eventually(lambda: copied_down(one, GONE))
+    assert is_true(one.erase(Erasure(id=b"", spread=False)), TIMEOUT_S)
+    assert not any(one.nvme.contains(GONE))
+    for stack in (one, other):
+        look(stack)
+        assert all(stack.contains_in_bucket(GONE))

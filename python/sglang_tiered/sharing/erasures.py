@@ -24,6 +24,7 @@ from sglang_tiered.sharing.pages.messages import (
     SHORT_ID_BYTES,
     Erased,
 )
+from sglang_tiered.storage.base import PIECE_KEYS
 from sglang_tiered.storage.promises import Promises, ended, is_true, keep
 from sglang_tiered.storage.region.pending import Note
 
@@ -242,12 +243,9 @@ class ErasureBook:
         here. Returns what others are to be told, and a future: true once that is durable and noted
         and every server that lives has applied it (``settle``); false when the namespace changes
         or the book is closed before."""
-        pieces: dict[bytes, bytes | None] = {what.id: None}
-        if what.keys is not None:
-            pieces = {}
-            for at in range(0, len(what.keys), MAX_ERASED_KEYS):
-                name = xxhash.xxh3_128_digest(what.id, seed=at) if at else what.id
-                pieces[name] = b"".join(what.keys[at : at + MAX_ERASED_KEYS])
+        pieces = {
+            each.id: None if each.keys is None else b"".join(each.keys) for each in what.pieces
+        }
         is_done = self._promises.make()
         with self._lock:
             for name, keys in pieces.items():
@@ -391,5 +389,6 @@ def _short(ids: bytes) -> Iterator[bytes]:
     return (ids[at : at + SHORT_ID_BYTES] for at in range(0, len(ids), SHORT_ID_BYTES))
 
 
+assert PIECE_KEYS <= MAX_ERASED_KEYS
 assert MAX_KEYS_BYTES >= KEY_BYTES * MAX_ERASED_KEYS
 assert (MAX_PURGES + MAX_FORGETS + MAX_DROPPED) * SHORT_ID_BYTES <= MAX_ERASURES_BYTES

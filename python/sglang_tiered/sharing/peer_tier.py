@@ -81,8 +81,9 @@ class PeerStats(TierStats):
 
 
 class PeerTier(TierEngine):
-    """``erase`` erases on this server what another one told; it is called on a thread of the tier,
-    and may block. The tier reads from ``region``, which its owner closes after the tier.
+    """``erase`` erases on this server what another one told, where ``region`` did not yet; it is
+    called on a thread of the tier, and may block. The tier reads from ``region``, which its owner
+    closes after the tier.
 
     Raises ``ConfigError`` for an invalid URL, missing keys, or an address that it cannot listen on.
     Servers, names and a Redis that cannot be reached are no error.
@@ -115,7 +116,7 @@ class PeerTier(TierEngine):
             settings,
             namespace=namespace,
             held=region.view.fingerprints,
-            erase=erase,
+            erase=lambda what: region.erase_told(what, erase),
             notes=region,
             clock=clock,
         )

@@ -41,8 +41,10 @@ import enum
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from xxhash import xxh3_128_digest
 
 from sglang_tiered.metrics.durations import DurationCounts
 
@@ -262,12 +264,17 @@ class Job:
         self._done.set()
 
 
+PIECE_KEYS = 1024
+RECORD_KEYS = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Erasure:
     """What to erase: the pages of these ``keys`` (of none, if there are none), or all of a
-    ``tenant``, or with neither all there is. Other servers come to know it by its ``id``, and apply
-    it once: 16 random bytes.
+    ``tenant``, or with neither all there is.
 
+    ``id``: what every server knows it by, and applies it once by: 16 random bytes. Who is told of
+    it passes that on. Empty: nobody else is to know it, and only the server's own tier erases.
     ``spread``: tell the servers that share a remote tier. False for what one of them told.
     """
 
@@ -280,6 +287,26 @@ class Erasure:
     def of(cls, keys: Iterable[bytes], *, spread: bool = True) -> Erasure:
         """Erase pages, each key once. Raises ``ValueError`` for a key of another length."""
         return cls(unique_keys(keys), spread=spread)
+
+    def split(self, most: int) -> tuple[Erasure, ...]:
+        """Return it in parts of so many keys. Where there are several, none has the id of the
+        whole: each has one of its own, which follows from that."""
+        if self.keys is None or len(self.keys) <= most:
+            return (self,)
+        return tuple(
+            replace(self, keys=self.keys[at : at + most], id=xxh3_128_digest(self.id, seed=at + 1))
+            for at in range(0, len(self.keys), most)
+        )
+
+    @property
+    def records(self) -> tuple[Erasure, ...]:
+        """Return it as a bucket keeps it."""
+        return self.split(RECORD_KEYS)
+
+    @property
+    def pieces(self) -> tuple[Erasure, ...]:
+        """Return it as servers tell each other of it, and remember it."""
+        return tuple(piece for record in self.records for piece in record.split(PIECE_KEYS))
 
     @property
     def hashes(self) -> list[str]:

@@ -193,7 +193,8 @@ class Control:
     ) -> None:
         """Put out of reach what another server purged, or all that memory holds (``MEMORY``)."""
         if tenant != MEMORY:
-            self._purge(scheduler, cache, Erasure(tenant=tenant, spread=False))
+            # By no id: the tiers that servers share have it by that of the purge already.
+            self._purge(scheduler, cache, Erasure(tenant=tenant, id=b"", spread=False))
             return
         hide_memory(scheduler)
         cache.forgotten.clear()

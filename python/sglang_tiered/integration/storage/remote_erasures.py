@@ -31,7 +31,7 @@ MEMORY = b""
 keep their pages."""
 
 MAX_WAITING = 4096
-"""Beyond this number everything is erased, which is never too little."""
+"""Beyond this number all that memory holds is hidden. The tiers erased each tenant when told."""
 
 
 class RemoteErasures:
@@ -99,7 +99,7 @@ class RemoteErasures:
     def _wait_for(self, tenant: bytes | None) -> None:
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.clear()
-            tenant = None
+            tenant = MEMORY
         self._waiting.append(tenant)
         self._block()
 

@@ -197,8 +197,7 @@ def open_remote_tiers(
     bounds = StackSettings()
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
-    stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote)
-    stack.on_told = on_told
+    stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote, on_told=on_told)
     return OpenTiers(stack, bucket)
 
 

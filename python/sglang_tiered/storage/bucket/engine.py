@@ -244,7 +244,7 @@ class BucketEngine(TierEngine):
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         """Erase as the contract says: everything is what this namespace has."""
-        return erase(self._state, what, local)
+        return erase(self._state, what)
 
     def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
         state = self._state

@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.backoff import OnceLog
-from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES, Erasure
+from sglang_tiered.storage.base import KEY_BYTES, RECORD_KEYS, TENANT_BYTES, Erasure
 from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["MAX_NUMBER", "MAX_RECORD_KEYS", "Erased", "Record", "read_records", "record_path"]
+__all__ = ["MAX_NUMBER", "Erased", "Record", "read_records", "record_path"]
 
-MAX_RECORD_KEYS = 1 << 20
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
-_MAX_RECORD_BYTES = MAX_RECORD_KEYS * KEY_BYTES + 64
+_MAX_RECORD_BYTES = RECORD_KEYS * KEY_BYTES + 64
 _MAX_KEYS = 1 << 19  # in memory, of all records: some 150 bytes each
 _MAX_TENANTS = 1 << 17
 _NUM_READS = 8  # under way
@@ -124,61 +123,85 @@ def _record(requests: Requests, listed: Listed, match: re.Match[str]) -> Record 
     return Record(number, what, namespace, listed.path, listed.modified)
 
 
+class _Numbers:
+    """The number below which a stamp is that of a dead page, by what was erased."""
+
+    def __init__(self) -> None:
+        self.keys: dict[bytes, int] = {}
+        self.tenants: dict[bytes, int] = {}
+        self.namespaces: dict[bytes, int] = {}
+
+    def note(self, what: Erasure, namespace: bytes, number: int) -> int:
+        """Note an erasure. Returns the highest number of those that no longer fit in memory."""
+        if what.keys is not None:
+            for key in what.keys:
+                _raise(self.keys, key, number)
+            return _fold(self.keys, _MAX_KEYS)
+        if what.tenant is not None:
+            _raise(self.tenants, what.tenant, number)
+            return _fold(self.tenants, _MAX_TENANTS)
+        _raise(self.namespaces, namespace, number)
+        return 0
+
+    def keep_only(self, lowest: int) -> None:
+        for numbers in (self.keys, self.tenants, self.namespaces):
+            for each in [each for each, number in numbers.items() if number < lowest]:
+                del numbers[each]
+
+    def of(self, namespace: bytes, tenant: bytes, key: bytes) -> int:
+        return max(
+            self.keys.get(key, 0),
+            self.tenants.get(tenant, 0),
+            self.namespaces.get(namespace, 0),
+        )
+
+
 class Erased:
-    """The records that are known, and what is dead by them. The owner's lock guards every call.
-    ``hides`` says more than ``kills`` where there were more keys than fit in memory, or a record
-    that cannot be read: rather miss pages than serve what was erased."""
+    """What is dead by the records that are known, and what other servers told without one so far.
+    The owner's lock guards every call. ``hides`` says more than ``kills``: what was told, and where
+    there were more keys than fit in memory, or a record that cannot be read. Rather miss pages than
+    serve what was erased; but only a record kills."""
 
     def __init__(self) -> None:
         self.top = 0  # the highest number
         self.known: dict[str, int] = {}  # numbers by paths
-        self._keys: dict[bytes, int] = {}
-        self._tenants: dict[bytes, int] = {}
-        self._namespaces: dict[bytes, int] = {}
+        self._recorded = _Numbers()
+        self._told = _Numbers()
         self._floor = 0
 
     def add(self, record: Record) -> None:
         self.known[record.path] = record.number
         self.top = max(self.top, record.number)
-        self.note(record.what, record.namespace, record.number)
+        folded = record.number
+        if record.what is not None:
+            folded = self._recorded.note(record.what, record.namespace, record.number)
+        self._floor = max(self._floor, folded)
 
-    def note(self, what: Erasure | None, namespace: bytes, number: int) -> None:
-        """Note that what carries a lower stamp is dead, without a record."""
-        if what is None:
-            self._floor = max(self._floor, number)
-        elif what.keys is not None:
-            for key in what.keys:
-                _raise(self._keys, key, number)
-            self._fold(self._keys, _MAX_KEYS)
-        elif what.tenant is not None:
-            _raise(self._tenants, what.tenant, number)
-            self._fold(self._tenants, _MAX_TENANTS)
-        else:
-            _raise(self._namespaces, namespace, number)
-
-    def _fold(self, numbers: dict[bytes, int], most: int) -> None:
-        if len(numbers) > most:
-            for each in list(numbers)[: most // 2]:
-                self._floor = max(self._floor, numbers.pop(each))
+    def tell(self, what: Erasure, namespace: bytes) -> None:
+        """Hide what was told and has no record so far: that one will be behind all that are
+        known."""
+        self._floor = max(self._floor, self._told.note(what, namespace, self.top + 1))
 
     def keep_only(self, lowest: int) -> None:
         """Drop what records below a number say: they were removed, and nothing is left of it."""
         self.known = {path: number for path, number in self.known.items() if number >= lowest}
-        for numbers in (self._keys, self._tenants, self._namespaces):
-            for each in [each for each, number in numbers.items() if number < lowest]:
-                del numbers[each]
+        for numbers in (self._recorded, self._told):
+            numbers.keep_only(lowest)
 
     def kills(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
         """Return whether a page is dead by a record."""
-        return stamp < max(
-            self._keys.get(key, 0),
-            self._tenants.get(tenant, 0),
-            self._namespaces.get(namespace, 0),
-        )
+        return stamp < self._recorded.of(namespace, tenant, key)
 
     def hides(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
-        return stamp < self._floor or self.kills(namespace, tenant, key, stamp)
+        told = self._told.of(namespace, tenant, key)
+        return stamp < max(self._floor, told) or self.kills(namespace, tenant, key, stamp)
 
 
 def _raise(numbers: dict[bytes, int], each: bytes, number: int) -> None:
     numbers[each] = max(numbers.pop(each, 0), number)
+
+
+def _fold(numbers: dict[bytes, int], most: int) -> int:
+    if len(numbers) <= most:
+        return 0
+    return max(numbers.pop(each) for each in list(numbers)[: most // 2])

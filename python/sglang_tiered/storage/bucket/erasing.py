@@ -13,10 +13,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
-from sglang_tiered.storage.base import Erasure, JobKind
+from sglang_tiered.storage.base import JobKind
 from sglang_tiered.storage.bucket.erased import (
     MAX_NUMBER,
-    MAX_RECORD_KEYS,
     read_records,
     record_data,
     record_path,
@@ -25,12 +24,13 @@ from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse
 from sglang_tiered.storage.bucket.pins import PinChange, pack_pin
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.bucket.state import EraseOrder, selects
-from sglang_tiered.storage.promises import all_true, ended, is_true, keep
+from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState, OnErased
 
@@ -38,13 +38,12 @@ __all__ = ["Keeper", "Records", "erase"]
 
 logger = logging.getLogger(__name__)
 
-_LOCAL_S = 10.0
 _MAX_RENUMBERED = 16
 _TOLD_AT_ONCE = 64
 _DELETED_AT_ONCE = 1000
 
 
-def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Future[bool]:
+def erase(state: BucketState, what: Erasure) -> Future[bool]:
     """Hide pages; with ``spread`` the keeper makes it durable, for every server. Memory only."""
     with state.lock:
         if state.closed or what.is_empty:
@@ -52,10 +51,6 @@ def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Futu
         if not what.spread:
             _hide_told(state, what)
             return ended(True)
-        parts = [what]
-        if what.keys is not None and len(what.keys) > MAX_RECORD_KEYS:
-            split = range(0, len(what.keys), MAX_RECORD_KEYS)
-            parts = [Erasure(what.keys[at : at + MAX_RECORD_KEYS]) for at in split]
         names = selects(what)
         jobs = [
             job
@@ -64,11 +59,12 @@ def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Futu
             or any(names(key, job.run.tenant) for key in job.run.keys)
         ]
         orders = [
-            EraseOrder(part, state.namespace, state.promises.make(), local, selects(part))
-            for part in parts
+            EraseOrder(each, state.namespace, state.promises.make(), selects(each))
+            for each in what.records
         ]
         for order in orders:
             state.own[order.what.id] = None
+            state.heard |= {each.id: None for each in order.what.pieces}
             state.hide(order.what)
             for name in state.pins.erase(order.what):
                 state.pins.unsettle(name)
@@ -78,12 +74,13 @@ def erase(state: BucketState, what: Erasure, local: Future[bool] | None) -> Futu
 
 
 def _hide_told(state: BucketState, what: Erasure) -> None:
-    """Hide what another server makes durable; by its record that has been done."""
-    if what.id in state.told:
-        return
-    state.erased.note(what, state.namespace, state.erased.top + 1)
-    state.pins.erase(what)
-    state.hide(what)
+    """Hide what another server told and makes durable; by its record that has been done. That one
+    will be behind all that are known, so what has the stamp of one of those may be from before."""
+    for each in what.pieces:
+        if each.id not in state.heard:
+            state.erased.tell(each, state.namespace)
+            state.pins.erase(each, state.erased.top + 1)
+            state.hide(each)
 
 
 class Records:
@@ -114,14 +111,6 @@ class Records:
             self.tell()
             with state.lock:
                 state.seen = max(state.seen, top)
-
-    def note_own(self, order: EraseOrder) -> None:
-        """Have the owner know its own erasure when it starts again, where its tiers have erased
-        it."""
-        if order.local is not None and is_true(order.local, _LOCAL_S):
-            with self._state.lock:
-                self._state.untold.append(Erasure((), None, order.what.id, spread=False))
-            self.tell()
 
     def tell(self) -> None:
         """Tell the owner, many records at once: it writes to its disk."""
@@ -223,8 +212,6 @@ class Keeper:
             names |= {name for name in found if name is not None}
         for namespace in names:
             self._delete_dead(Layout(namespace))
-        for order in orders:
-            self._records.note_own(order)
         with state.lock:
             state.orders = [order for order in state.orders if order not in orders]
 

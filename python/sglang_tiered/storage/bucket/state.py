@@ -38,12 +38,11 @@ OnErased = Callable[[Sequence[Erasure]], None]
 @dataclass(eq=False, slots=True)
 class EraseOrder:
     """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
-    has one. ``local``: whether this server's own tier has erased."""
+    has one."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
-    local: Future[bool] | None
     selects: Callable[[bytes, bytes], bool]  # whether it names a key and its tenant
     is_new: bool = True  # not tried yet
     number: int = 0
@@ -177,7 +176,7 @@ class BucketState:
         self.seen = 0  # all records up to this one are applied, by the owner's other tiers too
         self.orders: list[EraseOrder] = []  # not durable yet
         self.own: dict[bytes, None] = {}  # ids of this server's erasures
-        self.told: dict[bytes, None] = {}  # ids of others' that are applied by their records
+        self.heard: dict[bytes, None] = {}  # of pieces, its own and what records said
         self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
         self.on_erased: OnErased | None = None
         self.untold: deque[Erasure] = deque()
@@ -237,7 +236,7 @@ class BucketState:
             self.elsewhere.setdefault(record.namespace, []).append(what)
             return
         if what is not None:
-            self.told[what.id] = None
+            self.heard |= {each.id: None for each in what.pieces}
             self.untold.append(what)
         self.pins.erase(what, record.number)
         if what is None or what.keys is None:

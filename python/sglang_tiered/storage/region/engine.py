@@ -8,6 +8,7 @@ therefore never wait behind stores. What they share, and its one lock, is in ``s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -376,7 +377,15 @@ class RegionEngine(TierEngine):
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)
-        return self._erase(what, [what.id], ())
+        return self._erase(what, [each.id for each in what.pieces] if what.id else (), ())
+
+    def erase_told(self, what: Erasure, erase: Callable[[Erasure], Future[bool]]) -> Future[bool]:
+        """Have ``erase`` erase what another server told, but for the pieces of it that were erased
+        here already: those that servers told one by one."""
+        pieces = what.pieces
+        known = self.has_erased([each.id for each in pieces])
+        left = list(itertools.compress(pieces, (not is_known for is_known in known)))
+        return all_true([erase(each) for each in ([what] if left == [*pieces] else left)])
 
     def has_erased(self, ids: Iterable[bytes]) -> list[bool]:
         """Return of each name of an erasure whether one of that name is durable here, or was noted

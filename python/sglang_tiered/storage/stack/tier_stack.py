@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
-__all__ = ["AppliedErasures", "TierStack"]
+__all__ = ["TierStack"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ _TOLD_WAIT_S = 10.0
 class TierStack(TierEngine):
     """Owns all its tiers, and closes them: the remote ones first, as they may serve others from
     NVMe. ``order`` says which remote tier is asked first (default: as they are listed) and
-    ``may_promote`` whether pages may be copied up (default: always); neither must block."""
+    ``may_promote`` whether pages may be copied up (default: always); neither must block. What other
+    servers erased in the bucket is erased by ``on_told``, on a thread of the bucket: it erases that
+    in memory too, and calls ``erase``, which is the default."""
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class TierStack(TierEngine):
         *,
         order: Callable[[], Sequence[Tier]] | None = None,
         may_promote: Callable[[], bool] = lambda: True,
+        on_told: Callable[[Erasure], Future[bool]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or StackSettings()
@@ -101,13 +104,11 @@ class TierStack(TierEngine):
             generation=lambda: self._generation,
             clock=clock,
         )
-        self.on_told: Callable[[Erasure], Future[bool]] | None = None
-        """Called on a thread of the bucket with what another server erased; the owner that sets it
-        erases that in memory too, and calls ``erase``."""
+        self._on_told = on_told or self.erase
         self._demoter: Demoter | None = None  # without a bucket nothing goes down
         if self.bucket is not None:
             assert isinstance(nvme, RegionEngine), "what is borrowed is its owner's to copy"
-            self.bucket.report_erased(AppliedErasures(nvme, self._erase_told).told)
+            self.bucket.report_erased(self._told)
             self._demoter = Demoter(
                 nvme,
                 self.bucket,
@@ -293,17 +294,21 @@ class TierStack(TierEngine):
     # ---- Erasing ----
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
-        """Erase in every tier as the contract says."""
+        """Erase in every tier as the contract says; without an id in NVMe only."""
         with self._gate:
             begun = [_begun(partial(self.nvme.erase, what))]
-            for remote in self.remote.values():
+            for remote in self.remote.values() if what.id else ():
                 begun.append(_begun(partial(remote.erase, what, local=begun[0])))
             # Last: a reader under the new generation must find no erased page.
             self._generation += 1
         return all_true(begun)
 
-    def _erase_told(self, what: Erasure) -> Future[bool]:
-        return (self.on_told or self.erase)(what)
+    def _told(self, whats: Sequence[Erasure]) -> None:
+        """Erase what the bucket told, and wait for the disk. What is not durable then is hidden all
+        the same, and told again by the next start."""
+        assert isinstance(self.nvme, RegionEngine)
+        begun = [self.nvme.erase_told(what, self._on_told) for what in whats]
+        is_true(all_true(begun), _TOLD_WAIT_S)
 
     def set_namespace(
         self, namespace: bytes, *, keep: bool = True, is_nameless: bool = True
@@ -389,31 +394,6 @@ class TierStack(TierEngine):
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
         staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
-
-
-class AppliedErasures:
-    """Erases here, once, what other servers erased through a bucket: every start reads all
-    records that are left. ``erase`` erases on this server; it may be asked again for what is not
-    known to be durable. ``told`` is called on one thread, and waits for the disk."""
-
-    def __init__(self, nvme: RegionEngine, erase: Callable[[Erasure], Future[bool]]) -> None:
-        self._nvme = nvme
-        self._erase = erase
-
-    def told(self, whats: Sequence[Erasure]) -> None:
-        """Erase what was not erased here yet: pages of several together, each tenant once."""
-        known = self._nvme.has_erased([each.id for each in whats])
-        news = [each for each, is_known in zip(whats, known, strict=True) if not is_known]
-        keys = dict.fromkeys(key for each in news for key in each.keys or ())
-        tenants = dict.fromkeys(each.tenant for each in news if each.keys is None)
-        begun = [self._erase(Erasure(None, tenant, spread=False)) for tenant in tenants]
-        if keys:
-            begun.append(self._erase(Erasure.of(keys, spread=False)))
-        if not is_true(all_true(begun), _TOLD_WAIT_S):
-            # Hidden all the same; the next start erases them again.
-            news = [each for each in news if each.is_empty]
-        if news:
-            is_true(self._nvme.note_erased([each.id for each in news]), _TOLD_WAIT_S)
 
 
 def _begun(erase: Callable[[], Future[bool]]) -> Future[bool]:

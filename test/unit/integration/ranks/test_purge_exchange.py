@@ -156,7 +156,7 @@ def test_reattached_storage_does_not_repeat_purges() -> None:
 
 
 @pytest.mark.parametrize("number", [MAX_WAITING, MAX_WAITING + 1])
-def test_more_than_can_wait_becomes_everything(number: int) -> None:
+def test_more_than_can_wait_hides_all_memory(number: int) -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     for index in range(number):
@@ -165,7 +165,8 @@ def test_more_than_can_wait_becomes_everything(number: int) -> None:
     for _ in range(expected + 2):
         step(ranks)
     assert len(rank.acted) == expected
-    assert (None in rank.acted) == (number > MAX_WAITING)
+    assert (MEMORY in rank.acted) == (number > MAX_WAITING)
+    assert len(rank.purged) == number and None not in rank.purged, "the tiers keep others' pages"
     assert not rank.gate.blocked
 
 

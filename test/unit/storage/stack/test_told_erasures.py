@@ -1,4 +1,4 @@
-"""Which erasures of a bucket are applied, across restarts."""
+"""What other servers erased: applied once, by pieces, across restarts."""
 
 from __future__ import annotations
 
@@ -7,79 +7,119 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import ended
+from kit.waiting import TIMEOUT_S, eventually
+from sglang_tiered.storage.base import PIECE_KEYS, Erasure
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack.tier_stack import AppliedErasures
+from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
 
-KEYS, TENANT = (b"k" * 32,), b"t" * 16
+TENANT = b"t" * 16
+MANY = tuple(number.to_bytes(32, "big") for number in range(2 * PIECE_KEYS + 1))
 
 
 @pytest.fixture
-def nvme(tmp_path: Path) -> Iterator[RegionEngine]:
-    engine = RegionEngine(
-        tmp_path / "store", namespace=NAMESPACE, capacity_bytes=1 << 22, region_bytes=1 << 18
-    )
-    yield engine
-    engine.close()
+def open_nvme(tmp_path: Path) -> Iterator[Callable[[], RegionEngine]]:
+    opened: list[RegionEngine] = []
+
+    def open_nvme() -> RegionEngine:
+        for engine in opened:
+            engine.close()
+        opened.append(
+            RegionEngine(
+                tmp_path / "store",
+                namespace=NAMESPACE,
+                capacity_bytes=1 << 22,
+                region_bytes=1 << 18,
+            )
+        )
+        return opened[-1]
+
+    yield open_nvme
+    opened[-1].close()
 
 
-class Owner:
-    """Erases as it is told, or says that it did not."""
-
-    def __init__(self, nvme: RegionEngine) -> None:
-        self.nvme = nvme
-        self.asked: list[tuple[bytes, ...] | bytes | None] = []
-        self.answer = True
-
-    def open(self) -> AppliedErasures:
-        return AppliedErasures(self.nvme, self.erase)
-
-    def erase(self, what: Erasure) -> Future[bool]:
-        assert not what.spread
-        self.asked.append(what.tenant if what.keys is None else what.keys)
-        return ended(self.answer)
+def test_no_piece_has_the_id_of_the_whole() -> None:
+    what = Erasure(MANY)
+    pieces = what.pieces
+    assert [len(each.keys or ()) for each in pieces] == [PIECE_KEYS, PIECE_KEYS, 1]
+    assert len({what.id, *(each.id for each in pieces)}) == 4
+    assert [each.id for each in pieces] == [each.id for each in Erasure(MANY, None, what.id).pieces]
+    few = Erasure(MANY[:PIECE_KEYS])
+    assert [each.id for each in few.pieces] == [few.id]
 
 
-def test_each_tombstone_is_applied_once(nvme: RegionEngine) -> None:
-    owner = Owner(nvme)
+@pytest.mark.parametrize("what", [Erasure(MANY[:1]), Erasure(None, TENANT), Erasure(MANY)])
+def test_each_is_applied_once(open_nvme: Callable[[], RegionEngine], what: Erasure) -> None:
+    nvme, asked = open_nvme(), list[Erasure]()
+
+    def erase(each: Erasure) -> Future[bool]:
+        asked.append(each)
+        return nvme.erase(each)
+
     for _ in range(2):
-        applied = owner.open()
         for _ in range(2):
-            applied.told([Erasure(id=b"one", keys=KEYS)])
-            applied.told([Erasure(id=b"own", keys=())])
-    assert owner.asked == [KEYS]
-    owner.open().told([Erasure(id=b"own", keys=KEYS)])
-    assert owner.asked == [KEYS], "this server did it"
+            assert is_true(nvme.erase_told(what, erase), TIMEOUT_S)
+        nvme = open_nvme()
+    assert [each.id for each in asked] == [what.id]
 
 
-def test_a_start_writes_its_note_once(nvme: RegionEngine) -> None:
+def test_only_the_pieces_not_known_are_erased(open_nvme: Callable[[], RegionEngine]) -> None:
+    nvme, asked, what = open_nvme(), list[Erasure](), Erasure(MANY)
+    assert is_true(nvme.erase(what.pieces[1]), TIMEOUT_S)
+
+    def erase(each: Erasure) -> Future[bool]:
+        asked.append(each)
+        return nvme.erase(each)
+
+    assert is_true(nvme.erase_told(what, erase), TIMEOUT_S)
+    assert [each.id for each in asked] == [what.pieces[0].id, what.pieces[2].id]
+
+
+def test_what_did_not_last_is_applied_again(open_nvme: Callable[[], RegionEngine]) -> None:
+    nvme, asked, what = open_nvme(), list[Erasure](), Erasure(None, TENANT)
+
+    def erase(each: Erasure) -> Future[bool]:
+        asked.append(each)
+        return ended(False)
+
+    for _ in range(2):
+        assert not is_true(nvme.erase_told(what, erase), TIMEOUT_S)
+    assert len(asked) == 2
+
+
+def test_a_start_writes_its_notes_together(open_nvme: Callable[[], RegionEngine]) -> None:
     """For each of thousands it would wait, while NVMe serves what they speak of."""
-    owner, before = Owner(nvme), nvme.stats().bytes_written
-    many = [Erasure((bytes([at]) * 32,)) for at in range(50)]
-    owner.open().told(many)
-    assert nvme.stats().bytes_written - before <= 3 * 4096
-    assert owner.asked == [tuple(key for each in many for key in each.keys or ())]
+    nvme = open_nvme()
+    before = nvme.stats().bytes_written
+    many = [Erasure((key,)) for key in MANY[:50]]
+    assert is_true(all_true([nvme.erase_told(each, nvme.erase) for each in many]), TIMEOUT_S)
+    assert nvme.stats().bytes_written - before <= 5 * 4096
 
 
-def test_what_did_not_last_is_applied_again(nvme: RegionEngine) -> None:
-    owner = Owner(nvme)
-    owner.answer = False
-    owner.open().told([Erasure(id=b"one", keys=KEYS), Erasure(id=b"own", keys=())])
-    owner.answer = True
-    owner.open().told([Erasure(id=b"one", keys=KEYS), Erasure(id=b"own", keys=KEYS)])
-    assert owner.asked == [KEYS, KEYS]
+def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
+    """As when tiers are attached to a running server, and another one has purged meanwhile."""
+    settings = BucketSettings(url=(tmp_path / "bucket").as_uri())
+    other = BucketEngine(settings, namespace=NAMESPACE)
+    assert is_true(other.erase(Erasure(None, TENANT)), TIMEOUT_S)
+    other.close()
+    nvme = RegionEngine(
+        tmp_path / "nvme", namespace=NAMESPACE, capacity_bytes=1 << 22, region_bytes=1 << 18
+    )
+    bucket = BucketEngine(settings, namespace=NAMESPACE)
+    assert bucket.refresh(TIMEOUT_S)
+    heard: list[bytes | None] = []
 
+    def erase(what: Erasure) -> Future[bool]:
+        heard.append(what.tenant)
+        return ended(True)
 
-def test_a_tenant_told_twice_is_erased_once(nvme: RegionEngine) -> None:
-    owner = Owner(nvme)
-    twice = [Erasure(None, TENANT, b"one"), Erasure(None, TENANT, b"two")]
-    owner.open().told(twice)
-    owner.open().told(twice)
-    assert owner.asked == [TENANT]
+    stack = TierStack(nvme, [bucket], on_told=erase)
+    eventually(lambda: heard == [TENANT], "memory did not hear of it")
+    stack.close()
