@@ -15,6 +15,9 @@ servers busy for 80% of the time. Arms take turns. Time to first token is the cl
     Envoy alone, by its own rule.
 ``cache-aware``
     sglang-router 0.3.2, set as ``bench_routing`` found best (0.7, 4, 1.1), by the prompts' letters.
+``smg``
+    Its successor, with the same settings: ``--smg PROGRAM`` names it, in an environment of its own
+    (``pip install smg==1.13.0``).
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.server import Request
 
 ARMS = ("cost", "least-tokens", "least-request", "cache-aware")
+LETTERS = ("cache-aware", "smg")
+"""Arms that compare prompts as text."""
 TUNED = (
     "--cache-threshold",
     "0.7",
@@ -63,10 +68,11 @@ ROUTER_LOG = "error"
 console = Console()
 
 
-def command_of(arm: str, port: int, ports: Sequence[int], folder: Path) -> list[str]:
+def command_of(arm: str, port: int, ports: Sequence[int], folder: Path, smg: str) -> list[str]:
     urls = [f"http://127.0.0.1:{one}" for one in ports]
-    if arm == "cache-aware":
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    if arm in LETTERS:
+        router = [sys.executable, "-m", "sglang_router.launch_router"]
+        command = [*([smg, "launch"] if arm == "smg" else router), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--policy", "cache_aware", *TUNED, "--worker-urls", *urls]
         return [*command, "--prometheus-port", str(port + 1), "--log-level", ROUTER_LOG]
     if arm == "least-request":
@@ -86,12 +92,12 @@ def command_of(arm: str, port: int, ports: Sequence[int], folder: Path) -> list[
 
 
 @contextlib.asynccontextmanager
-async def front(arm: str, ports: Sequence[int], folder: Path) -> AsyncIterator[int]:
+async def front(arm: str, ports: Sequence[int], folder: Path, smg: str) -> AsyncIterator[int]:
     """A data plane before servers that listen already. Yields its port once it passes requests to
     all of them."""
     port = free_ports(3)
     with (folder / "log").open("wb") as log:
-        command = command_of(arm, port, ports, folder)
+        command = command_of(arm, port, ports, folder, smg)
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
@@ -111,14 +117,14 @@ async def _is_ready(session: aiohttp.ClientSession, arm: str, port: int, number:
                 rows = (await answer.json())["servers"]
                 if sum(row["ready"] for row in rows) < number:
                     return False
-        path = "readiness" if arm == "cache-aware" else "health"
+        path = "readiness" if arm in LETTERS else "health"
         async with session.get(f"http://127.0.0.1:{port}/{path}") as answer:
             return answer.status == 200
     return False
 
 
 async def run_arm(
-    arm: str, requests: Sequence[Request], speed: float, servers: int, folder: Path
+    arm: str, requests: Sequence[Request], speed: float, servers: int, folder: Path, smg: str = ""
 ) -> dict[str, Any]:
     """Send all requests. Returns what clients saw."""
     plan = make_plan(scale=Scale(servers, len(requests)))
@@ -132,7 +138,7 @@ async def run_arm(
     async def ask(session: aiohttp.ClientSession, number: int, url: str, due_s: float) -> None:
         nonlocal failed
         one = requests[number]
-        prompt = text_of(one) if arm == "cache-aware" else ids_of(one)
+        prompt = text_of(one) if arm in LETTERS else ids_of(one)
         body = {"model": "m", "prompt": prompt, "user": str(number), "stream": True}
         data = json.dumps({**body, "max_tokens": max(1, one.output_tokens)}).encode()
         headers = {"Content-Type": "application/json"}
@@ -150,7 +156,7 @@ async def run_arm(
             failed += 1
 
     try:
-        async with front(arm, ports, folder) as port:
+        async with front(arm, ports, folder, smg) as port:
             url = f"http://127.0.0.1:{port}/v1/completions"
             timeout = aiohttp.ClientTimeout(total=ANSWER_S)
             connector = aiohttp.TCPConnector(limit=0)
@@ -203,12 +209,13 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=8, help="of 1 to 16; default 8")
     parser.add_argument("--requests", type=int, default=800, help="of a window; default 800")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"default {','.join(ARMS)}")
+    parser.add_argument("--smg", metavar="PROGRAM", default="", help="adds the arm smg")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
     if unknown := set(options.traces) - set(MOONCAKE):
         parser.error(f"{', '.join(sorted(unknown))} is no trace; choose from {known}")
-    arms = options.arms.split(",")
-    if unknown := set(arms) - set(ARMS):
+    arms = options.arms.split(",") + ["smg"] * bool(options.smg)
+    if unknown := set(arms) - {*ARMS, "smg"}:
         parser.error(f"{', '.join(sorted(unknown))} is no arm; choose from {', '.join(ARMS)}")
     if not 1 <= options.servers <= 16:
         parser.error(f"--servers {options.servers} is not from 1 to 16")
@@ -226,7 +233,9 @@ def main() -> int:
                 for place in range(len(arms)):
                     arm = arms[(place + turn + seed) % len(arms)]
                     with tempfile.TemporaryDirectory(prefix="bench-front-") as folder:
-                        run = run_arm(arm, requests, load * unit, options.servers, Path(folder))
+                        run = run_arm(
+                            arm, requests, load * unit, options.servers, Path(folder), options.smg
+                        )
                         row = {"trace": trace, "seed": seed, "load": load, **asyncio.run(run)}
                     rows.append(row)
                     console.print(
