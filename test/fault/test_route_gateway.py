@@ -104,6 +104,14 @@ def test_streamed_body_goes_to_the_pick_whole(front: Front, mocks: Mocks) -> Non
     assert front.ask("/v1/models").status == 200
 
 
+def test_body_beyond_the_bound_is_passed_on(front: Front, mocks: Mocks) -> None:
+    """The picker keeps 16 MiB of it at most, and picks by the length."""
+    body = b" " * (24 << 20)
+    answer = front.ask(CHAT, body, {SUBSET: mocks[2].address})
+    assert (answer.status, answer.served_by) == (200, mocks[2].address)
+    assert mocks[2].seen[-1]["length"] == len(body)
+
+
 @pytest.mark.parametrize("fails", ["503", "reset", "late"])
 def test_next_of_the_list_answers_after_a_failure(front: Front, mocks: Mocks, fails: str) -> None:
     for mock in mocks.all[1:]:

@@ -32,6 +32,8 @@ METADATA, HINT = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Envoy takes at most 64 KiB a message."""
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
+"""Of a streamed body that is kept until it is whole; a longer one is picked for by its length."""
 _OVERWRITE = 2
 _SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse
 
@@ -150,6 +152,7 @@ class _Exchange:
 
     async def answer(self, message: Any) -> list[Any]:
         """Return what a message is answered with."""
+        is_whole = True
         kind = message.WhichOneof("choice")
         if message.HasField("protocol_config"):
             self._is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
@@ -161,8 +164,12 @@ class _Exchange:
             if not message.request_headers.end_of_stream:
                 return [] if self._is_duplex else [_answer(kind)]
         elif kind == "request_body":
-            self._body += message.request_body.body
-            if not message.request_body.end_of_stream:
+            part = message.request_body
+            if self._picked is not None:  # of a body that was too long to wait for
+                return _chunks(part.body, is_last=part.end_of_stream)
+            self._body += part.body
+            is_whole = part.end_of_stream
+            if not is_whole and len(self._body) <= MAX_BODY_BYTES:
                 return []
         else:  # trailers
             return [] if kind is None else [_answer(kind)]
@@ -171,7 +178,7 @@ class _Exchange:
         if isinstance(answer, Refused):
             return [_refusal(answer)]
         self._picked, self._body = answer, bytearray()
-        return _responses(kind, answer, body, self._is_duplex)
+        return _responses(kind, answer, body, self._is_duplex, is_whole=is_whole)
 
     def _head(self, message: Any) -> Any:
         self._was_answered = True
@@ -216,7 +223,9 @@ def _refusal(refused: Refused) -> Any:
     return response
 
 
-def _responses(kind: str, picked: Picked, body: bytes, is_duplex: bool) -> list[Any]:
+def _responses(
+    kind: str, picked: Picked, body: bytes, is_duplex: bool, *, is_whole: bool
+) -> list[Any]:
     # In a stream the headers are answered first, then the body goes back.
     first = Response()
     is_body = kind == "request_body" and not is_duplex
@@ -228,12 +237,18 @@ def _responses(kind: str, picked: Picked, body: bytes, is_duplex: bool) -> list[
     inner = Struct()
     inner.update({DESTINATION: picked.destination})
     first.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
-    responses = [first]
     if is_duplex and kind == "request_body":
-        for at in range(0, max(1, len(body)), CHUNK_BYTES):
-            response = Response()
-            part = response.request_body.response.body_mutation.streamed_response
-            part.body = body[at : at + CHUNK_BYTES]
-            part.end_of_stream = at + CHUNK_BYTES >= len(body)
-            responses.append(response)
+        return [first, *_chunks(body, is_last=is_whole)]
+    return [first]
+
+
+def _chunks(body: bytes, *, is_last: bool) -> list[Any]:
+    """A part of a body on its way back to a gateway."""
+    responses = []
+    for at in range(0, max(1, len(body)), CHUNK_BYTES):
+        response = Response()
+        part = response.request_body.response.body_mutation.streamed_response
+        part.body = body[at : at + CHUNK_BYTES]
+        part.end_of_stream = is_last and at + CHUNK_BYTES >= len(body)
+        responses.append(response)
     return responses

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,11 @@ __all__ = ["Fleet", "Member", "Replica"]
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0
-ANSWER_S = 1.0
+ANSWER_S = 5.0
 MAX_COSTS_BYTES, MAX_INFO_BYTES, MAX_TOKENS_BYTES = 2 << 20, 4 << 20, 8 << 20
-FRESH_S = 2.5
-"""A server that was silent for longer is not ready."""
+FRESH_S, MAYBE_S = 2.5, 60.0
+"""A server that was silent for longer is not ready, and for how long it may be slow only: then it
+is picked where none is ready."""
 EVENTS_AGAIN_S = 5.0
 NEVER = float("-inf")
 
@@ -54,6 +56,7 @@ class Member:
     replicas: dict[int, Replica] = field(default_factory=dict)
     is_draining: bool = False
     is_up: bool = False
+    """It refused no connection, and nothing was wrong with its last answer."""
     seen_s: float = NEVER
     problem: str = "not asked yet"
     tokens_sent: int = 0
@@ -73,9 +76,9 @@ class Member:
             return None
         return "pool" if self.role == "aggregated" else self.role
 
-    def is_ready(self, now_s: float) -> bool:
-        """Whether it takes requests, as far as is known."""
-        return self.is_up and not self.is_draining and now_s - self.seen_s < FRESH_S
+    def is_ready(self, now_s: float, fresh_s: float = FRESH_S) -> bool:
+        """Whether it takes requests, as far as is known of one that answered so lately."""
+        return self.is_up and not self.is_draining and now_s - self.seen_s < fresh_s
 
 
 @dataclass(eq=False, slots=True)
@@ -141,14 +144,15 @@ class Fleet:
         self._context.destroy(linger=0)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Ask a ready server; None where none answers with 200."""
+        """Ask one ready server after another, another first each time, until one answers with 200;
+        None where none does."""
         now = self._clock()
-        for member in self.members.values():
-            if member.is_ready(now):
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-                    call = self._call(member, path, MAX_TOKENS_BYTES, body)
-                    status, answer = await call
-                    return msgspec.json.decode(answer) if status == 200 else None
+        ready = [one for one in self.members.values() if one.is_ready(now)]
+        for member in random.sample(ready, len(ready)):
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+                status, answer = await self._call(member, path, MAX_TOKENS_BYTES, body)
+                if status == 200:
+                    return msgspec.json.decode(answer)
         return None
 
     async def _call(
@@ -209,12 +213,15 @@ class Fleet:
             cluster, was_up = member.cluster, member.is_up
             try:
                 member.problem = await self._ask_costs(member)
+                member.is_up = not member.problem
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 member.problem = f"does not answer ({type(error).__name__})"
+                # One that is late has work: its answer counts for a while.
+                member.is_up &= not isinstance(error, aiohttp.ClientConnectorError)
             except Exception as error:  # whatever is wrong with a server, it is asked again
                 member.problem = str(error) or type(error).__name__
-            member.is_up = not member.problem
-            if member.is_up:
+                member.is_up = False
+            if not member.problem:
                 member.seen_s = self._clock()
                 if not was_up:
                     logger.info("%s serves", member.url)
@@ -283,6 +290,11 @@ class Fleet:
                 logger.warning("events of %s cannot be followed: %r", member.url, error)
                 self.index.forget(replica.place)
             await asyncio.sleep(EVENTS_AGAIN_S)
+
+    def page_sizes(self) -> set[int]:
+        """Return in how many tokens the servers' pages are named."""
+        replicas = (one for member in self.members.values() for one in member.replicas.values())
+        return {one.record.page_tokens for one in replicas}
 
     def sources_of(self, replica: Replica) -> list[int]:
         """Return the places from which this replica can have pages: of the same namespace, with an

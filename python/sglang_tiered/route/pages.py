@@ -1,7 +1,7 @@
 """``PageIndex``: which server holds which pages, in which memory, as its events say.
 
-A dictionary for each server, of the 64-bit names of ``prompt.page_keys``; about 100 bytes a page.
-Of one thread.
+A set for each memory of each server, of the 64-bit names of ``prompt.page_keys``; about 100 bytes a
+page. Of one thread.
 """
 
 from __future__ import annotations
@@ -12,49 +12,48 @@ from typing import TYPE_CHECKING
 from sglang_tiered.policy.routing import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Container, Iterable, Sequence
 
-__all__ = ["DEVICE", "DISK", "EXTERNAL", "HOST", "MEDIA", "PageIndex"]
+__all__ = ["DEVICE", "DISK", "EXTERNAL", "HOST", "MEDIA", "PageIndex", "Shared"]
 
 DEVICE, HOST, DISK, EXTERNAL = 1, 2, 4, 8
+_ALL = (DEVICE, HOST, DISK, EXTERNAL)
 MEDIA = {"GPU": DEVICE, "CPU_PINNED": HOST, "DISK": DISK, "EXTERNAL": EXTERNAL}
 """By the names of SGLang's events."""
 MAX_PAGES = 4 << 20
-"""Of one server; what comes beyond is not known here."""
+"""Of one memory of a server; what comes beyond is not known here."""
 
 
 class PageIndex:
     """Servers are the positions of a ``RouterView``."""
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[int, int]] = {}
+        self._held: dict[int, dict[int, set[int]]] = {}
         self._soon: dict[int, Counter[int]] = {}
 
     def num_pages(self, server: int) -> int:
-        """Return how many pages of a server are known."""
-        return len(self._held.get(server, ()))
+        """Return how many pages are known in that memory of a server which holds the most."""
+        return max(map(len, self._held.get(server, {}).values()), default=0)
 
-    def store(self, server: int, medium: int, keys: Iterable[int]) -> None:
+    def store(self, server: int, media: int, keys: Collection[int]) -> None:
         """Note that the server holds these pages."""
-        held = self._held.setdefault(server, {})
-        for key in keys:
-            if key in held or len(held) < MAX_PAGES:
-                held[key] = held.get(key, 0) | medium
+        memories = self._held.setdefault(server, {medium: set() for medium in _ALL})
+        for medium in _ALL:
+            if media & medium and len(memories[medium]) + len(keys) <= MAX_PAGES:
+                memories[medium].update(keys)
 
-    def remove(self, server: int, medium: int, keys: Iterable[int]) -> None:
+    def remove(self, server: int, media: int, keys: Collection[int]) -> None:
         """Note that it holds them no longer."""
-        held = self._held.get(server, {})
-        for key in keys:
-            left = held.get(key, 0) & ~medium
-            if left:
-                held[key] = left
-            else:
-                held.pop(key, None)
+        for medium, held in self._held.get(server, {}).items():
+            if media & medium:
+                held.difference_update(keys)
 
     def forget(self, server: int, media: int = DEVICE | HOST | DISK | EXTERNAL) -> None:
         """Forget what the server holds in these memories."""
-        held = self._held.get(server, {})
-        self._held[server] = {key: left for key, has in held.items() if (left := has & ~media)}
+        memories = self._held.get(server, {})
+        for medium in memories:
+            if media & medium:
+                memories[medium] = set()
 
     def drop(self, server: int) -> None:
         """Forget a server, and what it was sent: another may take its place."""
@@ -78,39 +77,31 @@ class PageIndex:
     def own(self, server: int, keys: Sequence[int]) -> tuple[int, int, int]:
         """Return how many leading pages the server itself holds: on the device, up to host memory,
         and up to its NVMe."""
-        held: Mapping[int, int] = self._held.get(server, {})
-        soon: Mapping[int, int] = self._soon.get(server, {})
-        ends = [0, 0, 0]
-        level = 0
-        for at, key in enumerate(keys):
-            has = held.get(key, 0) | (DEVICE if key in soon else 0)
-            while level < 3 and not has & ((2 << level) - 1):
-                level += 1
-            if level == 3:
-                break
-            ends[level] = at + 1
-        return ends[0], max(ends[:2]), max(ends)
+        memories = self._held.get(server, {})
+        nothing: Container[int] = ()
+        soon = self._soon.get(server, nothing)
+        device, host, disk = (memories.get(one, nothing) for one in (DEVICE, HOST, DISK))
+        at, most, ends = 0, len(keys), []
+        for more, last in ((nothing, nothing), (host, nothing), (host, disk)):
+            while at < most and (
+                (key := keys[at]) in device or key in soon or key in more or key in last
+            ):
+                at += 1
+            ends.append(at)
+        return ends[0], ends[1], ends[2]
 
-    def shared(self, servers: Collection[int], keys: Sequence[int]) -> list[int]:
-        """Return the memories in which any of these servers holds each page, until one that none
-        does."""
-        found = []
-        maps = [held for server in servers if (held := self._held.get(server))]
-        for key in keys:
-            has = 0
-            for held in maps:
-                has |= held.get(key, 0)
-            if not has:
-                break
-            found.append(has)
-        return found
+    def shared(self, servers: Collection[int], keys: Sequence[int]) -> Shared:
+        """Return what these servers hold of a prompt together, looked up as far as it is asked
+        for."""
+        known = [memories for server in servers if (memories := self._held.get(server))]
+        return Shared(keys, {one: [memories[one] for memories in known] for one in _ALL})
 
     def held(
         self,
         server: int,
         keys: Sequence[int],
         page_tokens: int,
-        shared: Sequence[int] = (),
+        shared: Shared | None = None,
         *,
         has_peers: bool = False,
         has_bucket: bool = False,
@@ -118,13 +109,38 @@ class PageIndex:
         """Return what the server can have of these pages, in tokens. ``shared``: what it and those
         from which it fetches hold."""
         device, host, nvme = self.own(server, keys)
-        at = nvme
-        while has_peers and at < len(shared) and shared[at] & DISK:
-            at += 1
-        peers = at
-        while has_bucket and at < len(shared) and shared[at] & EXTERNAL:
-            at += 1
-        ends = (0, device, host, nvme, peers, at)
+        peers = shared.end(nvme, DISK) if has_peers and shared is not None else nvme
+        bucket = shared.end(peers, EXTERNAL) if has_bucket and shared is not None else peers
+        ends = (0, device, host, nvme, peers, bucket)
         return Held(
             *((end - start) * page_tokens for start, end in zip(ends, ends[1:], strict=False))
         )
+
+
+class Shared:
+    """What several servers hold of one prompt. Who had the last page is asked first for the next,
+    and a run that was found is not looked for again."""
+
+    def __init__(self, keys: Sequence[int], memories: dict[int, list[set[int]]]) -> None:
+        self._keys, self._memories = keys, memories
+        self._run: dict[int, tuple[int, int]] = {}
+
+    def end(self, start: int, medium: int) -> int:
+        """Return where the run of pages from ``start`` ends that somebody holds in a memory."""
+        first, end = self._run.get(medium, (0, -1))
+        if first <= start <= end:
+            return end
+        held, at = self._memories[medium], start
+        while at < len(self._keys) and _is_held(self._keys[at], held):
+            at += 1
+        self._run[medium] = start, at
+        return at
+
+
+def _is_held(key: int, held: list[set[int]]) -> bool:
+    for place, one in enumerate(held):
+        if key in one:
+            if place:
+                held[0], held[place] = one, held[0]
+            return True
+    return False

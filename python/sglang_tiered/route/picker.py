@@ -23,11 +23,13 @@ from sglang_tiered.policy.routing import (
 )
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
+from sglang_tiered.route.fleet import MAYBE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from sglang_tiered.route.fleet import Fleet, Member, Replica
+    from sglang_tiered.route.pages import Shared
     from sglang_tiered.route.prompt import Prompt
 
 __all__ = ["Picked", "Picker", "Refused"]
@@ -110,10 +112,10 @@ class Picker:
         ``subset`` are the addresses to choose from, if any are given. Unless ``is_awaited``, nobody
         will say when it was answered."""
         now = self._clock()
-        ready = [
-            one
-            for one in self._fleet.members.values()
-            if one.is_ready(now) and (not subset or one.address in subset)
+        among = [one for one in self._fleet.members.values() if not subset or one.address in subset]
+        # At overload all may be late with their costs; that is no reason to refuse.
+        ready = [one for one in among if one.is_ready(now)] or [
+            one for one in among if one.is_ready(now, MAYBE_S)
         ]
         tried = self._tried.get(request, set()) if is_retry else set()
         ready = [one for one in ready if one.address not in tried] or ready
@@ -209,7 +211,7 @@ class Picker:
 
     def _held(self, replicas: Mapping[int, Replica], prompt: Prompt) -> dict[int, Held]:
         index = self._fleet.index
-        groups: dict[tuple[str, bool, int], list[int]] = {}
+        groups: dict[tuple[str, bool, int], Shared] = {}
         found = {}
         for place, replica in replicas.items():
             record = replica.record

@@ -22,6 +22,8 @@ __all__ = ["Body", "Prompt", "ask_of", "page_keys", "parse_body", "prompt_of"]
 
 BYTES_PER_TOKEN = 4
 """Of a prompt whose tokens are not known."""
+MAX_NAMED_PAGES = 1 << 14
+"""Of a prompt; what lies beyond counts as computed."""
 MAX_NEW_TOKENS = 256
 """Of an answer whose bound is not in the request: what choosing a decode server counts on."""
 
@@ -60,12 +62,14 @@ class Prompt:
     _keys: dict[int, list[int]] = field(default_factory=dict)
 
     def keys(self, page_tokens: int) -> list[int]:
-        """Return the names of the whole pages of this size, empty if the tokens are not known."""
+        """Return the names of the first whole pages of this size, empty if no token is known. Takes
+        some milliseconds for each thousand, once."""
         if self.ids is None:
             return []
         found = self._keys.get(page_tokens)
         if found is None:
-            found = page_keys(self.ids, page_tokens, self.extra_key, self.cache_salt)
+            ids = self.ids[: MAX_NAMED_PAGES * page_tokens]
+            found = page_keys(ids, page_tokens, self.extra_key, self.cache_salt)
             self._keys[page_tokens] = found
         return found
 

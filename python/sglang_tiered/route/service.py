@@ -65,7 +65,9 @@ class PickerService:
         members = None if config.members is None else Path(config.members)
         self.fleet = Fleet(self._source, key=self._key, members_directory=members)
         self.picker = Picker(self.fleet)
-        self.reader = TokenReader(self._tokenizer, self._ask, config.pick_s / 2)
+        self.reader = TokenReader(
+            self._tokenizer, self._ask, config.pick_s / 2, self.fleet.page_sizes
+        )
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
         self.decider = Decider(
             self.reader, self.picker, self._classes, self._numbers, self._recorder

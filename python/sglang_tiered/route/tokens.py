@@ -19,7 +19,7 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.route.prompt import BYTES_PER_TOKEN, Body, Prompt, ask_of, parse_body, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
     Ask = Callable[[dict[str, Any]], Awaitable[Sequence[int] | None]]
@@ -29,6 +29,9 @@ __all__ = ["LocalTokenizer", "TokenReader"]
 NUM_THREADS = 4
 MAX_WAITING = 32
 """Prompts in threads at once; further ones go by their bytes."""
+MAX_READ_BYTES, MAX_TEXT_BYTES = 8 << 20, 1 << 20
+"""Larger bodies go by their bytes; larger ones without tokens too. A million tokens, and a quarter
+of one."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +125,15 @@ class TokenReader:
     """Makes prompts of bodies. ``ask`` gets the tokens of a text from a server, where there is no
     tokenizer. Of one event loop; ``close`` it."""
 
-    def __init__(self, tokenizer: LocalTokenizer | None, ask: Ask, budget_s: float) -> None:
+    def __init__(
+        self,
+        tokenizer: LocalTokenizer | None,
+        ask: Ask,
+        budget_s: float,
+        page_sizes: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self._tokenizer, self._ask, self._budget_s = tokenizer, ask, budget_s
+        self._page_sizes = page_sizes
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokens")
         self._num_running = 0
         self.num_late = 0
@@ -138,7 +148,7 @@ class TokenReader:
         guess = Prompt(max(1, len(data) // BYTES_PER_TOKEN))
         if not data:
             return guess
-        if self._num_running >= MAX_WAITING:
+        if self._num_running >= MAX_WAITING or len(data) > MAX_READ_BYTES:
             self.num_late += 1
             return guess
         self._num_running += 1
@@ -161,19 +171,32 @@ class TokenReader:
 
     async def _make(self, data: bytes, path: str) -> Prompt:
         loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(self._threads, self._read, data, path)
+        sizes = self._page_sizes()
+        made = await loop.run_in_executor(self._threads, self._read, data, path, sizes)
         if isinstance(made, Prompt):
             return made
         body, asked = made
         ids = await self._ask(asked)
         return await loop.run_in_executor(
-            self._threads, prompt_of, body, len(data), path, None, ids
+            self._threads, _named, body, len(data), path, sizes, None, ids
         )
 
-    def _read(self, data: bytes, path: str) -> Prompt | tuple[Body, dict[str, Any]]:
+    def _read(
+        self, data: bytes, path: str, sizes: Collection[int]
+    ) -> Prompt | tuple[Body, dict[str, Any]]:
         """Return the prompt, or what a server is to be asked for it."""
         body = parse_body(data)
-        if self._tokenizer is not None:
-            return prompt_of(body, len(data), path, self._tokenizer.encode)
         asked = ask_of(body)
-        return prompt_of(body, len(data), path) if asked is None else (body, asked)
+        if asked is None or len(data) > MAX_TEXT_BYTES:
+            return _named(body, len(data), path, sizes)
+        if self._tokenizer is not None:
+            return _named(body, len(data), path, sizes, self._tokenizer.encode)
+        return body, asked
+
+
+def _named(body: Body, num_bytes: int, path: str, sizes: Collection[int], *more: Any) -> Prompt:
+    """The prompt of a body with the names of its pages, which the event loop has no time for."""
+    prompt = prompt_of(body, num_bytes, path, *more)
+    for size in sizes:
+        prompt.keys(size)
+    return prompt

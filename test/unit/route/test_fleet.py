@@ -37,6 +37,7 @@ class Server:
     def __init__(self) -> None:
         self.costs: Any = self.told(0)
         self.info: Any = b"{}"
+        self.tokenize: Any = None
         self.num_asked = self.num_told = self.num_sent = 0
 
     @staticmethod
@@ -67,10 +68,25 @@ class Server:
         return answer
 
 
+async def serve(server: Server) -> web.AppRunner:
+    app = web.Application()
+    app.router.add_get("/tier/costs", server.answer_costs)
+    app.router.add_get("/server_info", server.answer_info)
+    if server.tokenize is not None:
+        app.router.add_post("/v1/tokenize", server.tokenize)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
 def follow(
-    folder: Path, server: Server, steps: Callable[[Fleet, Callable[..., Any]], Awaitable[None]]
+    folder: Path,
+    server: Server,
+    steps: Callable[[Fleet, Callable[..., Any]], Awaitable[None]],
+    *others: Server,
 ) -> None:
-    """Have a fleet of this server alone, and take ``steps`` with it."""
+    """Have a fleet of these servers, and take ``steps`` with it."""
 
     async def until(is_so: Callable[[], object]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -78,15 +94,9 @@ def follow(
                 await asyncio.sleep(0.01)
 
     async def run() -> None:
-        app = web.Application()
-        app.router.add_get("/tier/costs", server.answer_costs)
-        app.router.add_get("/server_info", server.answer_info)
-        runner = web.AppRunner(app, shutdown_timeout=0.0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        runners = [await serve(one) for one in (server, *others)]
         file = folder / "servers"
-        file.write_text(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
+        file.write_text("".join(f"http://127.0.0.1:{one.addresses[0][1]}\n" for one in runners))
         fleet = Fleet(Source(str(file)), key="secret")
         work = asyncio.create_task(fleet.run())
         try:
@@ -96,7 +106,8 @@ def follow(
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await fleet.close()
-            await runner.cleanup()
+            for one in runners:
+                await one.cleanup()
 
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         runner.run(run())
@@ -205,3 +216,56 @@ def test_nonsense_about_events_is_asked_again(
         await until(lambda: server.num_told > 2)
 
     follow(tmp_path, server, steps)
+
+
+def test_slow_answers_leave_a_server_ready(tmp_path: Path) -> None:
+    """At overload the process that tells costs is busy with prompts."""
+    server = Server()
+
+    async def costs(_: web.Request) -> web.Response:
+        await asyncio.sleep(1.2)
+        return web.Response(body=server.told(0))
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: only(fleet).is_up)
+        server.costs = costs
+        asked = server.num_asked
+        while server.num_asked < asked + 4:
+            assert only(fleet).is_ready(fleet._clock())
+            await asyncio.sleep(0.02)
+
+    follow(tmp_path, server, steps)
+
+
+def test_refused_connection_is_believed_at_once(tmp_path: Path) -> None:
+    server = Server()
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: only(fleet).is_up)
+        only(fleet).url = "http://127.0.0.1:1"
+        await until(lambda: not only(fleet).is_up)
+        assert only(fleet).problem.startswith("does not answer")
+
+    follow(tmp_path, server, steps)
+
+
+def test_tokens_are_asked_of_whoever_answers(tmp_path: Path) -> None:
+    servers = Server(), Server()
+    asked = [0, 0]
+
+    def tokenizer(number: int, status: int) -> Any:
+        async def answer(_: web.Request) -> web.Response:
+            asked[number] += 1
+            return web.json_response({"tokens": [number]}, status=status)
+
+        return answer
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: len(fleet.members) == 2)
+        await until(lambda: all(one.is_up for one in fleet.members.values()))
+        for _ in range(20):
+            assert await fleet.ask("/v1/tokenize", {}) == {"tokens": [1]}
+        assert asked[0] > 0 and asked[1] == 20, "another is first each time"
+
+    servers[0].tokenize, servers[1].tokenize = tokenizer(0, 500), tokenizer(1, 200)
+    follow(tmp_path, servers[0], steps, servers[1])

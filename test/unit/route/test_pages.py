@@ -29,7 +29,7 @@ def test_a_gap_ends_the_prefix() -> None:
 def test_peers_then_bucket_lie_beyond_the_own() -> None:
     index = index_of((0, DEVICE, KEYS[:1]), (1, DISK, KEYS[:3]), (2, EXTERNAL, KEYS[:5]))
     shared = index.shared([0, 1, 2], KEYS)
-    assert len(shared) == 5
+    assert (shared.end(0, DISK), shared.end(3, EXTERNAL), shared.end(5, EXTERNAL)) == (3, 5, 5)
     both = index.held(0, KEYS, 1, shared, has_peers=True, has_bucket=True)
     assert both == Held(device=1, peer=2, object=2)
     assert index.held(0, KEYS, 1, shared, has_peers=True) == Held(device=1, peer=2)

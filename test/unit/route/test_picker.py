@@ -210,3 +210,15 @@ def test_slowdown_is_learnt_of_streams_alone(world: World) -> None:
     world.clock.now += 9.0
     world.picker.answered(picked, True, member.address)
     assert state.slowdown > 1.0
+
+
+def test_servers_that_are_all_late_are_picked(world: World) -> None:
+    late, drained, refused = world.add(), world.add(), world.add()
+    drained.is_draining, refused.is_up = True, False
+    world.clock.now += 10.0
+    assert world.pick(prompt_of()).targets == [late]
+    ready = world.add()
+    assert world.pick(prompt_of()).targets == [ready]
+    ready.is_up = False
+    world.clock.now += 60.0
+    assert isinstance(world.picker.pick(prompt_of(), PLAIN), Refused)

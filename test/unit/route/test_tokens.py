@@ -83,7 +83,7 @@ class Asked:
 
 def read(asked: Asked, *bodies: bytes, budget_s: float = 5.0) -> tuple[list[Prompt], int]:
     async def run() -> tuple[list[Prompt], int]:
-        reader = TokenReader(None, asked, budget_s)
+        reader = TokenReader(None, asked, budget_s, lambda: {64})
         try:
             made = await asyncio.gather(*(reader.read(one, "/v1/completions") for one in bodies))
             return list(made), reader.num_late
@@ -111,3 +111,19 @@ def test_hanging_server_holds_no_request_up() -> None:
     prompts, num_late = read(Asked(hangs=True), *[body] * 40, budget_s=0.05)
     assert all(one.ids is None and one.num_tokens > 1000 for one in prompts)
     assert num_late == 40
+
+
+def test_huge_bodies_take_nobodys_time() -> None:
+    """One client's would be all that the picker does."""
+    asked = Asked()
+    text = json.dumps({"prompt": "x" * (2 << 20)}).encode()
+    ids = b'{"prompt": [' + b"1," * (4 << 20) + b"1]}"
+    (as_text, as_ids), num_late = read(asked, text, ids)
+    assert (as_text.ids, as_ids.ids, asked.asked, num_late) == (None, None, 0, 1)
+    assert as_ids.num_tokens == len(ids) // 4
+
+
+def test_first_pages_are_named_in_the_thread() -> None:
+    body = json.dumps({"prompt": [1] * (1 << 20) + [2] * 64}).encode()
+    (prompt,), _ = read(Asked(), body)
+    assert len(prompt._keys[64]) == 1 << 14 and prompt.num_tokens == (1 << 20) + 64
