@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -105,11 +107,23 @@ def test_streamed_body_goes_to_the_pick_whole(front: Front, mocks: Mocks) -> Non
 
 
 def test_body_beyond_the_bound_is_passed_on(front: Front, mocks: Mocks) -> None:
-    """The picker keeps 16 MiB of it at most, and picks by the length."""
-    body = b" " * (24 << 20)
-    answer = front.ask(CHAT, body, {SUBSET: mocks[2].address})
-    assert (answer.status, answer.served_by) == (200, mocks[2].address)
-    assert mocks[2].seen[-1]["length"] == len(body)
+    """The picker keeps 16 MiB of it at most, and picks by the length before it ends."""
+    part, picks = b" " * (12 << 20), "sglang_tiered_route_picks_total"
+    before = front.metric(picks)
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Length", str(3 * len(part)))
+        connection.putheader(SUBSET, mocks[2].address)
+        connection.endheaders()
+        connection.send(part)
+        connection.send(part)
+        eventually(lambda: front.metric(picks) > before, "a pick")
+        connection.send(part)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("x-served-by")) == (200, mocks[2].address)
+        answer.read()
+    assert mocks[2].seen[-1]["length"] == 3 * len(part)
 
 
 @pytest.mark.parametrize("fails", ["503", "reset", "late"])
