@@ -152,7 +152,7 @@ class _Exchange:
 
     async def answer(self, message: Any) -> list[Any]:
         """Return what a message is answered with."""
-        is_whole = True
+        is_whole, trailing = True, []
         kind = message.WhichOneof("choice")
         if message.HasField("protocol_config"):
             self._is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
@@ -171,14 +171,16 @@ class _Exchange:
             is_whole = part.end_of_stream
             if not is_whole and len(self._body) <= MAX_BODY_BYTES:
                 return []
-        else:  # trailers
+        elif kind == "request_trailers" and self._is_duplex and self._picked is None:
+            kind, is_whole, trailing = "request_body", False, [_answer(kind)]  # its last chunk
+        else:
             return [] if kind is None else [_answer(kind)]
         body = bytes(self._body)
         answer = await self._decider.decide(self._headers, body, self._subset)
         if isinstance(answer, Refused):
             return [_refusal(answer)]
         self._picked, self._body = answer, bytearray()
-        return _responses(kind, answer, body, self._is_duplex, is_whole=is_whole)
+        return [*_responses(kind, answer, body, self._is_duplex, is_whole=is_whole), *trailing]
 
     def _head(self, message: Any) -> Any:
         self._was_answered = True
