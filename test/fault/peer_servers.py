@@ -129,6 +129,12 @@ class Server:
         self.sync.set_namespace(namespace)
         self.pages.set_namespace(namespace)
 
+    def lose_sight(self) -> None:
+        """Name no other server, and end the links to those that were named."""
+        self.sync.discovery._targets = ()
+        self.refresh()
+        self.sync.follower._loop.call(self.sync.follower._end_all)
+
     def refresh(self) -> None:
         assert self.sync.refresh(WAIT_S)
 

@@ -3,15 +3,17 @@ erased x where the other server is when it happens, and what may go wrong beside
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 from peer_servers import OTHER
 
 from kit.waiting import eventually
+from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import ended, is_true
+from sglang_tiered.storage.promises import ended, is_true, keep, promise
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def test_an_erasure_is_applied_once_before_pages_move(
         two.close()
     elif other_is == "away":
         for server in (one, two):
-            server.sync.discovery._targets = ()  # neither knows where the other is
+            server.lose_sight()  # neither knows where the other is
         servers.know_each_other()
     else:
         servers.know_each_other()
@@ -105,6 +107,8 @@ def test_an_erasure_is_applied_once_before_pages_move(
         one = servers.open([1], notes=shard.open())
         assert one.sync.book.digest != bytes(16), "it forgot"
         two = servers.open([2])
+    elif other_is == "unlisted":  # told by nobody but the next answer
+        eventually(lambda: two.finds(1) == [False] or has_applied(two, what))
     eventually(lambda: two.finds(1) == [True])
     assert has_applied(two, what), "it took a page first"
     if other_is != "unlisted":
@@ -131,7 +135,7 @@ def test_an_unlisted_server_tells_those_it_follows(servers: Servers) -> None:
     assert is_true(two.erase(Erasure.of(KEYS)), 20.0)
     assert one.forgotten == KEYS
     # And those that it could not tell when it happened.
-    two.sync.discovery._targets = ()
+    two.lose_sight()
     eventually(lambda: two.num_followed == 0)
     assert is_true(two.erase(Erasure(tenant=TENANT)), 20.0)
     two.sync.discovery._targets = servers.roster
@@ -197,6 +201,70 @@ def test_a_namespace_that_returns_knows_its_erasures(servers: Servers) -> None:
         two.set_namespace(namespace)
     eventually(lambda: one.finds(2) == two.finds(1) == [True])
     assert two.purged == [TENANT]
+
+
+def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
+    """A server whose link is made again lives, and has its say."""
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    gate, follower = threading.Event(), one.sync.follower
+    two.erase_store = lambda _: ended(gate.wait(60.0))
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: two.purged == [TENANT])
+    (link,) = [each for each in follower._all() if each.is_live]
+    follower._loop.call(follower._lose, link, "it reset the connection")
+    eventually(lambda: link.link is None)
+    again = one.erase(Erasure(tenant=ANOTHER))
+    follower.settle()
+    eventually(lambda: link.is_live)
+    one.refresh()
+    assert not done.done() and not again.done()
+    gate.set()
+    assert is_true(done, 20.0) and is_true(again, 20.0)
+    assert {TENANT, ANOTHER} <= set(two.purged)
+
+
+def test_a_name_never_found_ends_no_erasure(servers: Servers) -> None:
+    servers.roster.append(Target("no-such-host.invalid", 1))
+    one = servers.open([1])
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: one.sync.discovery.num_failures > 2)
+    assert not done.done(), "who knows what is there"
+    servers.roster.pop(0)
+    assert is_true(done, 20.0)
+
+
+def test_a_server_named_no_more_counts_while_it_answers(servers: Servers) -> None:
+    """As where a Redis lost all it knew."""
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    one.sync.discovery._targets = ()
+    one.refresh()
+    assert one.finds(2) == [True]
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    assert two.purged == [TENANT]
+    two.close()
+    follower = one.sync.follower
+    eventually(lambda: not any(each.is_live for each in follower._all()))
+    for each in follower._all():
+        each.lost_at -= 60.0
+    eventually(lambda: not follower._all())
+
+
+def test_an_erasure_is_durable_everywhere_before_done(servers: Servers) -> None:
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    local = promise()
+    two.erase_store = lambda _: local
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: two.purged == [TENANT])
+    servers.know_each_other()
+    assert not done.done() and one.finds(2) == [False]
+    two.erase_store = lambda _: ended(len(two.purged) > 2)
+    keep(local, False)  # the disk refuses, and again when it is told again
+    assert is_true(done, 20.0)
+    assert len(two.purged) == 3
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
 
 
 def test_closing_says_that_nobody_was_told(servers: Servers) -> None:

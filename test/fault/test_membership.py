@@ -128,7 +128,9 @@ def test_a_dead_redis_costs_only_new_servers(
     one, two = join(1), join(2)
     two.exchange()
     told: list[list[str]] = []
-    discovery = Discovery((), (), membership=one, found=told.append, every_s=0.05)
+    discovery = Discovery(
+        (), (), membership=one, found=lambda found, _: told.append(found), every_s=0.05
+    )
     try:
         eventually(lambda: told and len(told[-1]) == 2)
         for stop in (redis_server.pause, redis_server.kill):

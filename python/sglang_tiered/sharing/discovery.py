@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Tells ``found`` the addresses whenever it has looked. ``ports`` are added to a target's
+    """Tells ``found`` the addresses whenever it has looked, and whether each name was found by now,
+    be it once. ``ports`` are added to a target's
     port: those of the ranks to follow. ``membership`` is closed with it."""
 
     def __init__(
@@ -41,7 +42,7 @@ class Discovery:
         ports: Sequence[int],
         *,
         membership: Membership | None,
-        found: Callable[[list[str]], None],
+        found: Callable[[list[str], bool], None],
         every_s: float,
     ) -> None:
         self._targets = targets
@@ -114,7 +115,9 @@ class Discovery:
         if self._membership is not None:
             works &= self._try(_INDEX, self._membership.exchange)
         addresses = dict.fromkeys(each for found in self._known.values() for each in found)
-        self._found(list(addresses)[:MAX_ADDRESSES])
+        if self._membership is None:
+            named.discard(_INDEX)
+        self._found(list(addresses)[:MAX_ADDRESSES], named <= self._known.keys())
         return works
 
     def _resolved(self, target: Target) -> list[str]:

@@ -90,12 +90,15 @@ class _Shelf:
     records: dict[bytes, _Record] = field(default_factory=dict)
     dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
     sum: int = 0
+    noted: int = 0  # the same of those that outlast a restart
     keys_bytes: int = 0
     num_forgets: int = 0
 
     def add(self, name: bytes, record: _Record) -> None:
         self.records[name] = record
         self.sum ^= xxhash.xxh3_128_intdigest(name)
+        if record.is_noted:
+            self.noted ^= xxhash.xxh3_128_intdigest(name)
         if record.keys is not None:
             self.keys_bytes += len(record.keys)
             self.num_forgets += 1
@@ -104,15 +107,26 @@ class _Shelf:
         while len(self.records) - self.num_forgets > MAX_PURGES:
             self.drop(next(n for n, each in self.records.items() if each.keys is None))
 
+    def note(self, name: bytes) -> None:
+        """Count a record as one that outlasts a restart, if it is here."""
+        if name in self.records:
+            self.noted ^= xxhash.xxh3_128_intdigest(name)
+
     def drop(self, name: bytes) -> None:
-        record = self.records.pop(name)
-        self.sum ^= xxhash.xxh3_128_intdigest(name)
-        if record.keys is not None:
-            self.keys_bytes -= len(record.keys)
-            self.num_forgets -= 1
+        self.withdraw(name)
         self.dropped[name[:SHORT_ID_BYTES]] = None
         while len(self.dropped) > MAX_DROPPED:
             del self.dropped[next(iter(self.dropped))]
+
+    def withdraw(self, name: bytes) -> None:
+        """Know it no longer: whoever does may tell it again."""
+        record = self.records.pop(name)
+        self.sum ^= xxhash.xxh3_128_intdigest(name)
+        if record.is_noted:
+            self.noted ^= xxhash.xxh3_128_intdigest(name)
+        if record.keys is not None:
+            self.keys_bytes -= len(record.keys)
+            self.num_forgets -= 1
 
 
 class _Spreading(NamedTuple):
@@ -170,8 +184,14 @@ class ErasureBook:
 
     @property
     def digest(self) -> bytes:
-        """A digest of the set of erasures that were applied here, in any order."""
+        """A digest of the set of erasures that were applied here, in any order: with whom pages may
+        be exchanged."""
         return self._shelf.sum.to_bytes(ID_BYTES, "little")
+
+    @property
+    def noted_digest(self) -> bytes:
+        """The same of those that are durable and noted: what others are told."""
+        return self._shelf.noted.to_bytes(ID_BYTES, "little")
 
     def __len__(self) -> int:
         return len(self._shelf.records)
@@ -184,15 +204,16 @@ class ErasureBook:
             return Known(self._shelf.sum.to_bytes(ID_BYTES, "little"), self._version), names
 
     def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
-        """Compare with what another server knows, by short ids. Returns this server's digest, what
-        the other lacks, oldest first and as much as one message takes, and what this one lacks."""
+        """Compare with what another server knows, by short ids. Returns the digest of what is noted
+        here, what the other lacks, oldest first and as much as one message takes, and what is not
+        noted here."""
         theirs = set(_short(ids))
         with self._lock:
             records, dropped = self._shelf.records, self._shelf.dropped
             lacked = {n: r for n, r in records.items() if n[:SHORT_ID_BYTES] not in theirs}
-            ours = {name[:SHORT_ID_BYTES] for name in records}
+            ours = {name[:SHORT_ID_BYTES] for name, record in records.items() if record.is_noted}
             lacking = b"".join(each for each in theirs if each not in ours and each not in dropped)
-            digest = self._shelf.sum.to_bytes(ID_BYTES, "little")
+            digest = self._shelf.noted.to_bytes(ID_BYTES, "little")
             return digest, self._pack(lacked.items()), lacking
 
     def take(self, ids: bytes) -> list[Erased]:
@@ -343,16 +364,23 @@ class ErasureBook:
             self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
-        """Note what has become durable since. What cannot be noted is tried with the next call."""
+        """Note what has become durable since. What cannot be noted is tried with the next call.
+        What cannot become durable is known no longer, so that others tell it again."""
         with self._lock:
             settled = {
                 name: (namespace, record)
                 for name, (namespace, record) in self._unnoted.items()
                 if record.local is None or record.local.done()
             }
-            for name, (_, record) in settled.items():
-                if not record.is_durable:
-                    del self._unnoted[name]
+            failed = {name for name, (_, record) in settled.items() if not record.is_durable}
+            for name in failed:
+                namespace, record = self._unnoted.pop(name)
+                if self._shelves.get(namespace, _Shelf()).records.get(name) is record:
+                    self._shelves[namespace].withdraw(name)
+            for each in self._spreading:
+                if failed.intersection(each.names):
+                    keep(each.is_done, False)
+            self._spreading = [each for each in self._spreading if not each.is_done.done()]
         fresh = {name: each for name, each in settled.items() if each[1].is_durable}
         offset_s = self._wall_clock() - self._clock()
         notes = [_note(name, *each, offset_s) for name, each in fresh.items()]
@@ -362,7 +390,9 @@ class ErasureBook:
         if not is_true(noted, _NOTE_WAIT_S):
             return
         with self._lock:
-            for name, (_, record) in fresh.items():
+            for name, (namespace, record) in fresh.items():
+                if namespace in self._shelves and not record.is_noted:
+                    self._shelves[namespace].note(name)
                 record.is_noted = True
                 self._unnoted.pop(name, None)
 

@@ -56,6 +56,7 @@ _ASIDE_S = 30.0  # an address that leads to this server, or to one that is known
 _COMPARE_S = 1.0  # what was told meanwhile needs no comparison
 _TEACH = 8  # erasures of a message, with 1,024 keys each
 _NOBODY = bytes(ID_BYTES)
+_UNTOLD = b"\xff" * ID_BYTES  # no digest: who says so is answered at once
 _Position = tuple[int, int, int | None]  # epoch, sequence, cursor
 
 
@@ -65,6 +66,8 @@ class _Followed:
 
     address: str
     backoff: Backoff
+    is_named: bool = True  # else it is followed for as long as it answers
+    has_answered: bool = False  # over this link
     link: PageLink | None = None
     aside_until: float = 0.0
     lost_at: float = 0.0
@@ -77,7 +80,7 @@ class _Followed:
     num_taken: int = 0  # fingerprints of the snapshot under way
     asked: deque[_Position] = field(default_factory=deque)  # without an answer
     num_answers: int = 0
-    told: bytes = _NOBODY
+    told: bytes = _UNTOLD
     version: int = -1  # of the book: it has applied all up to here
     comparing: Known | None = None
     compare_at: float = 0.0
@@ -126,6 +129,7 @@ class Follower:
         self._promises = Promises()
         self._log = OnceLog(logger)
         self._is_closed = False
+        self._is_whole = False
         self.num_failures = 0
         self.num_breaches = 0
         self.num_fingerprints = 0  # heard
@@ -135,9 +139,11 @@ class Follower:
 
     # ---- Any thread ----
 
-    def use(self, addresses: Iterable[str]) -> None:
-        """Follow the servers at these addresses, ``tcp://IP:port``, and no others."""
-        self._loop.call(self._use, list(addresses))
+    def use(self, addresses: Iterable[str], is_whole: bool) -> None:
+        """Follow the servers at these addresses, ``tcp://IP:port``, and those that are named no
+        more for as long as they answer. ``is_whole``: there may be no others, so what these have
+        erased is erased everywhere."""
+        self._loop.call(self._use, list(addresses), is_whole)
 
     def tell(self, begun: list[Erased]) -> None:
         """Tell others what has just begun here."""
@@ -179,18 +185,16 @@ class Follower:
             return
         self._is_closed = True
         self._promises.close()
-        self._loop.call(self._use, [])
+        self._loop.call(self._end_all)
         self._loop.stop()
         self._context.destroy(linger=0)
 
     # ---- The follower's thread ----
 
-    def _use(self, addresses: list[str]) -> None:
-        for address in self._followed.keys() - set(addresses):
-            gone = self._followed.pop(address)
-            self._end_link(gone)
-            self._drop(gone)
-            self._log.settle(address)
+    def _use(self, addresses: list[str], is_whole: bool) -> None:
+        self._is_whole |= is_whole
+        for each in self._all():
+            each.is_named = each.address in addresses
         for address in addresses:
             if address not in self._followed:
                 backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
@@ -204,7 +208,10 @@ class Follower:
             if link is None:
                 if each.known is not None and now - each.lost_at > self._silence_s:
                     self._drop(each)
-                if each.backoff.is_over(now) and each.aside_until <= now and not self._is_closed:
+                if not each.is_named:
+                    if each.known is None:
+                        self._end(each)
+                elif each.backoff.is_over(now) and each.aside_until <= now and not self._is_closed:
                     self._connect(each, now)
             elif not link.is_open and now - link.opened_at > self._settings.connect_timeout_s:
                 self._lose(each, "it does not answer")
@@ -232,6 +239,7 @@ class Follower:
             return
         each.asked.clear()
         each.comparing, each.version = None, -1
+        each.has_answered, each.told = False, _UNTOLD
         self._loop.add_socket(link.socket, lambda: self._on_messages(each, link))
         self._loop.add_socket(link.monitor, lambda: self._on_monitor(each, link))
         self._ask(each)
@@ -291,6 +299,7 @@ class Follower:
             raise TransferError("a page server answered what it was not asked.")
         is_new = each.asked.popleft() == each.position  # else it is of a question from before
         each.num_answers += 1
+        each.has_answered = True
         each.backoff.succeed()
         if message.server == self._server:
             self._set_aside(each)  # it is this server itself
@@ -443,7 +452,15 @@ class Follower:
         self._settle()
 
     def _settle(self) -> None:
-        versions = [each.version for each in self._all() if each.is_live]
+        """What has spread: to whoever answered within ``silence_s``, or may be about to answer for
+        the first time."""
+        versions = [
+            each.version
+            for each in self._all()
+            if each.known is not None or (each.link is not None and not each.has_answered)
+        ]
+        if not self._is_whole:
+            versions.append(-1)
         self._book.settle(min(versions, default=None))
 
     # ---- Coming and going ----
@@ -454,6 +471,7 @@ class Follower:
         for each in self._all():
             each.known, each.server, each.epoch, each.cursor = None, _NOBODY, 0, 0
             each.comparing, each.version, each.compare_at = None, -1, 0.0
+            each.has_answered = False
             if each.link is not None:
                 self._ask(each)  # its parked question is of the one before
 
@@ -503,11 +521,21 @@ class Follower:
             keep(future, True)  # there is nobody to ask
         each.waiting.clear()
 
+    def _end(self, each: _Followed) -> None:
+        del self._followed[each.address]
+        self._end_link(each)
+        self._drop(each)
+        self._log.settle(each.address)
+
+    def _end_all(self) -> None:
+        for each in self._all():
+            self._end(each)
+
     def _drop(self, each: _Followed) -> None:
         if each.known is not None:
             self._mirror.drop(each.known)
             each.known = None
-            each.server, each.epoch, each.cursor, each.told = _NOBODY, 0, 0, _NOBODY
+            each.server, each.epoch, each.cursor, each.told = _NOBODY, 0, 0, _UNTOLD
 
     def _fail(self, each: _Followed, why: str) -> None:
         self.num_failures += 1

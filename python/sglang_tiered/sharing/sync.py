@@ -77,7 +77,7 @@ class PeerSync:
             clock=clock,
         )
         self.holdings = Holdings(held)
-        self._shown = self.book.digest
+        self._shown = self.book.noted_digest
         self._log = OnceLog(logger)
         self._tell: Callable[[], None] = lambda: None
         self._wakes = threading.Condition()
@@ -131,7 +131,8 @@ class PeerSync:
 
     @property
     def digest(self) -> bytes:
-        """That of the erasures whose pages followers are told to be gone, or will be first."""
+        """That of the erasures that a restart does not undo, and whose pages followers are told to
+        be gone, or will be first."""
         return self._shown
 
     def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
@@ -226,12 +227,12 @@ class PeerSync:
             begun = self._clock()
             try:
                 self._apply(told, moment)
-                digest = self.book.digest  # before: what it names is hidden by now
+                self.book.save()
+                digest = self.book.noted_digest  # before: what it names is hidden by now
                 is_new = self.holdings.look()
                 if is_new or digest != self._shown:
                     self._shown = digest
                     self._tell()
-                self.book.save()
             except Exception:
                 self._log.fault("keeper", "internal error in what others are told; it goes on")
             else:

@@ -45,8 +45,12 @@ class Found:
         self.told: list[list[str]] = []
         self.targets = list(targets)
         self.discovery = Discovery(
-            self.targets, ports, membership=None, found=self.told.append, every_s=0.02
+            self.targets, ports, membership=None, found=self._found, every_s=0.02
         )
+
+    def _found(self, addresses: list[str], is_whole: bool) -> None:
+        self.is_whole = is_whole
+        self.told.append(addresses)
 
 
 @pytest.fixture
@@ -71,13 +75,13 @@ def test_a_name_that_does_not_resolve_ends_nothing(opened: list[Found]) -> None:
     opened.append(Found(Target("no-such-host.invalid", 1), Target("127.0.0.1", 2)))
     one = opened[0]
     eventually(lambda: one.told)
-    assert one.told[-1] == ["tcp://127.0.0.1:2"]
+    assert one.told[-1] == ["tcp://127.0.0.1:2"] and not one.is_whole
     assert "no-such-host.invalid:1 is not found" in one.discovery.trouble
     # What was known stays known once its name is gone.
     one.discovery._known["no-such-host.invalid:1"] = ["tcp://192.0.2.1:1"]
     num_told = len(one.told)
     eventually(lambda: len(one.told) > num_told + 1)
-    assert "tcp://192.0.2.1:1" in one.told[-1]
+    assert "tcp://192.0.2.1:1" in one.told[-1] and one.is_whole
     assert one.discovery.num_failures > 1
     one.targets.pop(0)
     eventually(lambda: one.told[-1] == ["tcp://127.0.0.1:2"])

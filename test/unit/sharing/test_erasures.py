@@ -65,6 +65,8 @@ def shelf() -> Shelf:
 
 def exchange(one: ErasureBook, other: ErasureBook) -> tuple[list[Erased], list[Erased]]:
     """What each lacks of the other, as the follower of ``other`` would hear and teach it."""
+    for book in (one, other):
+        book.save()
     _, ids = one.ids()
     _, told, lacking = other.compare(ids)
     return one.unknown(told), one.take(lacking)
