@@ -187,6 +187,7 @@ def test_pages_beyond_the_bound_wait_for_room(servers: Servers) -> None:
     two = servers.open(range(1, 151))
     servers.know_each_other()
     figures = one.sync.mirror.figures()
-    assert (figures.num_pages, figures.num_cut) == (100, 50)
+    assert (figures.num_pages, figures.num_cut) == (0, 150)
+    assert "more than 100 to be known" in next(iter(one.sync.follower.troubles.values()))
     two.hold(range(61, 151))
     eventually(lambda: all(one.finds(*range(61, 151))))

@@ -321,7 +321,7 @@ class Follower:
             self._mirror.choose()
             self._agree(each)
             self._settle()
-            if not each.trouble.startswith("its erasures"):
+            if not (known.is_cut or each.trouble.startswith("its erasures")):
                 self._recover(each)
         if each.link is None:
             return
@@ -365,25 +365,42 @@ class Follower:
         if message.epoch != each.epoch or each.epoch == 0:
             each.epoch, each.cursor = 0, 0  # of numbers whose beginning is not here
         elif message.start is not None:
-            if message.start != each.cursor:
-                each.cursor = 0
-                return
-            each.num_taken += max(len(added), 1)
-            if each.num_taken > 4 * self._max_pages + messages.MAX_FINGERPRINTS:
-                raise TransferError("a page server names pages without an end.")
-            self._mirror.add_pages(known, added)
-            each.cursor = None if message.end is None else message.end + 1
-            if each.cursor is None:
-                self._mirror.loaded(known)
+            self._take_piece(each, known, message, added)
         elif message.num_added or message.num_removed:
             if each.cursor is not None or message.sequence != each.sequence + 1:
                 each.cursor = 0
                 return
-            self._mirror.remove_pages(known, removed)
-            self._mirror.add_pages(known, added)
+            if known.is_cut:
+                self._mirror.note_cut(known, len(added) - len(removed))
+            else:
+                self._mirror.remove_pages(known, removed)
+                if not self._mirror.add_pages(known, added):
+                    self._cut(each, known, known.num_pages + known.num_cut + len(added))
             each.sequence += 1
         if each.cursor is None and self._mirror.may_hold_more(known):
             each.cursor = 0
+
+    def _take_piece(
+        self, each: _Followed, known: MirroredPeer, message: Changes, added: Fingerprints
+    ) -> None:
+        if message.start != each.cursor:
+            each.cursor = 0
+            return
+        each.num_taken += max(len(added), 1)
+        if each.num_taken > 4 * self._max_pages + messages.MAX_FINGERPRINTS:
+            raise TransferError("a page server names pages without an end.")
+        each.cursor = None if message.end is None else message.end + 1
+        if not self._mirror.add_pages(known, added):
+            part = (each.cursor or 1 << 64) / (1 << 64)  # fingerprints are spread evenly
+            self._cut(each, known, int(each.num_taken / part))
+        elif each.cursor is None:
+            self._mirror.loaded(known)
+
+    def _cut(self, each: _Followed, known: MirroredPeer, num_pages: int) -> None:
+        """Go on without a server's pages until there is room for all."""
+        self._mirror.cut(known, num_pages)
+        each.cursor = None
+        self._report(each, f"with its pages there are more than {self._max_pages:,} to be known")
 
     # ---- Erasures ----
 

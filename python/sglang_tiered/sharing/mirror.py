@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Mirror", "MirrorFigures", "MirroredPeer", "Peer", "distinct", "fingerprints_of"]
 
 _PIECE = 1 << 11  # pages added while the lock is held once
-_ROOM = 0.9  # of the bound: below it, pages that did not fit are taken again
+_MANY = 64  # if a part of so many of a server's pages does not fit, nothing of it is known
+_ROOM = 0.95  # of the bound: below it, pages that did not fit are taken again
 
 
 class Peer(NamedTuple):
@@ -59,7 +60,8 @@ class MirroredPeer:
     is_live: bool = False  # connected, and of this namespace
     is_loaded: bool = False  # all its pages are known
     num_pages: int = 0
-    num_cut: int = 0  # pages beyond the bound
+    is_cut: bool = False  # nothing of it is known, as there is no room for all
+    num_cut: int = 0  # pages beyond the bound; while it is loaded anew what room is wanted
     avoided_until: float = 0.0
 
 
@@ -205,8 +207,7 @@ class Mirror:
     def unload(self, known: MirroredPeer) -> None:
         """Forget the pages of a server."""
         with self.lock:
-            known.is_loaded = False
-            known.num_cut = 0
+            known.is_loaded = known.is_cut = False
             self._choose()
             if not known.num_pages:
                 return
@@ -220,17 +221,34 @@ class Mirror:
         """Note that all pages of a server were added."""
         with self.lock:
             known.is_loaded = True
+            known.num_cut = 0
             self._choose()
 
     def may_hold_more(self, known: MirroredPeer) -> bool:
-        """Whether there is room by now for pages that did not fit."""
-        return known.num_cut > 0 and self._num_held < _ROOM * self._max_pages
+        """Whether there is room by now for pages that did not fit, beside servers that are being
+        loaded."""
+        if not known.num_cut:
+            return False
+        loading = [k for k in self._peers.values() if not (k.is_loaded or k.is_cut or k is known)]
+        wanted = self._num_held + sum(max(k.num_cut - k.num_pages, 0) for k in loading)
+        return wanted + known.num_cut * known.is_cut < _ROOM * self._max_pages
 
-    def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
-        """Note that a server holds pages."""
+    def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> bool:
+        """Note that a server holds pages. Of one that is loaded a few that do not fit are left out;
+        else false is returned: ``cut`` it."""
         pages = distinct(pages)
-        for start in range(0, len(pages), _PIECE):
-            self._add(known, pages[start : start + _PIECE])
+        starts = range(0, len(pages), _PIECE)
+        return all(self._add(known, pages[start : start + _PIECE]) for start in starts)
+
+    def cut(self, known: MirroredPeer, num_pages: int) -> None:
+        """Find nothing at a server that has about so many pages: a conversation is found up to its
+        first page that is not known, so most pages of a server are worth little."""
+        self.unload(known)  # which is by pieces
+        known.is_cut, known.num_cut = True, min(num_pages, 4 * self._max_pages)
+
+    def note_cut(self, known: MirroredPeer, num_pages: int) -> None:
+        """Note how the pages of a server that is cut became more, or less."""
+        known.num_cut = max(known.num_cut + num_pages, 1)
 
     def remove_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
         """Note that a server no longer holds pages."""
@@ -239,7 +257,7 @@ class Mirror:
             with self.lock:
                 self._clear(known.slot, pages[start : start + _PIECE])
 
-    def _add(self, known: MirroredPeer, pages: Fingerprints) -> None:
+    def _add(self, known: MirroredPeer, pages: Fingerprints) -> bool:
         table = self._table
         if table.num_used + len(pages) > table.capacity or known.slot >= (
             table.num_words * WORD_BITS
@@ -251,6 +269,9 @@ class Mirror:
             unheld = np.flatnonzero(~table.holders(rows).any(axis=0))
             cut = unheld[max(self._max_pages - self._num_held, 0) :]
             if len(cut):
+                num_cut = known.num_cut + len(cut)
+                if not known.is_loaded or num_cut * _MANY > known.num_pages:
+                    return False
                 known.num_cut += len(cut)
                 pages, rows = np.delete(pages, cut), np.delete(rows, cut)
             new = rows < 0
@@ -258,6 +279,7 @@ class Mirror:
             num_new, num_unheld = table.set_bit(rows, known.slot)
             known.num_pages += num_new
             self._num_held += num_unheld
+            return True
 
     def _grow(self, num_new: int) -> None:
         """Make a larger table, without the places of pages that have lost their last holder."""

@@ -49,8 +49,10 @@ class World:
 
     def load(self, number: int, *pages: int) -> None:
         known = self.peer(number)
-        self.mirror.add_pages(known, np.array(pages, np.uint64))
-        self.mirror.loaded(known)
+        if self.mirror.add_pages(known, np.array(pages, np.uint64)):
+            self.mirror.loaded(known)
+        else:
+            self.mirror.cut(known, len(pages))
 
     def found(self, *pages: int) -> list[int | None]:
         """The number of the server that each page is found at."""
@@ -162,12 +164,43 @@ def test_no_more_pages_than_the_bound_are_kept() -> None:
     world.see(1, 2)
     world.load(1, *range(1, 91))
     world.load(2, *range(81, 131))
-    num_pages, num_cut = world.mirror.figures()[2:4]
-    assert (num_pages, num_cut) == (100, 30)
-    assert world.found(*range(81, 91)) == [world.found(81)[0]] * 10
-    world.mirror.remove_pages(world.peer(1), np.arange(1, 81, dtype=np.uint64))
+    assert world.mirror.figures()[2:4] == (90, 50), "a server is known whole or not at all"
+    assert world.found(85, 120) == [1, None]
+    assert not world.mirror.may_hold_more(world.peer(2))
+    world.mirror.remove_pages(world.peer(1), np.arange(1, 61, dtype=np.uint64))
     assert world.mirror.may_hold_more(world.peer(2))
-    world.mirror.check_integrity()
+    world.mirror.unload(world.peer(2))
+    world.load(2, *range(81, 131))
+    assert world.found(70, 120) == [1, 2]
+    assert not world.mirror.add_pages(world.peer(2), np.arange(200, 250, dtype=np.uint64))
+
+
+def test_a_few_pages_beyond_the_bound_are_left_out() -> None:
+    world = World(max_pages=1000)
+    world.see(1)
+    world.load(1, *range(1, 991))
+    assert world.mirror.add_pages(world.peer(1), np.arange(2000, 2020, dtype=np.uint64))
+    assert world.mirror.figures()[2:4] == (1000, 10)
+    assert world.found(500, 2000, 2019) == [1, 1, None]
+
+
+def test_servers_too_large_at_once_leave_some_whole() -> None:
+    """Snapshots come side by side: the first that finds no room makes room for the others."""
+    pages = {number: range(number * 1000, number * 1000 + 30) for number in range(1, 6)}
+    world = World(max_pages=100, max_peers=8)
+    world.see(*pages)
+    for at in range(0, 30, 5):
+        for number, of_it in pages.items():
+            known = world.peer(number)
+            part = np.array(of_it[at : at + 5], np.uint64)
+            if not known.is_cut and not world.mirror.add_pages(known, part):
+                world.mirror.cut(known, 30)
+    whole = [number for number in pages if not world.peer(number).is_cut]
+    for number in whole:
+        world.mirror.loaded(world.peer(number))
+    assert len(whole) == 3
+    for number in whole:
+        assert None not in world.found(*pages[number])
 
 
 def test_servers_beyond_the_bound_are_not_mirrored() -> None:
