@@ -78,7 +78,7 @@ class Holdings:
             return False
         version, pages = found
         pages = distinct(pages)
-        added, removed = _missing(pages, before), _missing(before, pages)
+        added, removed = _changed(before, pages)
         with self._lock:
             if self.epoch != epoch:
                 return True  # of the namespace before; the next look sees this one's
@@ -127,14 +127,18 @@ class Holdings:
         return Part(self.epoch, sequence + 1, None, None, added, removed, more)
 
 
-def _missing(pages: Fingerprints, before: Fingerprints) -> Fingerprints:
-    """Return which sorted pages are not among others, sorted too."""
-    if not len(before):
-        return pages
-    at = np.searchsorted(before, pages)
+def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, Fingerprints]:
+    """Return which of these pages were not there before, and which are gone. All are sorted, each
+    once, so a stable sort only merges them."""
+    both = np.concatenate([before, pages])
+    both.sort(kind="stable")
+    edges = np.ones(len(both) + 1, np.bool_)
+    np.not_equal(both[1:], both[:-1], out=edges[1:-1])
+    changed = both[edges[1:] & edges[:-1]]
+    at = np.searchsorted(before, changed)
     at[at == len(before)] = 0
-    found: Fingerprints = pages[before[at] != pages]
-    return found
+    is_gone = before[at] == changed if len(before) else np.zeros(len(changed), np.bool_)
+    return changed[~is_gone], changed[is_gone]
 
 
 def _split(added: Fingerprints, removed: Fingerprints) -> list[tuple[Fingerprints, Fingerprints]]:
