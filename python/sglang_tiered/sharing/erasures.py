@@ -88,6 +88,7 @@ class _Shelf:
     """What is known of one namespace, oldest first."""
 
     records: dict[bytes, _Record] = field(default_factory=dict)
+    names: dict[bytes, bytes] = field(default_factory=dict)  # of records, by short ids
     dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
     sum: int = 0
     noted: int = 0  # the same of those that outlast a restart
@@ -96,6 +97,7 @@ class _Shelf:
 
     def add(self, name: bytes, record: _Record) -> None:
         self.records[name] = record
+        self.names[name[:SHORT_ID_BYTES]] = name
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
             self.noted ^= xxhash.xxh3_128_intdigest(name)
@@ -121,6 +123,7 @@ class _Shelf:
     def withdraw(self, name: bytes) -> None:
         """Know it no longer: whoever does may tell it again."""
         record = self.records.pop(name)
+        self.names.pop(name[:SHORT_ID_BYTES], None)
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
             self.noted ^= xxhash.xxh3_128_intdigest(name)
@@ -200,8 +203,8 @@ class ErasureBook:
         """What is known, and the short ids of all that was ever applied, as far as is known."""
         with self._lock:
             shelf = self._shelf
-            names = b"".join([*(name[:SHORT_ID_BYTES] for name in shelf.records), *shelf.dropped])
-            return Known(self._shelf.sum.to_bytes(ID_BYTES, "little"), self._version), names
+            names = b"".join([*shelf.names, *shelf.dropped])
+            return Known(shelf.sum.to_bytes(ID_BYTES, "little"), self._version), names
 
     def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
         """Compare with what another server knows, by short ids. Returns the digest of what is noted
@@ -209,31 +212,32 @@ class ErasureBook:
         noted here."""
         theirs = set(_short(ids))
         with self._lock:
-            records, dropped = self._shelf.records, self._shelf.dropped
-            lacked = {n: r for n, r in records.items() if n[:SHORT_ID_BYTES] not in theirs}
-            ours = {name[:SHORT_ID_BYTES] for name, record in records.items() if record.is_noted}
-            lacking = b"".join(each for each in theirs if each not in ours and each not in dropped)
-            digest = self._shelf.noted.to_bytes(ID_BYTES, "little")
-            return digest, self._pack(lacked.items()), lacking
+            shelf, names, dropped = self._shelf, self._shelf.names, self._shelf.dropped
+            lacked = [name for short, name in names.items() if short not in theirs]
+            lacking = [each for each in theirs if each not in names and each not in dropped]
+            unnoted = (name[:SHORT_ID_BYTES] for name in self._unnoted if name in shelf.records)
+            lacking += [each for each in unnoted if each in theirs]
+            digest = shelf.noted.to_bytes(ID_BYTES, "little")
+            return digest, self._pack(lacked), b"".join(lacking)
 
     def take(self, ids: bytes) -> list[Erased]:
         """Return the erasures of these short ids, as many as one message takes."""
-        wanted = set(_short(ids))
         with self._lock:
-            records = self._shelf.records
-            return self._pack((n, r) for n, r in records.items() if n[:SHORT_ID_BYTES] in wanted)
+            return self._pack(sorted(self._named(ids), key=self._version_of))
 
     def version_without(self, ids: bytes) -> int:
         """Return the version up to which another server knows all, if these short ids are what it
         lacks."""
-        lacking = set(_short(ids))
         with self._lock:
-            versions = (
-                record.version
-                for name, record in self._shelf.records.items()
-                if name[:SHORT_ID_BYTES] in lacking
-            )
+            versions = map(self._version_of, self._named(ids))
             return min(versions, default=self._version + 1) - 1
+
+    def _named(self, ids: bytes) -> list[bytes]:
+        names = self._shelf.names
+        return [names[each] for each in _short(ids) if each in names]
+
+    def _version_of(self, name: bytes) -> int:
+        return self._shelf.records[name].version
 
     def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
         """Return those that were not applied here, each once."""
@@ -244,10 +248,11 @@ class ErasureBook:
                     found[each.id] = each
             return list(found.values())
 
-    def _pack(self, records: Iterable[tuple[bytes, _Record]]) -> list[Erased]:
+    def _pack(self, names: Iterable[bytes]) -> list[Erased]:
         now, left = self._clock(), MAX_ERASURES_BYTES
         packed: list[Erased] = []
-        for name, record in records:
+        for name in names:
+            record = self._shelf.records[name]
             left -= _RECORD_BYTES + len(record.keys or b"")
             if left < 0 and packed:
                 break
@@ -408,6 +413,7 @@ class ErasureBook:
                 assert total == shelf.sum, f"the digest of {len(shelf.records)} erasures is off"
                 counted = (shelf.keys_bytes, shelf.num_forgets)
                 assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
+                assert list(shelf.names.values()) == list(shelf.records), "names of other records"
 
 
 def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> Note:
