@@ -17,6 +17,7 @@ from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -207,3 +208,18 @@ def test_a_stranger_disturbs_nobody(servers: Servers, who: str) -> None:
         eventually(lambda: two.finds(1000) == [True])
         assert one.erased == []
         assert one.pages.num_followers <= 3
+
+
+def test_a_stranger_is_not_told_the_namespace(servers: Servers) -> None:
+    """Whoever names it may ask for the keys of erased pages."""
+    one = servers.open([1])
+    assert is_true(one.erase(Erasure.of([b"k" * 32])), 20.0)
+    with strange_client(one.target.port) as stranger:
+        for namespace in (b"x" * 32, NAMESPACE):
+            question = messages.Follow(namespace, ID, NOBODY, b"?" * 16, 1, 1, None)
+            stranger.send(VERSION_FRAME, encode(question))
+            answer, _ = stranger.hear()
+            assert (answer.namespace == NAMESPACE) == (namespace == NAMESPACE)
+            stranger.send(VERSION_FRAME, encode(messages.Compare(namespace, b"")))
+            answer, _ = stranger.hear()
+            assert len(answer.erasures) == (namespace == NAMESPACE)

@@ -6,6 +6,7 @@ but what it asks. The page server's thread only.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -166,6 +167,8 @@ class Followers:
             fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
             payload = part.added.tobytes() + part.removed.tobytes()
         known.questions.popleft()
+        if question.namespace != namespace:  # told to nobody who does not know it
+            namespace = hashlib.sha256(namespace).digest()
         answer = Changes(namespace, told.server, digest, *fields)
         sent = self._send(client, answer, [memoryview(payload)] if payload else [])
         if sent is None:

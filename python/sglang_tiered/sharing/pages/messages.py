@@ -186,7 +186,7 @@ class Changes(_Message, frozen=True, tag="changes"):
     to ``end`` (None: to the last) that the server has, of ``sequence`` or later. ``more``: ask
     again, there is more."""
 
-    namespace: Namespace  # the server's: of another one nothing is said
+    namespace: Namespace  # the server's; its SHA-256 to who asks for another
     server: Id
     digest: Id  # of the erasures that the server has applied
     epoch: Count  # of the numbers: another one begins with a snapshot
