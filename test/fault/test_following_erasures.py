@@ -234,7 +234,7 @@ def test_a_name_never_found_ends_no_erasure(servers: Servers) -> None:
     assert is_true(done, 20.0)
 
 
-def test_a_server_named_no_more_counts_while_it_answers(servers: Servers) -> None:
+def test_a_server_named_no_more_counts_while_alive(servers: Servers) -> None:
     """As where a Redis lost all it knew."""
     one, two = servers.open([1]), servers.open([2])
     servers.know_each_other()

@@ -175,7 +175,7 @@ def test_no_more_pages_than_the_bound_are_kept() -> None:
     assert not world.mirror.add_pages(world.peer(2), np.arange(200, 250, dtype=np.uint64))
 
 
-def test_a_few_pages_beyond_the_bound_are_left_out() -> None:
+def test_few_pages_beyond_the_bound_are_left_out() -> None:
     world = World(max_pages=1000)
     world.see(1)
     world.load(1, *range(1, 991))
