@@ -521,7 +521,8 @@ class Follower:
         """End a connection. What the server holds is known for a while longer, should it be back,
         but nothing is found there."""
         self._end_link(each)
-        each.lost_at = self._clock()
+        if each.is_live:  # else it was lost before, and did not come back
+            each.lost_at = self._clock()
         if each.known is not None:
             each.known.is_live = False
         self._mirror.choose()
