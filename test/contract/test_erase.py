@@ -486,6 +486,10 @@ def test_an_erasure_reaches_a_peer_before_pages(
         other.close()
     elif other_is == "away":
         peers.cut()
+        for stack in (one, other):  # else they follow each other for as long as both answer
+            sync: Any = stack.remote[beyond]._sync  # type: ignore[attr-defined]
+            assert sync.refresh(TIMEOUT_S)
+            sync.follower._loop.call(sync.follower._end_all)
         eventually(lambda: one.remote[beyond].stats().num_peers == 0)  # type: ignore[attr-defined]
     assert is_true(one.erase(what), TIMEOUT_S)
     if other_is == "both restarted":
