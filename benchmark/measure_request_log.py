@@ -28,7 +28,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from sglang_tiered.integration.cache.load_planner import LoadPlanner  # noqa: E402
-from sglang_tiered.integration.identity.tenants import PurgedTenants  # noqa: E402
+from sglang_tiered.integration.identity.tenants import HiddenTenants  # noqa: E402
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES  # noqa: E402
 from sglang_tiered.integration.observe.requests.stories import Stories  # noqa: E402
 from sglang_tiered.integration.observe.requests.writer import LineWriter  # noqa: E402
@@ -84,7 +84,7 @@ def written(path: Path, number: int) -> float:
     """Return the seconds for requests whose lines are written to a file."""
     planner: LoadPlanner[Any] = LoadPlanner(CostModel(page_tokens=64, bytes_per_token=1 << 17))
     writer = LineWriter(path, max_bytes=1 << 30, max_queued=number + 1)
-    notes = Stories(planner, writer, tenant_of=PurgedTenants().tenant_of)
+    notes = Stories(planner, writer, tenant_of=HiddenTenants().tenant_of)
     took_s = tell(notes, make_requests(number))
     notes.close()
     assert writer.num_dropped == 0

@@ -23,7 +23,7 @@ from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
-from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.promises import all_true, is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.storage.stack import TierStack
@@ -315,11 +315,12 @@ class Servers:
         self._beyond = beyond
         self.rosters: dict[str, list[Target]] = {"one": [], "other": []}
         self.ports: dict[str, int] = {}
+        self.told: list[Erasure] = []
 
-    def open(self, name: str, *, behind_s: float = 0.0) -> TierStack:
+    def open(self, name: str, *, behind_s: float = 0.0, namespace: bytes = NAMESPACE) -> TierStack:
         nvme = RegionEngine(
             self._directory / name,
-            namespace=NAMESPACE,
+            namespace=namespace,
             capacity_bytes=64 * REGION,
             region_bytes=4 * REGION,
             num_readers=2,
@@ -333,7 +334,7 @@ class Servers:
             def erase(what: Erasure) -> Future[bool]:
                 return told[0].erase(what)
 
-            peers = PeerTier(settings, namespace=NAMESPACE, region=nvme, erase=erase)
+            peers = PeerTier(settings, namespace=namespace, region=nvme, erase=erase)
             self.ports[name] = peers.port
             remote.append(peers)
         if Tier.OBJECT in self._beyond:
@@ -342,8 +343,13 @@ class Servers:
             bucket = BucketSettings(
                 url=url, staging_bytes=1 << 22, num_connections=2, refresh_s=600.0
             )
-            remote.append(BucketEngine(bucket, namespace=NAMESPACE, wall_clock=wall_clock))
-        stack = TierStack(nvme, remote)
+            remote.append(BucketEngine(bucket, namespace=namespace, wall_clock=wall_clock))
+
+        def on_told(what: Erasure) -> Future[bool]:
+            self.told.append(what)
+            return (told or [nvme])[0].erase(what)
+
+        stack = TierStack(nvme, remote, on_told=on_told)
         told.append(stack)
         self._opened.callback(stack.close)
         return stack
@@ -414,6 +420,40 @@ def test_an_erasure_reaches_every_server_of_a_bucket(
     look(one)
     assert not any(one.contains(GONE))
     assert other.nvme.contains(LATER) == [True] * 4, "what it stored since is erased again"
+
+
+@erases
+@pytest.mark.parametrize("other_is", ["up", "new"])
+def test_what_is_stored_again_stays_for_all(servers: Servers, what: Erasure, other_is: str) -> None:
+    """However a server comes to know that it was erased before."""
+    one = servers.open("one")
+    assert store(one, GONE, A) == [Reason.OK] * 8
+    eventually(lambda: copied_down(one, GONE))
+    if other_is == "up":
+        other = servers.open("other")
+        assert copied_down(other, GONE)
+    assert is_true(one.erase(what), TIMEOUT_S)
+    assert store(one, GONE, A) == [Reason.OK] * 8
+    assert all(one.flush_to_bucket(GONE, TIMEOUT_S))
+    for number in range(2):
+        assert is_true(one.erase(Erasure(tenant=bytes([number]) * 16)), TIMEOUT_S)
+    if other_is == "new":
+        other = servers.open("other")
+    for stack in (other, one, other):
+        assert stack.bucket is not None
+        assert stack.bucket.refresh(TIMEOUT_S, full=True)
+    assert all(other.contains(GONE)), "hidden as if it were from before"
+    assert all(one.contains_in_bucket(GONE)), "deleted for all"
+
+
+@erases
+def test_ranks_of_one_server_tell_each_other_nothing(servers: Servers, what: Erasure) -> None:
+    """Each erases for itself, by the same id: what is computed meanwhile stays."""
+    ranks = [servers.open(f"rank-{n}", namespace=bytes([n]) * 32) for n in range(1, 4)]
+    assert is_true(all_true([rank.erase(what) for rank in ranks]), TIMEOUT_S)
+    for rank in ranks:
+        look(rank)
+    assert not servers.told
 
 
 @erases

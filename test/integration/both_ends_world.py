@@ -510,7 +510,7 @@ class RandomRun:
 
     def come_in(self, number: int) -> None:
         """Decode is ready for some requests, and they may be computed."""
-        world, purged = self.world, self.world.cache.purged_tenants
+        world, purged = self.world, self.world.cache.hidden_tenants
         for _, req in (entry for entry in world.at_door if entry[0] <= number):
             req.extra_key = purged.key_of(req.extra_key, None)
             world.scheduler.waiting_queue.append(req)

@@ -32,7 +32,6 @@ from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
-from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.ranks.rank_consensus import SILENT, RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.request_log import RequestLogConfig
@@ -202,7 +201,7 @@ class CacheWorld:
 
         monkeypatch.setattr(cache, "_all_reduce_attn_groups", reduce)
         monkeypatch.setattr(cache, "decides_alone", False)
-        cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+        cache.tiering.loads.agreement = RankAgreement(is_first=True, is_alone=False)
 
 
 @contextmanager

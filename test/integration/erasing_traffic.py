@@ -60,7 +60,7 @@ class ErasingTraffic:
         the stamp of what it computes."""
         number = self._since.setdefault(req.rid, self.num_erasures)
         page_size = self._world.cache.page_size
-        tenant = self._world.cache.purged_tenants.tenant_of(req.extra_key, None)
+        tenant = self._world.cache.hidden_tenants.tenant_of(req.extra_key, None)
         purged = self._purged.get(tenant, 0)
         if purged <= number:
             stale = [at for at, stamp in enumerate(stamps) if stamp < purged]
@@ -126,7 +126,7 @@ class ErasingTraffic:
         body: dict[str, Any] = {"all": True} if tenant is None else {"extra_key": tenant}
         erased = self._erased()
         for key in TENANTS if tenant is None else [tenant]:
-            self._purged[cache.purged_tenants.tenant_of(key, None)] = erased
+            self._purged[cache.hidden_tenants.tenant_of(key, None)] = erased
         self._call("purge", **body)
         for number in (0, 1):
             if tenant in (None, TENANTS[number]):

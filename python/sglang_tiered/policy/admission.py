@@ -272,7 +272,7 @@ class PendingStore(NamedTuple):
     prefix_tokens: int
     waited_s: float
     tokens_behind: int  # of the operations still waiting
-    tenant: bytes | None  # None: purged since it was announced
+    tenant: bytes | None  # None: dropped since it was announced
 
 
 @dataclass(slots=True)
@@ -322,7 +322,7 @@ class PendingStores:
             before = self._waiting.get(hashes[0])
             if before is None:
                 while len(self._waiting) >= MAX_PENDING_STORES:
-                    self._forget(next(iter(self._waiting)))
+                    self._drop(next(iter(self._waiting)))
                 entry = _Announced(tuple(hashes), prefix_tokens, num_tokens, self._clock(), tenant)
                 self._waiting[hashes[0]] = entry
                 self._num_tokens += num_tokens
@@ -357,15 +357,15 @@ class PendingStores:
                     return None
                 first = found
             while (oldest := next(iter(self._waiting))) != first:
-                self._forget(oldest)
+                self._drop(oldest)
             entry = self._waiting[first]
-            self._forget(first)
+            self._drop(first)
             waited_s = self._clock() - entry.since
             return PendingStore(
                 entry.hashes, entry.prefix_tokens, waited_s, self._num_tokens, entry.tenant
             )
 
-    def purge_tenant(self, tenant: bytes | None) -> None:
+    def drop_tenant(self, tenant: bytes | None) -> None:
         """Have waiting operations of a tenant (None: of all) refused when they arrive."""
         with self._lock:
             for entry in self._waiting.values():
@@ -378,7 +378,7 @@ class PendingStores:
             self._waiting.clear()
             self._num_tokens = 0
 
-    def _forget(self, first: str) -> None:
+    def _drop(self, first: str) -> None:
         entry = self._waiting.pop(first, None)
         if entry is not None:
             self._num_tokens -= entry.num_tokens

@@ -113,6 +113,6 @@ def test_store_of_a_purged_tenant_arrives_as_purged() -> None:
         table = PendingStores(Clock())
         table.announce_store("ab", num_tokens=2, prefix_tokens=2, tenant=A)
         table.announce_store("cd", num_tokens=2, prefix_tokens=2, tenant=B)
-        table.purge_tenant(tenant)
+        table.drop_tenant(tenant)
         stores = [table.take_store("ab"), table.take_store("cd")]
         assert [store.tenant for store in stores if store is not None] == expected

@@ -26,11 +26,11 @@ from sglang_tiered.integration.cache.ahead.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, short_key
-from sglang_tiered.integration.storage.remote_erasures import MEMORY
-from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from sglang_tiered.storage.base import Erasure
 
     Method = Callable[[Any, TieredRadixCache, str, dict[str, Any]], dict[str, Any]]
     """Answers a message: the scheduler, its cache, the number of the call, which its later
@@ -84,7 +84,7 @@ class Control:
         self._scheduler = scheduler
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
-            self._cache.apply_remote_purge = partial(self._apply_remote_purge, scheduler, cache)
+            self._cache.hide_heard = partial(self._hide_heard, scheduler, cache)
             _publish_costs(scheduler, self._cache)
 
     def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -120,8 +120,8 @@ class Control:
     def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""
         cache = scheduler.tree_cache
-        if flushed and isinstance(cache, TieredRadixCache) and cache.purged_tenants:
-            cache.purged_tenants.release_all()
+        if flushed and isinstance(cache, TieredRadixCache) and cache.hidden_tenants:
+            cache.hidden_tenants.release_all()
             _use_new_keys(scheduler, cache)  # a paused scheduler is flushed with requests waiting
 
     def around_clear(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -148,7 +148,7 @@ class Control:
         cache = scheduler.tree_cache
         if (
             isinstance(cache, TieredRadixCache)
-            and cache.purged_tenants
+            and cache.hidden_tenants
             and scheduler.is_fully_idle()
         ):
             scheduler.flush_cache()
@@ -158,7 +158,7 @@ class Control:
         if self._cache is not None:
             request.cache_salt = short_key(request.cache_salt)
             key = key_of_request(request.extra_key, request.lora_id)
-            request.extra_key = self._cache.purged_tenants.key_of(key, request.cache_salt)
+            request.extra_key = self._cache.hidden_tenants.key_of(key, request.cache_salt)
 
     def _answer(self, scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer one message. Every rank gets the same ones in the same order."""
@@ -179,33 +179,36 @@ class Control:
             tenant = None
             if not body.get("all"):
                 tenant = conversations.tenant_of_body(cache, body)
-            self._purges[number] = self._purge(scheduler, cache, Erasure(tenant=tenant))
+            self._purges[number] = self._purge(
+                scheduler, cache, conversations.erasure_of(number, tenant=tenant)
+            )
             self.after_idle(None, scheduler)
         done, durable = conversations.progress(cache, self._purges[number])
         if conversations.is_detached(cache):
             del self._purges[number]  # the next request begins the purge again
             return refused(DETACHED, 503)
-        in_memory = "hidden" if cache.purged_tenants else "gone"
+        in_memory = "hidden" if cache.hidden_tenants else "gone"
         return {"done": done, "durable": durable, "in_memory": in_memory}
 
-    def _apply_remote_purge(
-        self, scheduler: Any, cache: TieredRadixCache, tenant: bytes | None
+    def _hide_heard(
+        self, scheduler: Any, cache: TieredRadixCache, erasures: Sequence[Erasure]
     ) -> None:
-        """Put out of reach what another server purged, or all that memory holds (``MEMORY``)."""
-        if tenant != MEMORY:
-            # By no id: the tiers that servers share have it by that of the purge already.
-            self._purge(scheduler, cache, Erasure(tenant=tenant, id=b"", spread=False))
-            return
-        hide_memory(scheduler)
-        cache.forgotten.clear()
-        logger.info("device and host memory are hidden: too many pages in them were forgotten")
+        """Put out of reach what other servers erased: their tiers and ours have done so."""
+        for what in erasures:
+            cache.hide(what)
+            _log_erased(what)
+        if any(what.keys is None for what in erasures):
+            _use_new_keys(scheduler, cache)
+        if cache.hidden_pages.are_too_many:  # to be looked up one by one, on every rank alike
+            hide_memory(scheduler)
+            cache.hidden_pages.clear()
+            logger.info("device and host memory are hidden: too many pages in them were erased")
 
     def _purge(self, scheduler: Any, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
         """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
         begun = cache.erase(what)
         _use_new_keys(scheduler, cache)
-        name = "everything" if what.tenant is None else f"tenant {what.tenant.hex()}"
-        logger.info("purged %s%s", name, "" if what.spread else " (requested by another server)")
+        _log_erased(what)
         return begun
 
     def _report(
@@ -240,13 +243,19 @@ def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:
         cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=place.dp_rank or 0)
 
 
+def _log_erased(what: Erasure) -> None:
+    if what.keys is None:
+        name = "everything" if what.tenant is None else f"tenant {what.tenant.hex()}"
+        logger.info("purged %s%s", name, "" if what.spread else " (requested by another server)")
+
+
 def hide_memory(scheduler: Any) -> None:
     """Hide what device and host memory hold, and store none of it any more; the tiers keep their
     pages and serve them. Every rank calls it in the same step."""
     cache = scheduler.tree_cache
     if cache.tiering is not None:
         cache.tiering.hints.end_all(WEIGHTS)
-    cache.purged_tenants.quarantine(None)
+    cache.hidden_tenants.quarantine(None)
     if cache.storage is not None:
         cache.storage.refuse_queued_stores()
     _use_new_keys(scheduler, cache)
@@ -258,7 +267,7 @@ def _use_new_keys(scheduler: Any, cache: TieredRadixCache) -> None:
         cache.tiering.memory_was_hidden()
     for request in _waiting(scheduler):
         if not _holds_kv(scheduler, cache, request):
-            request.extra_key = cache.purged_tenants.key_of(request.extra_key, request.cache_salt)
+            request.extra_key = cache.hidden_tenants.key_of(request.extra_key, request.cache_salt)
 
 
 def _waiting(scheduler: Any) -> list[Any]:

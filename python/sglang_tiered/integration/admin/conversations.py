@@ -7,6 +7,7 @@ a disk or a network runs on the threads of ``Checkpoints``, and the caller polls
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
 from collections import OrderedDict
@@ -23,10 +24,10 @@ from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import Erasure, Tier, unique_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
@@ -184,7 +185,7 @@ class Checkpoints:
         located = locate(cache, selector)
         _store_soon(cache, located.path)
         num_pages = num_known(cache, storage, located)
-        tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
+        tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
         hashes = located.hashes[:num_pages]
         work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
@@ -245,7 +246,7 @@ def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector
         recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
         return [recent.selector for recent in recents] + _pinned(cache, body)
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
-    extra_key = cache.purged_tenants.key_of(extra_key, cache_salt)
+    extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
     return [Selector(array("q", body["input_ids"]), extra_key, cache_salt)]
 
 
@@ -261,7 +262,7 @@ def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:
 def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
     """Return the tenant that a body's ``extra_key`` and ``cache_salt`` name."""
     key = key_of_request(body.get("extra_key"), None)
-    return cache.purged_tenants.tenant_of(key, body.get("cache_salt"))
+    return cache.hidden_tenants.tenant_of(key, body.get("cache_salt"))
 
 
 def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
@@ -274,7 +275,7 @@ def key_of(cache: TieredRadixCache, selector: Selector) -> RadixKey:
     """Return the key of a prefix's whole pages, by which requests go now. Any thread."""
     return RadixKey(
         selector.tokens,
-        extra_key=cache.purged_tenants.key_of(selector.extra_key, selector.cache_salt),
+        extra_key=cache.hidden_tenants.key_of(selector.extra_key, selector.cache_salt),
         is_bigram=cache.tree_core.is_eagle,
         cache_salt=selector.cache_salt,
     ).page_aligned(cache.page_size)
@@ -311,3 +312,14 @@ def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) 
             break
         end = node.path_end
     return end
+
+
+def erasure_of(
+    number: str, *, tenant: bytes | None = None, hashes: Iterable[str] | None = None
+) -> Erasure:
+    """Return what a call erases. Its id is the same on every rank, which a bucket or a peer would
+    take for another server otherwise."""
+    keys = None if hashes is None else unique_keys(map(bytes.fromhex, hashes))
+    digest = hashlib.blake2b(number.encode(), digest_size=16, person=b"sgltiered-erase")
+    digest.update(b"".join([tenant or b"", *(keys or ())]))
+    return Erasure(keys, tenant, digest.digest())

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.admin.conversations import (
     PendingRequests,
+    erasure_of,
     is_detached,
     progress,
     refused,
@@ -24,7 +25,6 @@ from sglang_tiered.integration.admin.conversations import (
 )
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
-from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +72,11 @@ class Forgets:
                 if not selectors:
                     return {"done": True, "unknown": True}
                 self._begun[number] = _forget(
-                    cache, selectors, int(body["keep_tokens"]), self._spend
+                    cache, number, selectors, int(body["keep_tokens"]), self._spend
                 )
             elif "hashes" in body:
                 self._spend(cache, len(body["hashes"]))
-                self._begun[number] = _forget_pages(cache, body["hashes"])
+                self._begun[number] = _forget_pages(cache, number, body["hashes"])
             else:  # a later question, and it was dropped
                 return refused("too many conversations are forgotten at once; ask again", 503)
         entry = self._begun[number]
@@ -85,7 +85,7 @@ class Forgets:
             return refused(DETACHED, 503)
         done, durable = progress(cache, entry.under_way)
         if durable:  # until then the caller may name it again
-            recents, original = cache.recent_requests, cache.purged_tenants.original
+            recents, original = cache.recent_requests, cache.hidden_tenants.original
             recents.forget(entry.selectors, entry.num_kept_tokens, int(cache.page_size), original)
             entry.selectors = []
         num_tokens = entry.num_pages * int(cache.page_size)
@@ -117,6 +117,7 @@ class _TooMany(Exception):  # noqa: N818
 
 def _forget(
     cache: TieredRadixCache,
+    number: str,
     selectors: list[Selector],
     keep_tokens: int,
     spend: Callable[[TieredRadixCache, int], None],
@@ -126,7 +127,7 @@ def _forget(
     for selector in (longest := _longest(selectors)):
         hashes.update(dict.fromkeys(_pages_behind(cache, selector, num_kept)))
     spend(cache, len(hashes))
-    entry = _forget_pages(cache, list(hashes))
+    entry = _forget_pages(cache, number, list(hashes))
     entry.selectors, entry.num_kept_tokens = longest, num_kept * int(cache.page_size)
     return entry
 
@@ -146,7 +147,7 @@ def _longest(selectors: list[Selector]) -> list[Selector]:
 
 
 def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) -> list[str]:
-    key_of, salt = cache.purged_tenants.key_of, selector.cache_salt
+    key_of, salt = cache.hidden_tenants.key_of, selector.cache_salt
     # By the key of now: what a purge has hidden matches nothing anyway.
     key = RadixKey(selector.tokens, extra_key=key_of(selector.extra_key, salt), cache_salt=salt)
     pages = cache.page_hashes(key)
@@ -156,7 +157,7 @@ def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) ->
     return pages[num_kept:]
 
 
-def _forget_pages(cache: TieredRadixCache, hashes: list[str]) -> _Forget:
+def _forget_pages(cache: TieredRadixCache, number: str, hashes: list[str]) -> _Forget:
     """Hide pages in memory, and forget them in the tiers."""
-    what = Erasure.of(map(bytes.fromhex, hashes))
+    what = erasure_of(number, hashes=hashes)
     return _Forget(hashes, len(hashes), cache.erase(what) if hashes else [])

@@ -55,7 +55,7 @@ class Prefetches:
             if selector is None:
                 return {"done": True, "unknown": True}
             tokens, extra_key, cache_salt = selector
-            extra_key = cache.purged_tenants.key_of(extra_key, cache_salt)
+            extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
             found = _begin(cache, storage, hints, chain_of(cache, tokens, extra_key, cache_salt))
             if isinstance(found, str):
                 return refused(found, 503)

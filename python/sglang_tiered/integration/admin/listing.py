@@ -139,7 +139,7 @@ class Listings:
                 listing.selectors.append(listing.recents[row.rid].selector)
                 continue
             key = key_of_request(listing.body.get("extra_key"), row.adapter)
-            key = cache.purged_tenants.key_of(key, salt)
+            key = cache.hidden_tenants.key_of(key, salt)
             listing.selectors.append(Selector(as_tokens(row.tokens), key, salt))
         listing.in_tiers = self._worker.submit(_count_tiers, cache, storage, listing.selectors)
 
@@ -205,7 +205,7 @@ def _same_prefix(
     tokens, page_size = recent.selector.tokens, int(cache.page_size)
     if len(tokens) // page_size * page_size * TOKEN_BYTES not in lengths:
         return []
-    adapter = cache.purged_tenants.adapter_of(recent.selector.extra_key)
+    adapter = cache.hidden_tenants.adapter_of(recent.selector.extra_key)
     return pinned.of_prefix.get((adapter, whole_pages(packed(tokens), page_size)), [])
 
 

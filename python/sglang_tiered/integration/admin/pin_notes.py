@@ -140,7 +140,7 @@ def pinned_prefixes(
     told = first_ranks(cache, msgspec.msgpack.encode(own))
     found = []  # of the same length everywhere
     for name, note in msgspec.msgpack.decode(told, type=list[_NamedNote]):
-        key = cache.purged_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
+        key = cache.hidden_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
         found.append((name, Selector(as_tokens(note.tokens), key, cache_salt)))
     return found
 
@@ -150,7 +150,7 @@ def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: Selector) -
     are called: those of the first rank, on all ranks. Memory only."""
     storage, page_size = cache.storage, int(cache.page_size)
     pages = whole_pages(packed(selector.tokens), page_size)
-    adapter = cache.purged_tenants.adapter_of(selector.extra_key)
+    adapter = cache.hidden_tenants.adapter_of(selector.extra_key)
     own = []
     for name, data in [] if storage is None else _all_notes(storage, tenant):
         note = unpack(data) if len(data) >= len(pages) else None

@@ -145,7 +145,7 @@ def _begin(
     hashes: list[str],
     body: dict[str, Any],
 ) -> _Pin:
-    tenants = cache.purged_tenants
+    tenants = cache.hidden_tenants
     tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
     conversation = _conversation(cache, body)
     name, ttl = body.get("name") or conversation or hashes[-1], body.get("ttl")
@@ -186,6 +186,6 @@ def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> list[str]:
     hashes = [] if selector is None else locate(cache, selector).hashes
     if selector is None or not hashes:
         return []
-    tenant = cache.purged_tenants.tenant_of(selector.extra_key, selector.cache_salt)
+    tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
     unnamed = stored_name(tenant, _conversation(cache, body) or hashes[-1])
     return list(dict.fromkeys((unnamed, *pins_of_prefix(cache, tenant, selector))))

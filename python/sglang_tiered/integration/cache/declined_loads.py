@@ -101,7 +101,7 @@ class DeclinedLoads(Generic[Request]):
             self._asked = request
             return []
         if end < 0:
-            agreement.forget_question(request)
+            agreement.drop_question(request)
             return []
         self.withdraw(request)
         self._num_attempts[request] = self._num_attempts.get(request, 0) + 1

@@ -164,7 +164,7 @@ class LoadScheduler:
         if has_back:
             num_planned = num_held
         self._probe_declined(storage, hashes, spans, num_planned // cache.page_size)
-        tenant = cache.purged_tenants.tenant_of(call.extra_key, call.cache_salt)
+        tenant = cache.hidden_tenants.tenant_of(call.extra_key, call.cache_salt)
         storage.transfers.expect_load(hashes, tenant)
         agreed = self._agree_on_end(request, num_planned, num_held, call.num_before, has_back)
         if agreed is None:
@@ -185,7 +185,7 @@ class LoadScheduler:
             is_back=has_back,
         )
         if not is_load:
-            self._forget_questions(request)
+            self._drop_questions(request)
             if end == DECLINED:
                 self.declined.add(request)
             return None
@@ -195,7 +195,7 @@ class LoadScheduler:
         if not has_room or self._stores_in_the_way(request, num_agreed, storage):
             self._put_off(request, num_agreed, "stores" if has_room else "window")
             return None
-        self._forget_questions(request)
+        self._drop_questions(request)
         if not self._copies.has_host_path(call.last_host_node_id):
             self._notes.given_up(request, "no_host_path", num_loaded)
             return None
@@ -270,7 +270,7 @@ class LoadScheduler:
     def _put_off(self, request: CacheRequestHandle, num_tokens: int, why: Why) -> None:
         if request.rid in self._last_attempts:
             self._notes.given_up(request, "turn", num_tokens)
-            self._forget_questions(request)
+            self._drop_questions(request)
             return
         self._notes.put_off(request, why)
         self.planner.waits_for_more(request)
@@ -341,9 +341,9 @@ class LoadScheduler:
         assert_same("load of %s: %d tokens", request.rid, num_agreed)
         return int(num_agreed)
 
-    def _forget_questions(self, request: CacheRequestHandle) -> None:
-        self.agreement.forget_question(request)
-        self.agreement.forget_question(_gain_of(request))
+    def _drop_questions(self, request: CacheRequestHandle) -> None:
+        self.agreement.drop_question(request)
+        self.agreement.drop_question(_gain_of(request))
 
     def _probe_declined(
         self, storage: TieredStorage, hashes: list[str], spans: list[Span], num_planned: int
@@ -433,7 +433,7 @@ class LoadScheduler:
         if not self._gains_by_its_turn(request, in_the_way, storage, held_s):
             self._notes.given_up(request, "turn", num_tokens)
             self._window.withdraw_load(request.rid)
-            self._forget_questions(request)
+            self._drop_questions(request)
             return False
         if not in_the_way:
             self._window.could_start(request.rid)
@@ -456,7 +456,7 @@ class LoadScheduler:
         question = _gain_of(request)
         answer = self.agreement.ask_ranks(question, int(gains))
         if answer is not None:
-            self.agreement.forget_question(question)
+            self.agreement.drop_question(question)
         return answer != 0
 
     def starts_without(self, operation: Any, storage: TieredStorage, *, held_s: float) -> bool:
@@ -550,7 +550,7 @@ class LoadScheduler:
         self._num_unused = None
         self._copies.stops_waiting(request)
         self.declined.forget(request)
-        self._forget_questions(request)
+        self._drop_questions(request)
 
     def forget(self, request: CacheRequestHandle) -> None:
         """Forget a request that was aborted, or a load that no request waits for."""
@@ -581,7 +581,7 @@ class LoadScheduler:
         """End all waiting for turns."""
         self._window.clear()
         self.declined.clear()
-        self.agreement.forget_all()
+        self.agreement.drop_all()
 
     def clear(self) -> None:
         """Forget all loads: the tree was emptied, and no request is left."""
@@ -597,4 +597,4 @@ class LoadScheduler:
         self._window.clear()
         self.planner.clear()
         self.declined.clear()
-        self.agreement.forget_all()
+        self.agreement.drop_all()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
-    from sglang_tiered.integration.identity.tenants import PurgedTenants
+    from sglang_tiered.integration.identity.tenants import HiddenTenants
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.stack.tiers import Span
 
@@ -86,7 +86,7 @@ class LoadingCache(LockingCache, Protocol):
         log_metrics: bool,
     ) -> None: ...
 
-    purged_tenants: PurgedTenants
+    hidden_tenants: HiddenTenants
     has_small_host: bool
 
     @property

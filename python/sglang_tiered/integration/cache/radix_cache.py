@@ -30,7 +30,7 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
 from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
 from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
-from sglang_tiered.integration.cache.forgetting.forgetting_cache import ForgettingCache
+from sglang_tiered.integration.cache.hiding_cache import HidingCache
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
     least_of_ranks,
@@ -49,9 +49,8 @@ from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.identity.tenants import SECRET_BITS, PurgedTenants
+from sglang_tiered.integration.identity.tenants import SECRET_BITS, HiddenTenants
 from sglang_tiered.integration.observe.requests.stories import open_notes
-from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.ranks.rank_consensus import (
     RankAgreement,
     groups_of,
@@ -87,7 +86,7 @@ _NO_RANK = 1 << 40
 logger = logging.getLogger(__name__)
 
 
-class TieredRadixCache(ForgettingCache):
+class TieredRadixCache(HidingCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
     tiering: Tiering | None = None
@@ -95,10 +94,10 @@ class TieredRadixCache(ForgettingCache):
     _is_quiescing = False
     session_flushes = False  # whether a call of this session of weight updates wanted a flush
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
-    apply_remote_purge: Callable[[bytes | None], object] | None = None  # once there is a scheduler
+    hide_heard: Callable[[Sequence[Erasure]], object] | None = None  # once there is a scheduler
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.purged_tenants = PurgedTenants()
+        self.hidden_tenants = HiddenTenants()
         self.recent_requests = RecentRequests()  # for queries by a request's id
         self._loads_under_way = LoadsUnderWay()
         use_unmarked_core(params)
@@ -119,12 +118,12 @@ class TieredRadixCache(ForgettingCache):
             # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
             self.load_back_threshold = 1
         secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]
-        self.purged_tenants.use_secret(secret)
+        self.hidden_tenants.use_secret(secret)
         storage, exports = self.storage, bool(self._enable_metrics_flag)
         if storage is None:
             self._observer = TierObserver(self, None, params, exports=exports)
             return
-        storage.use_forgotten(self.forgotten, is_alone=not groups_of(self))
+        storage.use_hidden(self.hidden_pages)
         if self.pp_size == 1:
             self.tiering = self._make_tiering(storage, config)
         else:
@@ -135,9 +134,9 @@ class TieredRadixCache(ForgettingCache):
         nvme = None if config is None else config.nvme
         always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
         planner = make_planner(self, storage, always=always)
-        agreement = RankAgreement.of_cache(self, INITIAL, RULES)
+        agreement = RankAgreement.of_cache(self)
         log = None if config is None else config.request_log
-        notes = open_notes(log, planner, self.purged_tenants.tenant_of)
+        notes = open_notes(log, planner, self.hidden_tenants.tenant_of)
         budget = self.host_budget()
         return Tiering(self, storage, planner, agreement, budget, warms=warms, notes=notes)
 
@@ -171,28 +170,32 @@ class TieredRadixCache(ForgettingCache):
         return isinstance(self.tree_core, small_host_core.SmallHostTreeCore)
 
     def erase(self, what: Erasure) -> list[Future[bool]]:
-        """Hide pages in memory, so that none is stored behind the tiers' back, load none ahead, and
-        erase them in the tiers, in memory too. All are true once that is durable; the scheduler
-        waits for none. Pages are named as KV's are, and those of every pool go."""
+        """Hide pages in memory, so that none is stored behind the tiers' back, and erase them in
+        the tiers. All are true once that is durable; the scheduler waits for none. Pages are named
+        as KV's are, and those of every pool go."""
+        begun = self.hide(what)
+        return begun if self.storage is None else [*begun, self.storage.erase(what)]
+
+    def hide(self, what: Erasure) -> list[Future[bool]]:
+        """Hide pages in memory, and load none ahead. True once no restart does."""
         if what.keys is None:
-            self.purged_tenants.quarantine(what.tenant)
+            self.hidden_tenants.quarantine(what.tenant)
             self.recent_requests.drop_tenant(what.tenant)
         else:
-            self.forgotten.hide(what.hashes)
-        begun = [] if self.tiering is None else [self.tiering.erase_ahead(what)]
-        return begun if self.storage is None else [*begun, self.storage.erase(what)]
+            self.hidden_pages.hide(what.hashes)
+        return [] if self.tiering is None else [self.tiering.erase_ahead(what)]
 
     def tenant_of(self, node_id: int) -> bytes:
         """Return whose pages a node holds."""
-        return self.purged_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
+        return self.hidden_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
     def is_purged(self, node_id: int) -> bool:
         """Whether a node is from before its tenant was purged or all memory was hidden, or a page
         of it was forgotten: it is never stored."""
-        purged = self.purged_tenants
+        purged = self.hidden_tenants
         if purged and purged.is_hidden(*self.tree_core.prefetch_anchor_info(node_id)):
             return True
-        return self.is_forgotten(node_id)
+        return self.holds_hidden(node_id)
 
     def begin_store(self, node_id: int) -> int | None:
         """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
@@ -310,7 +313,7 @@ class TieredRadixCache(ForgettingCache):
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         last = action.node_ids[-1]
-        if self.tiering is not None and not write_back and not self.is_forgotten(last):
+        if self.tiering is not None and not write_back and not self.holds_hidden(last):
             self.tiering.copies.attempted(last)
         return written
 
@@ -401,7 +404,7 @@ class TieredRadixCache(ForgettingCache):
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
             selector = Selector(tokens, req.extra_key, req.cache_salt)
-            tenant = self.purged_tenants.tenant_of(req.extra_key, req.cache_salt)
+            tenant = self.hidden_tenants.tenant_of(req.extra_key, req.cache_salt)
             conversation = conversation_of(req)
             self.recent_requests.note_request(str(req.rid), selector, tenant, conversation)
 
@@ -522,7 +525,7 @@ class TieredRadixCache(ForgettingCache):
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
         """Hand the storage that an operator attached to every part that used the one before."""
-        storage.use_forgotten(self.forgotten, is_alone=self.decides_alone)
+        storage.use_hidden(self.hidden_pages)
         if self.tiering is not None:
             self.tiering.attached(storage)
         if self._observer is not None:

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_tiered.integration.cache.forgetting.forgetting_cache import SEEN
+from sglang_tiered.integration.cache.hiding_cache import SEEN
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -49,7 +49,7 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
                 # input either: it would compute that token again in the tree's page. SGLang ends
                 # the scheduler here, but drops the record on an NPU, as is done here.
                 self.release_session(params.req.session.session_id)
-            elif self._is_hidden(slot) or self._holds_forgotten(slot, params.key[:prefix_len]):
+            elif self._is_hidden(slot) or self._has_hidden(slot, params.key[:prefix_len]):
                 # The turn computes all of it again, on a record of its own.
                 self.release_session(params.req.session.session_id)
                 if params.req.kv is slot.kv:
@@ -59,16 +59,16 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
 
     def _is_hidden(self, slot: SessionSlot) -> bool:
         """Whether a turn of a record was of before its tenant was purged, or all was hidden."""
-        return any(self.cache.purged_tenants.is_hidden(*key) for key in slot.computed_by)
+        return any(self.cache.hidden_tenants.is_hidden(*key) for key in slot.computed_by)
 
-    def _holds_forgotten(self, slot: SessionSlot, key: RadixKey) -> bool:
+    def _has_hidden(self, slot: SessionSlot, key: RadixKey) -> bool:
         """Whether a record holds pages that were forgotten since its first turn began or since this
         was asked last: those of before were computed again."""
-        version = self.cache.forgotten.version
+        version = self.cache.hidden_pages.version
         if slot.seen_version == version:
             return False
         slot.seen_version = version
-        return bool(self.cache.holds_forgotten(key))
+        return bool(self.cache.has_hidden(key))
 
     def try_cache_finished_req(self, req: Req) -> bool:
         slot = self.borrowed_slot(req)

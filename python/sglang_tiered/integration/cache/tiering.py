@@ -9,6 +9,7 @@ disk, but for the start and the end.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -30,11 +31,9 @@ from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
-from sglang_tiered.integration.ranks.purge_exchange import PurgeExchange
-from sglang_tiered.integration.storage.remote_erasures import MEMORY
+from sglang_tiered.integration.ranks.rank_consensus import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.prefill_work import PrefillWork
-from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,12 +42,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+    from sglang_tiered.integration.identity.hidden_pages import HiddenPages
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
+    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["PublishesCosts", "TierObserver", "TieredCache", "Tiering", "stats_of"]
 
@@ -60,8 +60,8 @@ class TieredCache(LoadAheadCache, CopyingCache, SpillingCache, Protocol):
 
     ongoing_backup: dict[int, Any]
     ongoing_prefetch: dict[Any, Any]
-    apply_remote_purge: Callable[[bytes | None], object] | None
-    forgotten: ForgottenPages
+    hide_heard: Callable[[Sequence[Erasure]], object] | None
+    hidden_pages: HiddenPages
 
 
 class PublishesCosts(Protocol):
@@ -139,8 +139,6 @@ class Tiering:
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         self.costs: PublishesCosts | None = None  # once there is a scheduler, if anybody is told
-        # Of the attached storage, where it hears of other servers' purges.
-        self._purges: PurgeExchange | None = None
         storage.use_planner(planner)
         storage.use_meters(notes.meter_of)
         if cache.has_small_host:
@@ -347,8 +345,9 @@ class Tiering:
 
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
-        storage = self._cache.storage
-        self._follow_forgotten()
+        storage, hide = self._cache.storage, self._cache.hide_heard
+        if self._cache.hidden_pages.are_too_many and hide is not None:
+            hide(())
         if self.costs is not None:
             self.costs.publish_if_due()
         self.loads.step()
@@ -363,33 +362,14 @@ class Tiering:
         if storage.knows_namespace:
             self.warm.tick()
         self.hints.step(storage)
-        self._apply_remote_purges(storage)
+        if storage.remote_erasures is not None and hide is not None:
+            share = partial(first_ranks, self._cache)
+            storage.remote_erasures.step(self.agreement, share, hide)
 
     def erase_ahead(self, what: Erasure) -> Future[bool]:
         """Load nothing ahead of what is erased, nor after a restart. True once that is durable."""
         self.hints.erase(what)
         return self.warm.erase(what)
-
-    def _follow_forgotten(self) -> None:
-        """Take note of what other servers forgot. Beyond what is looked up one by one, all that
-        memory holds is hidden; the tiers keep their pages."""
-        forgotten, hide = self._cache.forgotten, self._cache.apply_remote_purge
-        news = forgotten.take_news()
-        if news:
-            self.erase_ahead(Erasure.of(map(bytes.fromhex, news), spread=False))
-        if forgotten.are_too_many and hide is not None:
-            hide(MEMORY)
-
-    def _apply_remote_purges(self, storage: TieredStorage) -> None:
-        """Put out of reach what other servers purged; all ranks do so in the same step."""
-        purges, apply = storage.remote_erasures, self._cache.apply_remote_purge
-        if purges is None or apply is None:
-            return
-        if self._purges is None or self._purges.purges is not purges:
-            self._purges = PurgeExchange(purges, self.agreement)
-        for tenant in self._purges.next():
-            apply(tenant)
-            self._purges.applied(tenant)
 
     def tree_was_reset(self) -> None:
         """Forget the nodes and locks of a tree that was emptied."""

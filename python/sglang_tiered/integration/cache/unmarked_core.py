@@ -1,6 +1,6 @@
 """``UnmarkedTreeCore``: SGLang's Rust tree core, whose nodes go by the hashes that the tiers know.
 
-A request of a hidden tenant goes by a key with a mark (``PurgedTenants``), which separates its
+A request of a hidden tenant goes by a key with a mark (``HiddenTenants``), which separates its
 nodes in the tree from those of before. Python's hashes leave the mark out (``around_seed``). The
 Rust core hashes by itself, mark included, so what it answers is translated here. Nodes that were
 loaded keep the hashes they came with, and so do those below.

@@ -94,7 +94,7 @@ class RecentRequests:
     ) -> None:
         """Forget the requests that had the first page of any of these prefixes behind its first
         tokens, or the beginning of that page. A prefix without that page counts only where nothing
-        is kept. ``original``: see ``PurgedTenants``."""
+        is kept. ``original``: see ``HiddenTenants``."""
         end = num_kept_tokens + page_size
         found: dict[tuple[str | None, str | None], set[bytes]] = {}
         for tokens, extra_key, cache_salt in selectors:

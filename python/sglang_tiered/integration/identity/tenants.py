@@ -25,7 +25,7 @@ __all__ = [
     "MAX_KEY_BYTES",
     "SECRET_BITS",
     "UNKNOWN_TENANT",
-    "PurgedTenants",
+    "HiddenTenants",
     "around_seed",
     "is_marked",
     "key_of_request",
@@ -38,7 +38,7 @@ MAX_KEY_BYTES = 4096
 
 SECRET_BITS = 62
 
-MAX_PURGED = 4096
+MAX_HIDDEN_TENANTS = 4096
 """Tenants hidden one by one; beyond, all that memory holds is hidden, which is one entry."""
 
 _MARK = "\x1f"
@@ -51,8 +51,8 @@ _LONG = "\x1flong\x1f"  # before the digest of a longer one
 _ADAPTER = "\x1fadapter\x1f"  # behind the last one: a LoRA adapter's id, or nothing
 
 UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
-"""The tenant of pages that reached the storage thread without one. Every purge removes them, since
-they may belong to any tenant."""
+"""The tenant of pages that reached the storage thread without one. Every erasure of a tenant
+removes them, since they may belong to any."""
 
 
 def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
@@ -117,8 +117,8 @@ def _original(extra_key: str | None, tokens: set[str]) -> str | None:
     return extra_key or None
 
 
-class PurgedTenants:
-    """Hides nodes that are in the tree from every request that comes later: those of purged
+class HiddenTenants:
+    """Hides nodes that are in the tree from every request that comes later: those of erased
     tenants, or all. Requests use another ``extra_key`` from then on, so they match no node from
     before and no later request matches those.
 
@@ -130,35 +130,35 @@ class PurgedTenants:
     """
 
     def __init__(self) -> None:
-        self._purges: dict[bytes | None, str] = {}  # marks by tenant; None: all
+        self._hidden: dict[bytes | None, str] = {}  # marks by tenant; None: all
         self._token = ""
-        self._num_purges = 0
+        self._num_hidden = 0
         self.use_secret(secrets.randbits(SECRET_BITS))
 
     def use_secret(self, secret: int) -> None:
         """Set the secret of the marks, which no user can guess, so that no user's key reads as
         marked. It must be the same on every rank, because SGLang's checks of rank divergence
-        compare keys. Call it before any purge."""
-        assert not self._purges, "keys with the old secret are in use"
+        compare keys. Call it before any is hidden."""
+        assert not self._hidden, "keys with the old secret are in use"
         _tokens.discard(self._token)
         self._token = f"{_MARK}{secret:016x}-"
         _tokens.add(self._token)
 
     def __bool__(self) -> bool:
-        return bool(self._purges)
+        return bool(self._hidden)
 
     def quarantine(self, tenant: bytes | None) -> None:
         """Hide the nodes of a tenant, or of all (None), that are in the tree now."""
-        self._num_purges += 1
-        if len(self._purges) >= MAX_PURGED:
+        self._num_hidden += 1
+        if len(self._hidden) >= MAX_HIDDEN_TENANTS:
             tenant = None
         if tenant is None:
-            self._purges.clear()
-        self._purges[tenant] = f"{self._token}{self._num_purges}."
+            self._hidden.clear()
+        self._hidden[tenant] = f"{self._token}{self._num_hidden}."
 
     def release_all(self) -> None:
         """Use plain keys again: the tree was reset, with no request under way."""
-        self._purges.clear()
+        self._hidden.clear()
 
     def tenant_of(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Return the tenant of a request's key, marked or not; adapters make no difference."""
@@ -170,7 +170,7 @@ class PurgedTenants:
         return key.rpartition(_ADAPTER)[2] or None if _ADAPTER in key else None
 
     def is_hidden(self, extra_key: str | None, cache_salt: str | None) -> bool:
-        """Whether a node or request with this key is from before its tenant was purged, or all was
+        """Whether a node or request with this key is from before its tenant was erased, or all was
         hidden: what it holds must not be stored."""
         marks = self._marks(extra_key, cache_salt)
         key = extra_key or ""
@@ -178,16 +178,16 @@ class PurgedTenants:
 
     def key_of(self, extra_key: str | None, cache_salt: str | None) -> str | None:
         """Return the ``extra_key`` that a request uses from now on."""
-        if not self._purges and (not extra_key or self._token not in extra_key):
+        if not self._hidden and (not extra_key or self._token not in extra_key):
             return extra_key
         mark = "".join(self._marks(extra_key, cache_salt))
         return (self.original(extra_key) or "") + mark if mark else self.original(extra_key)
 
     def _marks(self, extra_key: str | None, cache_salt: str | None) -> list[str]:
-        if not self._purges:
+        if not self._hidden:
             return []
         tenant = self.tenant_of(extra_key, cache_salt)
-        marks = (self._purges.get(None), self._purges.get(tenant))
+        marks = (self._hidden.get(None), self._hidden.get(tenant))
         return [mark for mark in marks if mark is not None]
 
     def original(self, extra_key: str | None) -> str | None:

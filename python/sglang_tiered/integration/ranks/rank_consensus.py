@@ -3,9 +3,7 @@
 Ranks of tensor parallelism must decide alike, but a rank's clock, its disk and what its shard
 holds are its own. SGLang reduces a small tensor of queue lengths over all ranks in every scheduler
 step, idle or not (``UnifiedRadixCache._sync_hicache_ready_counts``, by minimum). These values ride
-in that tensor as a few more numbers (``boarding``, ``ride``). A float64 travels as an int64 of the
-same order, so a minimum over ranks is exact to the bit; a rank that has nothing to say sends the
-largest int64.
+in that tensor as a few more numbers (``boarding``, ``ride``).
 
 Used on the scheduler thread only. Every rank makes the same calls in the same order between two
 exchanges, as SGLang demands of everything there, so all tensors have the same length.
@@ -13,9 +11,6 @@ exchanges, as SGLang demands of everything there, so all tensors have the same l
 
 from __future__ import annotations
 
-import enum
-import math
-import struct
 from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,11 +20,11 @@ import torch
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator
 
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-__all__ = ["RankAgreement", "Rule", "first_ranks", "groups_of", "least_on_every_rank"]
+__all__ = ["RankAgreement", "first_ranks", "groups_of", "least_on_every_rank"]
 
 SILENT = torch.iinfo(torch.int64).max
 
@@ -38,105 +33,53 @@ MAX_ANSWERS = 4096
 """Beyond this number unread answers are forgotten, oldest first."""
 
 
-class Rule(enum.Enum):
-    """Says which rank's value counts."""
-
-    FIRST = "the first rank's"  # values that belong together, such as the terms of one estimate
-    LARGEST = "the largest"  # what is as bad as on the worst rank: a cost, a delay, a failure
-
-
 class RankAgreement:
-    """Holds the standing values and the questions of one rank.
-
-    ``initial`` are the standing values until ranks first agreed, the same on every rank; ``rules``
-    say how each is agreed on. ``is_first``: whether this is the first rank. ``is_alone``: there is
-    no other rank; then nothing is exchanged and every value is agreed on at once.
+    """Holds the questions of one rank. ``is_first``: whether this is the first rank. ``is_alone``:
+    there is no other rank; then nothing is exchanged and every question is answered at once.
     """
 
-    def __init__(
-        self,
-        initial: Sequence[float],
-        rules: Sequence[Rule],
-        *,
-        is_first: bool,
-        is_alone: bool,
-    ) -> None:
-        if len(initial) != len(rules):
-            raise ValueError(f"{len(initial)} values under {len(rules)} rules")
-        self._agreed = tuple(float(value) for value in initial)
-        self._rules = tuple(rules)
-        self._is_first = is_first
-        self._is_alone = is_alone
-        self._own: Sequence[float] = (math.nan,) * len(rules)
+    def __init__(self, *, is_first: bool, is_alone: bool) -> None:
+        self.is_first = is_first
+        self.is_alone = is_alone
         self._questions: OrderedDict[Hashable, int] = OrderedDict()
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
         self._is_boarding = False
 
     @classmethod
-    def of_cache(
-        cls, cache: UnifiedRadixCache, initial: Sequence[float], rules: Sequence[Rule]
-    ) -> RankAgreement:
+    def of_cache(cls, cache: UnifiedRadixCache) -> RankAgreement:
         """Create one for the ranks that SGLang's exchange reduces over."""
         groups = groups_of(cache)
         is_first = all(group.rank() == 0 for group in groups)
-        return cls(initial, rules, is_first=is_first, is_alone=not groups)
-
-    @property
-    def is_alone(self) -> bool:
-        return self._is_alone
-
-    @property
-    def is_first(self) -> bool:
-        return self._is_first
-
-    @property
-    def agreed(self) -> tuple[float, ...]:
-        """The standing values as of the last exchange: the same on every rank."""
-        return self._agreed
-
-    def share_values(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Share what this rank measures now; return what all ranks agreed on last.
-
-        NaN stands for no value: while every rank that counts says so, the agreed value stays.
-        """
-        if len(values) != len(self._rules):
-            raise ValueError(f"{len(values)} values under {len(self._rules)} rules")
-        self._own = tuple(values)
-        if self._is_alone:
-            self._agreed = tuple(
-                old if math.isnan(new) else float(new)
-                for old, new in zip(self._agreed, values, strict=True)
-            )
-        return self._agreed
+        return cls(is_first=is_first, is_alone=not groups)
 
     def ask_ranks(self, question: Hashable, value: int) -> int | None:
         """Return the smallest value that any rank gave for a question; None until the next
         exchange.
 
         Ask again after a None; ``value`` counts only when the question is new, and the answer
-        stays until ``forget``.
+        stays until ``drop_question``.
         """
-        if self._is_alone:
+        if self.is_alone:
             return value
         answer = self._answers.get(question)
         if answer is None:
             self._questions.setdefault(question, value)
         return answer
 
-    def forget_question(self, question: Hashable) -> None:
+    def drop_question(self, question: Hashable) -> None:
         """Drop a question whose answer was used or is no longer wanted. Unknown ones are
         ignored."""
         self._questions.pop(question, None)
         self._answers.pop(question, None)
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         self._questions.clear()
         self._answers.clear()
 
     @contextmanager
     def boarding(self) -> Iterator[None]:
         """Let the first reduction within SGLang's exchange of a step carry these values too."""
-        self._is_boarding = not self._is_alone
+        self._is_boarding = not self.is_alone
         try:
             yield
         finally:
@@ -157,49 +100,18 @@ class RankAgreement:
         exchange(together, operator)
         data.copy_(together[: len(data)])
         self.accept_values(together[len(data) :])
-        assert_same("agreed on %s", self._agreed)
+        assert_same("agreed on %s", list(self._answers.values()))
 
     def values_to_send(self) -> torch.Tensor:
-        """Return what this rank sends: [values + questions] int64, to be reduced by minimum."""
-        sent = [
-            self._encode(value, rule) for value, rule in zip(self._own, self._rules, strict=True)
-        ]
-        return torch.tensor([*sent, *self._questions.values()], dtype=torch.int64)
+        """Return what this rank sends: [questions] int64, to be reduced by minimum."""
+        return torch.tensor([*self._questions.values()], dtype=torch.int64)
 
     def accept_values(self, reduced: torch.Tensor) -> None:
-        """Take what all ranks sent, reduced: [values + questions] int64."""
-        received = reduced.tolist()
-        num_values = len(self._rules)
-        self._agreed = tuple(
-            old if number == SILENT else self._decode(number, rule)
-            for old, number, rule in zip(
-                self._agreed, received[:num_values], self._rules, strict=True
-            )
-        )
-        self._answers.update(zip(self._questions, received[num_values:], strict=True))
+        """Take what all ranks sent, reduced: [questions] int64."""
+        self._answers.update(zip(self._questions, reduced.tolist(), strict=True))
         self._questions.clear()
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
-
-    def _encode(self, value: float, rule: Rule) -> int:
-        if math.isnan(value) or (rule is Rule.FIRST and not self._is_first):
-            return SILENT
-        return -_ordered(value) if rule is Rule.LARGEST else _ordered(value)
-
-    def _decode(self, number: int, rule: Rule) -> float:
-        return _unordered(-number if rule is Rule.LARGEST else number)
-
-
-def _ordered(value: float) -> int:
-    """Return an integer that is smaller for a smaller float."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(bits) if bits >= 0 else -(int(bits) & SILENT)
-
-
-def _unordered(number: int) -> float:
-    bits = number if number >= 0 else -number - SILENT - 1
-    (value,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(value)
 
 
 def groups_of(cache: UnifiedRadixCache) -> list[torch.distributed.ProcessGroup]:

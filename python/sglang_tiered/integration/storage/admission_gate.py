@@ -45,7 +45,7 @@ class StoreGate:
 
     ``waited_s`` is how long the operation that began last had waited; any thread may read it.
     ``lock`` is held by the backup thread from asking until what it stores is submitted, so that a
-    purge comes before or after both. Queued stores belong to ``PendingStores``."""
+    an erasure comes before or after both. Queued stores belong to ``PendingStores``."""
 
     def __init__(
         self,
@@ -69,13 +69,14 @@ class StoreGate:
         self._positions: dict[str, int] = {}  # of the pages of the operation under way
         self._num_admitted = 0
         self._next_kv = -1  # position of the next KV call of that operation
-        self._is_purged = False  # something, while what was queued before may still arrive
+        self._has_dropped = False  # a tenant, while what was queued before may still arrive
         self.lock = threading.RLock()
-        # Tenants whose pages are not stored now; None: all. The setter must purge them afterwards.
+        # Tenants whose pages are not stored now; None: all. The setter must erase them afterwards.
         self.blocked: frozenset[bytes | None] = frozenset()
-        # Hashes of pages that were forgotten, of which nothing is stored until they are computed
-        # again. The setter must forget them in the tiers after each change.
-        self.forgotten: Container[str] = frozenset()
+        # Hashes of pages that memory hides, and of those that it will hide: none is stored. The
+        # setter must erase them in the tiers after each change.
+        self.hidden: Container[str] = frozenset()
+        self.heard: Container[str] = frozenset()
         self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
 
@@ -101,11 +102,11 @@ class StoreGate:
             hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
         )
 
-    def purge_tenant(self, tenant: bytes | None) -> None:
+    def drop_queued(self, tenant: bytes | None) -> None:
         """Drop the queued stores of a tenant (None: every one), and what is left of its operation
         under way. The caller holds ``lock``."""
-        self._pending.purge_tenant(tenant)
-        self._is_purged = True
+        self._pending.drop_tenant(tenant)
+        self._has_dropped = True
         if tenant is None or tenant == self.tenant:
             self._num_admitted = 0
 
@@ -137,7 +138,7 @@ class StoreGate:
     def tree_was_reset(self) -> None:
         """Forget what was announced: SGLang emptied its queue."""
         self._pending.clear()
-        self._is_purged = False
+        self._has_dropped = False
 
     def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
         """Return how many leading pages of one call to store."""
@@ -153,7 +154,7 @@ class StoreGate:
                 pinned_share = store.tokens_behind / self._host_tokens
                 backlog = backlog_pressure(store.waited_s, pinned_share)
                 self._decide(store.hashes, store.prefix_tokens, backlog)
-            elif self._is_purged:  # whose it is was forgotten, and may have been purged since
+            elif self._has_dropped:  # whose it is is not known any more
                 self._begin(hashes, 0)
             elif is_kv:
                 self._decide(tuple(hashes), 0, None)
@@ -163,8 +164,9 @@ class StoreGate:
             self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
         ):
             self._num_admitted = 0
-        if self.forgotten:
-            num_visible = next((at for at, each in enumerate(hashes) if each in self.forgotten), -1)
+        if self.hidden or self.heard:
+            is_hidden = (each in self.hidden or each in self.heard for each in hashes)
+            num_visible = next((at for at, each in enumerate(is_hidden) if each), -1)
             if num_visible >= 0:
                 self._num_admitted = min(
                     self._num_admitted, self._positions[hashes[0]] + num_visible

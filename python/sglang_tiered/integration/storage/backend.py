@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from sglang.srt.managers.cache_controller import StorageOperation
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+    from sglang_tiered.integration.identity.hidden_pages import HiddenPages
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.storage.base import Job, Meter
     from sglang_tiered.storage.region.notes import Notes
@@ -374,7 +375,7 @@ class TieredStorage(TierQueries):
 
     def erase(self, what: Erasure) -> Future[bool]:
         """Erase in every tier, and drop what is on its way. Memory only, any thread. Single pages
-        are hidden in memory before (``use_forgotten``), or the backup thread would store them. The
+        are hidden in memory before (``use_hidden``), or the backup thread would store them. The
         first server means pages of every pool, and with a tenant's those whose tenant is unknown:
         they may be its own; what it tells others is whole."""
         if what.keys is not None and what.spread:
@@ -383,11 +384,12 @@ class TieredStorage(TierQueries):
         with self.gate.lock:
             if what.tenant is None or not what.spread:
                 return self._erase(what)
-            return all_true([self._erase(what), self._erase(Erasure(tenant=UNKNOWN_TENANT))])
+            unknown = Erasure(tenant=UNKNOWN_TENANT, id=xxhash.xxh3_128_digest(what.id))
+            return all_true([self._erase(what), self._erase(unknown)])
 
     def _erase(self, what: Erasure) -> Future[bool]:
         if what.keys is None:
-            self.gate.purge_tenant(what.tenant)
+            self.gate.drop_queued(what.tenant)
         if self._search is None or not self.stack.remote:
             return self.stack.erase(what)
         # In the bucket and the index an erasure is of a namespace.
@@ -399,20 +401,17 @@ class TieredStorage(TierQueries):
             self.stack.erase(what).add_done_callback(partial(keep_as, late))
         self._late.clear()
 
-    def use_forgotten(self, forgotten: ForgottenPages, *, is_alone: bool) -> None:
-        """Store none of the pages that are hidden in memory, and hide there what other servers
-        forget. ``is_alone``: no other rank must hide the same in the same step."""
+    def use_hidden(self, pages: HiddenPages) -> None:
+        """Store none of the pages that are hidden in memory."""
         if self._gate is not None:
-            self._gate.forgotten = forgotten
-        if self.remote_erasures is not None:
-            self.remote_erasures.use_forgotten(forgotten, is_alone=is_alone)
+            self._gate.hidden = pages
 
     def refuse_queued_stores(self) -> None:
         """Store nothing more of what SGLang has queued up to now: what it holds was hidden. By the
         number of the operation, as the same pages may be announced again. Scheduler thread."""
         with self.gate.lock:
             self._first_store = StorageOperation.counter
-            self.gate.purge_tenant(None)
+            self.gate.drop_queued(None)
 
     def tree_was_reset(self) -> None:
         """Allow stores again: no page of an earlier state is left in the tree."""

@@ -20,14 +20,15 @@ from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import keep, promise
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Erasure
 
 A = tenant_digest("a", None)
 
@@ -39,6 +40,7 @@ class Scheduler:
         self.refuses_flushes = False
         self.purges: dict[bytes | None, Future[bool]] = {}
         self.told: list[bytes | None] = []  # to other servers
+        self.ids: list[bytes] = []  # of what was erased
         self.num_flushes = 0
         self.waiting_queue = [request("a"), request("b")]
         self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
@@ -47,12 +49,14 @@ class Scheduler:
         self.tree_cache.attn_cp_group = self.tree_cache.attn_tp_group = None
         self.tree_cache.tp_world_size = 1
         self.tree_cache.recent_requests = RecentRequests()
+        self.tree_cache.hidden_pages = HiddenPages()
         storage = SimpleNamespace(erase=self.erase)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
         self.control.after_scheduler(None, self)
 
     def erase(self, what: Erasure) -> Future[bool]:
         assert what.keys is None
+        self.ids.append(what.id)
         if what.spread:
             self.told.append(what.tenant)
         return self.purges.setdefault(what.tenant, promise())
@@ -73,9 +77,9 @@ def request(extra_key: str | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def purged(monkeypatch: pytest.MonkeyPatch) -> PurgedTenants:
-    purged = PurgedTenants()
-    monkeypatch.setattr(TieredRadixCache, "purged_tenants", purged, raising=False)
+def purged(monkeypatch: pytest.MonkeyPatch) -> HiddenTenants:
+    purged = HiddenTenants()
+    monkeypatch.setattr(TieredRadixCache, "hidden_tenants", purged, raising=False)
     monkeypatch.setattr(
         TieredRadixCache, "storage", property(lambda self: self.cache_controller.storage_backend)
     )
@@ -98,7 +102,7 @@ def receive(scheduler: Scheduler, request: Any) -> Any:
     return request
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> None:
+def test_an_idle_scheduler_resets_its_tree_at_once(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
     assert scheduler.num_flushes == 1
@@ -107,7 +111,7 @@ def test_an_idle_scheduler_resets_its_tree_at_once(purged: PurgedTenants) -> Non
     assert scheduler.told == [A]
 
 
-def test_busy_scheduler_hides_the_tenant_until_idle(purged: PurgedTenants) -> None:
+def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=False)
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
     waiting, other = scheduler.waiting_queue
@@ -150,7 +154,7 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     assert promised.extra_key == "a"
 
 
-def test_purged_tenants_requests_are_no_longer_known() -> None:
+def test_hidden_tenants_requests_are_no_longer_known() -> None:
     scheduler = Scheduler(idle=False)
     recents = scheduler.tree_cache.recent_requests
     for rid, tenant in (("1", A), ("2", tenant_digest("b", None))):
@@ -160,7 +164,7 @@ def test_purged_tenants_requests_are_no_longer_known() -> None:
 
 
 def test_refused_flush_leaves_the_tenant_hidden(
-    purged: PurgedTenants,
+    purged: HiddenTenants,
 ) -> None:
     """An abandoned read may begin to count between the look here and SGLang's."""
     scheduler = Scheduler(idle=True)
@@ -231,7 +235,7 @@ def test_long_keys_are_short_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_long_keys_are_purged_by_their_names(
-    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
+    monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
 ) -> None:
     scheduler, long = Scheduler(idle=False), "k" * 5000
     hook_requests(monkeypatch, scheduler)
@@ -244,7 +248,7 @@ def test_long_keys_are_purged_by_their_names(
 
 
 def test_a_tenants_adapters_are_purged_with_it(
-    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
+    monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
 ) -> None:
     scheduler = Scheduler(idle=False)
     hook_requests(monkeypatch, scheduler)
@@ -289,7 +293,7 @@ def test_repeated_request_polls_the_same_purge(is_durable: bool) -> None:
 
 
 def test_purge_of_a_detached_tier_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, purged: PurgedTenants
+    monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
     config = SimpleNamespace(nvme=object())
@@ -314,20 +318,34 @@ def test_purge_without_nvme_ends_with_memory() -> None:
     }  # fmt: skip
 
 
+def test_all_ranks_name_an_erasure_alike() -> None:
+    """What a bucket knows by another name is of another server, and is erased once more."""
+    ranks = [Scheduler(idle=True) for _ in range(2)]
+    for number, body in (
+        ("1", {"all": True}),
+        ("2", {"extra_key": "a"}),
+        ("3", {"extra_key": "a"}),
+    ):
+        for rank in ranks:
+            ask(rank, number, **body)
+    assert ranks[0].ids == ranks[1].ids
+    assert len(set(ranks[0].ids)) == 3
+
+
 def test_everything_is_one_purge_of_all() -> None:
     scheduler = Scheduler(idle=True)
     ask(scheduler, "all", all=True)
     assert set(scheduler.purges) == {None}
 
 
-def test_remote_purge_hides_pages_and_does_not_propagate(
-    purged: PurgedTenants,
+def test_what_others_erased_is_hidden_in_memory(
+    purged: HiddenTenants,
 ) -> None:
     scheduler = Scheduler(idle=False)
     scheduler.control.after_scheduler(None, scheduler)
-    assert scheduler.tree_cache.apply_remote_purge is not None
-    scheduler.tree_cache.apply_remote_purge(A)
-    assert set(scheduler.purges) == {A}
+    assert scheduler.tree_cache.hide_heard is not None
+    scheduler.tree_cache.hide_heard([Erasure(tenant=A, spread=False)])
+    assert not scheduler.purges, "the tiers have done it, by the name that its servers know"
     assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
     assert purged.is_hidden("a", None)
@@ -386,7 +404,7 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     assert sent[1].success is False and len(passed) == 1
 
 
-def test_paused_requests_get_plain_keys_after_a_flush(purged: PurgedTenants) -> None:
+def test_paused_requests_get_plain_keys_after_a_flush(purged: HiddenTenants) -> None:
     """A paused scheduler is flushed with requests waiting; those that come share their pages."""
     scheduler = Scheduler(idle=False)
     ask(scheduler, "busy", extra_key="a")

@@ -167,8 +167,8 @@ def test_pages_named_after_a_purge_are_hidden(world: CacheWorld) -> None:
     """A replica that knows no rid is told hashes, which are those of a marked key too."""
     cache = world.cache
     hashes = cache.page_hashes(RadixKey(TOKENS, None))
-    cache.purged_tenants.quarantine(None)
-    key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
+    cache.hidden_tenants.quarantine(None)
+    key = RadixKey(TOKENS, cache.hidden_tenants.key_of(None, None))
     cache.insert(InsertParams(key=key, value=world.alloc(len(TOKENS))))
     assert cache.match_visible(key).device_prefix_len == len(TOKENS)
     answer(world, hashes=hashes[3:])

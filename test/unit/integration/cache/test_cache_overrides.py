@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_tiered.integration.cache.quiescing import LoadsUnderWay
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.tiering import Tiering
-from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
-from sglang_tiered.integration.identity.tenants import PurgedTenants
+from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+from sglang_tiered.integration.identity.tenants import HiddenTenants
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
@@ -101,8 +101,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache: Any = TieredRadixCache.__new__(TieredRadixCache)
     parts = cache.tiering = Parts(backed_up)
     cache.decides_alone, cache.pp_size = True, 1
-    cache.purged_tenants = PurgedTenants()
-    cache.forgotten = ForgottenPages()
+    cache.hidden_tenants = HiddenTenants()
+    cache.hidden_pages = HiddenPages()
     cache._clean = {}
     cache._loads_under_way = LoadsUnderWay()
     cache.promised = {}

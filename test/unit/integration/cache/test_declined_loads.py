@@ -43,7 +43,7 @@ class Rank:
         )
         self.now = 100.0
         self.planner: LoadPlanner[str] = LoadPlanner(costs, lambda: self.now)
-        self.agreement = RankAgreement((), (), is_first=number == 0, is_alone=num_ranks == 1)
+        self.agreement = RankAgreement(is_first=number == 0, is_alone=num_ranks == 1)
         self.declined = DeclinedLoads(self.planner)
         self.num_plans = 0
         plan = costs.plan
@@ -74,7 +74,7 @@ class Rank:
         end = self.agreement.ask_ranks(request, own)
         end = end if end is None or end < 0 else end // 2
         if end is not None:
-            self.agreement.forget_question(request)
+            self.agreement.drop_question(request)
             if end == DECLINED:
                 self.declined.add(request)
         return end
@@ -82,7 +82,7 @@ class Rank:
     def leaves(self, request: str) -> None:
         self.planner.leaves(request)
         self.declined.forget(request)
-        self.agreement.forget_question(request)
+        self.agreement.drop_question(request)
 
 
 class Ranks(list[Rank]):
@@ -177,7 +177,7 @@ def test_load_is_attempted_no_more_than_allowed(num_ranks: int) -> None:
             rank.reads_in(GOOD_S)
         attempts += ranks.steps(LOOK_STEPS + 1)
         for rank in ranks:
-            rank.agreement.forget_question("r")
+            rank.agreement.drop_question("r")
             rank.reads_in(BAD_S)
         ranks.arrive("r")
     assert attempts == ["r"] * MAX_ATTEMPTS

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ def settle(world: CacheWorld) -> None:
 def test_match_ends_before_a_hidden_page(world: CacheWorld) -> None:
     run(world, TOKENS)
     assert matched(world, TOKENS) == 6
-    world.cache.forgotten.hide(hashes_of(TOKENS)[2:4])
+    world.cache.hidden_pages.hide(hashes_of(TOKENS)[2:4])
     assert matched(world, TOKENS) == 2
     assert matched(world, TOKENS[: 2 * PAGE]) == 2
-    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.cache.hidden_pages.hide(hashes_of(TOKENS))
     assert matched(world, TOKENS) == 0
     assert Turn(world, TOKENS).num_matched == 0
 
@@ -101,7 +101,7 @@ def test_pages_of_other_prompts_stay_found(world: CacheWorld) -> None:
     branch = TOKENS[: 2 * PAGE] + prompt(2, 2)
     run(world, TOKENS)
     run(world, branch)
-    world.cache.forgotten.hide(hashes_of(TOKENS)[2:])
+    world.cache.hidden_pages.hide(hashes_of(TOKENS)[2:])
     assert matched(world, branch) == 4
     assert matched(world, TOKENS) == 2
 
@@ -112,7 +112,7 @@ def test_computed_again_is_found_and_stored_again(world: CacheWorld) -> None:
     settle(world)
     hashes = hashes_of(TOKENS)
     cache = world.cache
-    cache.forgotten.hide(hashes)
+    cache.hidden_pages.hide(hashes)
     assert cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     assert world.num_stored() == 0
     assert run(world, TOKENS[: 4 * PAGE]) == 0
@@ -120,7 +120,7 @@ def test_computed_again_is_found_and_stored_again(world: CacheWorld) -> None:
     world.until(lambda: world.num_stored() == 4)
     assert run(world, TOKENS) == 4
     assert matched(world, TOKENS) == 6
-    assert not cache.forgotten
+    assert not cache.hidden_pages
     world.until(lambda: world.num_stored() == 6)
 
 
@@ -130,7 +130,7 @@ def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
     turn.end_chunk(4)
     settle(world)
     hashes = hashes_of(TOKENS)
-    world.cache.forgotten.hide(hashes)
+    world.cache.hidden_pages.hide(hashes)
     world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     turn.end_chunk(7)
     turn.end()
@@ -143,7 +143,7 @@ def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
 
 
 def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
-    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.cache.hidden_pages.hide(hashes_of(TOKENS))
     world.compute(TOKENS)  # by nobody who could have seen that
     settle(world)
     assert matched(world, TOKENS) == 0
@@ -156,7 +156,7 @@ def test_queued_store_of_a_hidden_page_is_dropped(world: CacheWorld) -> None:
     world.cache.storage.gate.announce_store(
         hashes_of(TOKENS), num_tokens=len(TOKENS), prefix_tokens=len(TOKENS)
     )
-    world.cache.forgotten.hide(hashes_of(TOKENS)[3:])
+    world.cache.hidden_pages.hide(hashes_of(TOKENS)[3:])
     assert world.cache.storage.gate.num_admitted(hashes_of(TOKENS), is_kv=True) == 3
 
 
@@ -164,14 +164,14 @@ def test_load_under_way_brings_nothing_back(world: CacheWorld) -> None:
     world.store(TOKENS)
     request = world.asks("r", TOKENS)
     assert request in world.cache.ongoing_prefetch
-    world.cache.forgotten.hide(hashes_of(TOKENS)[1:])
+    world.cache.hidden_pages.hide(hashes_of(TOKENS)[1:])
     world.until(lambda: world.cache.check_prefetch_progress(request))
     assert matched(world, TOKENS) <= 1
 
 
 def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
     world.store(TOKENS)
-    world.cache.forgotten.hide(hashes_of(TOKENS)[2:])
+    world.cache.hidden_pages.hide(hashes_of(TOKENS)[2:])
     request = world.asks("r", TOKENS)
     world.until(lambda: world.cache.check_prefetch_progress(request))
     assert matched(world, TOKENS) == 2
@@ -190,7 +190,7 @@ def test_offered_node_with_a_hidden_page_stays(
     match = cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
     (path,) = cache.tree_core.collect_path_info([match.best_match_node])
     hashes = hashes_of(TOKENS)
-    cache.forgotten.hide(hashes[5:])
+    cache.hidden_pages.hide(hashes[5:])
     cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     begun: list[int] = []
     monkeypatch.setattr(cache, "begin_store", begun.append)
@@ -205,7 +205,7 @@ def test_stored_end_hides_no_gap_before_it(world: CacheWorld) -> None:
     world.until(lambda: world.num_stored() == 6)
     settle(world)
     middle = hashes_of(TOKENS)[2:4]
-    world.cache.forgotten.hide(middle)
+    world.cache.hidden_pages.hide(middle)
     world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, middle))).result(30)
     assert run(world, TOKENS) == 2
     world.until(lambda: world.cache.storage.num_kept(hashes_of(TOKENS)) == 6)
@@ -217,7 +217,7 @@ def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
     params = MatchPrefixParams(key=RadixKey(TOKENS, None), req=req)
     match = world.cache.match_prefix(params)
     world.cache.promised.lock(req.cache_request_handle, match.best_match_node)
-    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.cache.hidden_pages.hide(hashes_of(TOKENS))
     assert world.cache.match_prefix(params).device_prefix_len == 6 * PAGE
     world.cache.promised.unlock_all_but()
     assert world.cache.match_prefix(params).device_prefix_len == 0
@@ -232,7 +232,7 @@ def test_last_page_of_bigrams_is_hidden(tmp_path: Path, monkeypatch: pytest.Monk
         assert matched(world, tokens) == len(hashes) == 6
         world.until(lambda: world.num_stored() == 6)
         settle(world)
-        world.cache.forgotten.hide(hashes[5:])
+        world.cache.hidden_pages.hide(hashes[5:])
         assert matched(world, tokens) == 5
         world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes[5:]))).result(
             30
@@ -240,18 +240,18 @@ def test_last_page_of_bigrams_is_hidden(tmp_path: Path, monkeypatch: pytest.Monk
         assert run(world, tokens) == 5
         assert matched(world, tokens) == 6
         world.until(lambda: world.num_stored() == 6)
-        world.cache.forgotten.hide(hashes[5:])
+        world.cache.hidden_pages.hide(hashes[5:])
         key = RadixKey(tokens, None)
-        assert world.cache.holds_forgotten(key) and not world.cache.holds_forgotten(key[: 5 * PAGE])
+        assert world.cache.has_hidden(key) and not world.cache.has_hidden(key[: 5 * PAGE])
 
 
 def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
     run(world, TOKENS)
     settle(world)
-    world.cache.forgotten.hide(hashes_of(TOKENS))
+    world.cache.hidden_pages.hide(hashes_of(TOKENS))
     world.cache.reset()
     world.allocator.clear()
-    assert not world.cache.forgotten
+    assert not world.cache.hidden_pages
     assert run(world, TOKENS) == 0
     assert matched(world, TOKENS) == 6
 
@@ -259,17 +259,16 @@ def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
 def test_news_after_a_purge_hide_their_pages(world: CacheWorld) -> None:
     """A request goes by a marked key then, and its pages by the hashes that others know."""
     cache = world.cache
-    cache.purged_tenants.quarantine(None)
-    key = RadixKey(TOKENS, cache.purged_tenants.key_of(None, None))
+    cache.hidden_tenants.quarantine(None)
+    key = RadixKey(TOKENS, cache.hidden_tenants.key_of(None, None))
     cache.insert(InsertParams(key=key, value=world.alloc(len(TOKENS))))
     assert cache.match_visible(key).device_prefix_len == len(TOKENS)
-    cache.forgotten.hear(hashes_of(TOKENS)[2:])
-    cache.check_hicache_events()
+    cache.hidden_pages.hide(hashes_of(TOKENS)[2:])
     assert cache.match_visible(key).device_prefix_len == 2 * PAGE
 
 
 def test_page_hidden_twice_needs_a_later_request() -> None:
-    pages = ForgottenPages()
+    pages = HiddenPages()
     pages.hide(["a"])
     seen = pages.version
     pages.hide(["a"])

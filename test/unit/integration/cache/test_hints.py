@@ -143,8 +143,8 @@ def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable
     hinting.hint(LONG)
     hinting.cache.check_hicache_events()
     key = RadixKey(LONG[:], None)
-    hinting.cache.forgotten.hear(hinting.cache.page_hashes(key)[1:])
-    hinting.cache.check_hicache_events()
+    pages = map(bytes.fromhex, hinting.cache.page_hashes(key)[1:])
+    hinting.cache.hide(Erasure.of(pages, spread=False))
     assert not hinting.hints._queue.next()
     hold()
     hinting.world.until(hinting.is_at_rest)
@@ -386,7 +386,7 @@ def test_what_takes_its_pages_ends_a_hint(
         hold()
         cache.reset()
     elif how == "purge":
-        hinting.hints.erase(Erasure(tenant=cache.purged_tenants.tenant_of(None, None)))
+        hinting.hints.erase(Erasure(tenant=cache.hidden_tenants.tenant_of(None, None)))
     elif how == "weights":
         cache.change_weights(tree_is_empty=False)
     else:
@@ -456,15 +456,15 @@ def test_hung_tier_holds_no_flush_up(
 
 def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:
     hinting.hint(LONG)
-    hinting.hints.erase(Erasure(tenant=hinting.cache.purged_tenants.tenant_of("other", None)))
+    hinting.hints.erase(Erasure(tenant=hinting.cache.hidden_tenants.tenant_of("other", None)))
     assert hinting.wait() == DONE
 
 
 def test_purge_elsewhere_stops_no_hint(hinting: HintWorld) -> None:
     """It lasts for as long as the server is busy."""
-    hinting.cache.purged_tenants.quarantine(None)
+    hinting.cache.hidden_tenants.quarantine(None)
     hinting.hint(LONG)
-    hinting.cache.purged_tenants.quarantine(b"other")
+    hinting.cache.hidden_tenants.quarantine(b"other")
     assert hinting.wait() == DONE
 
 

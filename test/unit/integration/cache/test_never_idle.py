@@ -55,7 +55,7 @@ class BusyServer:
 
     def key(self, tokens: array[int], extra_key: str | None = None) -> RadixKey:
         """The key of a request that comes now."""
-        key_of = self.cache.purged_tenants.key_of
+        key_of = self.cache.hidden_tenants.key_of
         is_eagle = self.cache.tree_core.is_eagle
         return RadixKey(tokens[:], key_of(extra_key, None), is_bigram=is_eagle)
 
@@ -206,7 +206,7 @@ def test_a_busy_server_stores_after_a_purge(busy: BusyServer) -> None:
     assert not busy.is_stored(prompt(1, PAGES))
     busy.cache.reset()
     busy.world.allocator.clear()
-    busy.cache.purged_tenants.release_all()
+    busy.cache.hidden_tenants.release_all()
     assert busy.loads(tokens) > 0, "found by its plain name, as after a restart"
 
 

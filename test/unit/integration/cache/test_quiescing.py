@@ -258,7 +258,7 @@ def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
     assert updater.scheduler.is_fully_idle()
     flush(cache)  # as SGLang does once the weights are there
     hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
-    assert not cache.purged_tenants
+    assert not cache.hidden_tenants
     store(cache, prompt(4))
 
 
@@ -271,14 +271,14 @@ def test_old_kv_after_a_refused_flush_matches_nothing(
     request = SimpleNamespace(flush_cache=True)
     hooks._before_weight_update(updater, request)
     hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
-    assert cache.purged_tenants.key_of(None, None) is not None
+    assert cache.hidden_tenants.key_of(None, None) is not None
     disk.goes_on()
     step(cache, updater.scheduler.is_fully_idle)
     updater.scheduler.flush_cache = lambda: flush(cache) or True
     control = Control()
     control.after_idle(None, updater.scheduler)
     control.after_flush(True, updater.scheduler)
-    assert not cache.purged_tenants
+    assert not cache.hidden_tenants
     store(cache, prompt(4))
 
 

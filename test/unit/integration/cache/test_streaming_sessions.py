@@ -180,7 +180,7 @@ def test_forgotten_turns_are_computed_again(talk: Conversation) -> None:
     hashes = get_storage_hash_str(RadixKey(HISTORY[: 4 * PAGE]), None, page_size=PAGE)
     talk.end(talk.begin(75))
     turn = talk.begin(100)
-    talk.cache.forgotten.hide(hashes)
+    talk.cache.hidden_pages.hide(hashes)
     talk.end(turn)  # which was under way
     assert talk.num_published(100) == 0
     turn = talk.begin(150)
@@ -195,7 +195,7 @@ def test_forgotten_turns_are_computed_again(talk: Conversation) -> None:
 
 def test_turns_before_a_quarantine_are_computed_again(talk: Conversation) -> None:
     """A later turn goes by a marked key, and the record is none of what is hidden."""
-    purged = talk.cache.purged_tenants
+    purged = talk.cache.hidden_tenants
     talk.end(talk.begin(75, "one"))
     turn = talk.begin(100, "one")
     purged.quarantine(None)
@@ -213,7 +213,7 @@ def test_turns_before_a_quarantine_are_computed_again(talk: Conversation) -> Non
 @pytest.mark.parametrize("later", ["one", "two"])
 def test_mixed_turns_before_a_quarantine_are_dropped(talk: Conversation, later: str) -> None:
     """Such a record is never published, and no one key stands for it."""
-    purged = talk.cache.purged_tenants
+    purged = talk.cache.hidden_tenants
     talk.end(talk.begin(75, "one"))
     talk.end(talk.begin(100, "two"))
     purged.quarantine(None)

@@ -18,7 +18,7 @@ from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
 from sglang_tiered.integration.cache.ahead.chain_loader import Outcome
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
-from sglang_tiered.integration.identity.tenants import PurgedTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import decode
 from sglang_tiered.storage.base import Erasure
@@ -51,7 +51,7 @@ class Tier:
         self.is_slow = False
         self.asked: list[tuple[str | None, str | None]] = []
         self.cache: Any = SimpleNamespace(
-            purged_tenants=PurgedTenants(),
+            hidden_tenants=HiddenTenants(),
             page_size=16,
             tree_core=SimpleNamespace(is_eagle=is_eagle),
             storage=object(),
@@ -152,7 +152,7 @@ def test_forgotten_prompts_leave_the_file(tmp_path: Path) -> None:
     tier.host.close()
 
 
-def test_a_full_disk_removes_a_purged_tenants_list(
+def test_a_full_disk_removes_a_hidden_tenants_list(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(name: str, data: bytes) -> None:
@@ -229,8 +229,8 @@ def test_last_page_of_pairs_is_loaded_too(tmp_path: Path) -> None:
 def test_warm_loads_go_by_the_keys_of_now(tier: Tier) -> None:
     """Nobody would find what is loaded by a key from before a purge."""
     again = Tier(tier.directory)
-    again.cache.purged_tenants.quarantine(None)
-    marked = again.cache.purged_tenants.key_of(None, None)
+    again.cache.hidden_tenants.quarantine(None)
+    marked = again.cache.hidden_tenants.key_of(None, None)
     assert again.load_all() == [(marked, None)]
     again.host.close()
 

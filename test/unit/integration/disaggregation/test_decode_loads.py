@@ -28,7 +28,6 @@ from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
-from sglang_tiered.integration.ranks.purge_exchange import INITIAL, RULES
 from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
 
@@ -238,7 +237,7 @@ def test_deferred_load_is_retried_after_rank_agreement(
     # Another rank that always says the same.
     monkeypatch.setattr(cache, "_all_reduce_attn_groups", lambda data, op: None)
     monkeypatch.setattr(cache, "decides_alone", False)
-    cache.tiering.loads.agreement = RankAgreement(INITIAL, RULES, is_first=True, is_alone=False)
+    cache.tiering.loads.agreement = RankAgreement(is_first=True, is_alone=False)
     entry = decode.arrives()
     assert decode.waits(entry)
     decode.until(lambda: not decode.waits(entry))

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_tiered.integration.identity import recent_requests
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.identity.tenants import PurgedTenants
+from sglang_tiered.integration.identity.tenants import HiddenTenants
 from sglang_tiered.storage.base import NO_TENANT
 
 
@@ -91,7 +91,7 @@ def test_forgotten_beginnings_go_too() -> None:
         recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
     recent.note_request("other", Selector(array("q", [0, 1, 2, 3, 9]), None, None), NO_TENANT)
     recent.note_request("key", Selector(array("q", range(20)), "key", None), NO_TENANT)
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     purged.quarantine(None)  # from now on, they would go by another key
     marked = Selector(array("q", range(12)), purged.key_of(None, None), None)
     recent.forget([Selector(array("q", range(6)), None, None)], 4, 4, purged.original)
@@ -105,7 +105,7 @@ def test_short_ones_go_where_nothing_is_kept() -> None:
     recent = RecentRequests()
     for end in (3, 5):
         recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
-    recent.forget([Selector(array("q", range(3)), None, None)], 0, 4, PurgedTenants().original)
+    recent.forget([Selector(array("q", range(3)), None, None)], 0, 4, HiddenTenants().original)
     assert recent.find("3") is None and recent.find("5")
 
 
@@ -115,5 +115,5 @@ def test_forgotten_branches_are_compared_in_linear_time() -> None:
     branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
     for number, branch in enumerate(branches):
         recent.note_request(str(number), branch, NO_TENANT)
-    recent.forget(branches, 4032, 32, PurgedTenants().original)
+    recent.forget(branches, 4032, 32, HiddenTenants().original)
     assert list(recent.of_tenant(NO_TENANT)) == []

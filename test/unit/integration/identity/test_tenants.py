@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.bodies import CallError, parse_purge
 from sglang_tiered.integration.identity import tenants
-from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, PurgedTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, HiddenTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
 A = tenant_digest("a", "salt")
@@ -36,14 +36,14 @@ def test_the_digest_of_a_tenant_never_changes() -> None:
 
 
 def test_without_a_purge_keys_stay_as_they_are() -> None:
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     assert not purged
     assert [purged.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
     assert not purged.is_hidden("a", "salt")
 
 
 def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     purged.quarantine(A)
     first = purged.key_of("a", "salt")
     assert first != "a"
@@ -61,7 +61,7 @@ def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
 
 
 def test_a_purge_of_everything_concerns_all_and_none() -> None:
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     purged.quarantine(None)
     untenanted = purged.key_of(None, None)
     assert untenanted
@@ -75,7 +75,7 @@ def test_a_purge_of_everything_concerns_all_and_none() -> None:
 
 
 def test_sglangs_suffix_of_a_marked_key_counts() -> None:
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     purged.quarantine(A)
     assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
         "a|ns", "salt"
@@ -83,7 +83,7 @@ def test_sglangs_suffix_of_a_marked_key_counts() -> None:
 
 
 def test_user_key_is_never_read_as_mark() -> None:
-    purged, other = PurgedTenants(), PurgedTenants()
+    purged, other = HiddenTenants(), HiddenTenants()
     other.quarantine(A)
     forged = other.key_of("a", "salt")
     assert purged.tenant_of(forged, "salt") != A
@@ -108,7 +108,7 @@ def test_unambiguous_purge_is_accepted_unchanged(body: dict[str, object]) -> Non
 
 
 def test_marks_are_no_part_of_a_page_hash() -> None:
-    purged = PurgedTenants()
+    purged = HiddenTenants()
     key = [RadixKey(array("q", range(16)), "a", cache_salt="salt")]
     for tenant in (A, None, A):
         purged.quarantine(tenant)
@@ -122,20 +122,20 @@ def test_marks_are_no_part_of_a_page_hash() -> None:
     )
 
 
-def test_purged_tenants_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "MAX_PURGED", 3)
-    purged = PurgedTenants()
+def test_hidden_tenants_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_HIDDEN_TENANTS", 3)
+    purged = HiddenTenants()
     for number in range(3):
         purged.quarantine(tenant_digest(str(number), None))
     assert not purged.is_hidden("other", None)
     purged.quarantine(tenant_digest("3", None))
     assert all(purged.is_hidden(key, None) for key in ("0", "3", "other"))
-    assert len(purged._purges) == 1
+    assert len(purged._hidden) == 1
 
 
 def test_ranks_with_one_secret_use_the_same_keys() -> None:
     """SGLang's check of rank divergence ends a server whose ranks match other keys."""
-    ranks = PurgedTenants(), PurgedTenants()
+    ranks = HiddenTenants(), HiddenTenants()
     for rank in ranks:
         rank.use_secret(1234)
         rank.quarantine(tenant_digest("a", None))

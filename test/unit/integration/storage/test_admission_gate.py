@@ -273,12 +273,12 @@ def test_an_unannounced_operation_has_no_tenant() -> None:
 
 
 @pytest.mark.parametrize("tenant", [b"a" * 16, None])
-def test_purged_tenants_queued_stores_are_dropped(tenant: bytes | None) -> None:
+def test_hidden_tenants_queued_stores_are_dropped(tenant: bytes | None) -> None:
     tier = Tier()
     mine, other = hashes(*"abc"), hashes(*"xyz")
     tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
     tier.gate.announce_store(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
-    tier.gate.purge_tenant(tenant)
+    tier.gate.drop_queued(tenant)
     assert tier.store(mine, is_kv=False) == tier.store(mine) == 0
     assert tier.store(other) == (0 if tenant is None else 3)
     tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
@@ -290,9 +290,9 @@ def test_a_purge_ends_its_tenants_running_operation() -> None:
     pages = hashes(*range(300))
     tier.gate.announce_store(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
     assert tier.store(pages[:128]) == 128
-    tier.gate.purge_tenant(b"b" * 16)
+    tier.gate.drop_queued(b"b" * 16)
     assert tier.store(pages[128:256]) == 128
-    tier.gate.purge_tenant(b"a" * 16)
+    tier.gate.drop_queued(b"a" * 16)
     assert tier.store(pages[256:]) == 0
 
 
@@ -303,7 +303,7 @@ def test_second_announcement_forgets_nobody_between() -> None:
     for pages, tenant in ((mine, b"a" * 16), (other, b"b" * 16), (mine, b"a" * 16)):
         tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=tenant)
     assert tier.store(mine) == 3
-    tier.gate.purge_tenant(b"b" * 16)
+    tier.gate.drop_queued(b"b" * 16)
     assert tier.store(other) == 0
     assert tier.store(mine) == 0, "nobody knows any more whose its second store is"
     tier.gate.tree_was_reset()
@@ -328,5 +328,5 @@ def test_purge_refuses_stores_that_were_forgotten(is_kv: bool) -> None:
     for number in range(MAX_PENDING_STORES + 1):
         pages = hashes(number)
         tier.gate.announce_store(pages, num_tokens=1, prefix_tokens=1, tenant=b"a" * 16)
-    tier.gate.purge_tenant(b"a" * 16)
+    tier.gate.drop_queued(b"a" * 16)
     assert tier.store(hashes(0), is_kv=is_kv) == 0

@@ -23,7 +23,7 @@ from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-from sglang_tiered.integration.identity.tenants import PurgedTenants, key_of_request, tenant_digest
+from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_request, tenant_digest
 from sglang_tiered.integration.observe.holdings import Holding
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
@@ -191,7 +191,7 @@ def test_a_role_switch_purges_nothing_stored(make: Fixture) -> None:
 
 
 def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
-    storage, purged = make.open(make_pool(0)), PurgedTenants()
+    storage, purged = make.open(make_pool(0)), HiddenTenants()
     sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)

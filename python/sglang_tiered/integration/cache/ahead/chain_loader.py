@@ -64,7 +64,7 @@ class Chain(NamedTuple):
 
     def tenant_in(self, cache: LoadingCache) -> bytes:
         """Return whose it is."""
-        return cache.purged_tenants.tenant_of(self.extra_key, self.cache_salt)
+        return cache.hidden_tenants.tenant_of(self.extra_key, self.cache_salt)
 
 
 def erased_by(what: Erasure, cache: LoadingCache) -> Callable[[Chain], bool]:
@@ -271,7 +271,7 @@ class ChainLoader:
     def _ends(self, outcome: Outcome) -> Outcome:
         """Ask the ranks no more about the piece that is planned."""
         if self._asked is not None:
-            self._loads.agreement.forget_question(self._asked)
+            self._loads.agreement.drop_question(self._asked)
             self._asked = None
         return outcome
 

@@ -207,7 +207,7 @@ class Hints:
         agreement, question = self._loads.agreement, _is_alive(oldest)
         answer = agreement.ask_ranks(question, int(self._clock() < oldest.until))
         if answer is not None:
-            agreement.forget_question(question)
+            agreement.drop_question(question)
         if answer != 0:
             return
         hinted = self._hinted[oldest.chain]
@@ -260,7 +260,7 @@ class Hints:
     def _drop(self, hinted: Hinted, why: str, how: HintEnd = HintEnd.WITHDRAWN) -> None:
         """Serve a hint no longer."""
         assert hinted.hint is not None
-        self._loads.agreement.forget_question(_is_alive(hinted.hint))
+        self._loads.agreement.drop_question(_is_alive(hinted.hint))
         if self._served is hinted:
             self._loader.stop()
             self._served = None
@@ -271,7 +271,7 @@ class Hints:
     def _forget(self, last: str) -> None:
         hinted = self._hinted.pop(last)
         assert hinted.hint is not None
-        self._loads.agreement.forget_question(_is_alive(hinted.hint))
+        self._loads.agreement.drop_question(_is_alive(hinted.hint))
         if self._served is hinted:
             self._loader.stop()
             self._served = None

@@ -139,10 +139,10 @@ class WarmHost:
         loaded back; ``prefixes`` are the last pages of the nodes before."""
         is_eagle = self._cache.tree_core.is_eagle  # its pages are of pairs of tokens
         tokens = req.full_untruncated_fill_ids[: num_tokens + int(is_eagle)]
-        extra_key = self._cache.purged_tenants.original(req.extra_key)
+        extra_key = self._cache.hidden_tenants.original(req.extra_key)
         content = WarmChain(
             tokens.tobytes(),
-            self._cache.purged_tenants.tenant_of(extra_key, req.cache_salt),
+            self._cache.hidden_tenants.tenant_of(extra_key, req.cache_salt),
             tenant_digest(extra_key, req.cache_salt),
         )
         self._keys[content.keys] = extra_key, req.cache_salt
@@ -184,7 +184,7 @@ class WarmHost:
     def name_keys(self, extra_key: str | None, cache_salt: str | None) -> None:
         """Load the chains that are kept under these keys: a request goes by them."""
         if self._unnamed:
-            extra_key = self._cache.purged_tenants.original(extra_key)
+            extra_key = self._cache.hidden_tenants.original(extra_key)
             digest = tenant_digest(extra_key, cache_salt)
             chains = self._unnamed.pop(digest, ())
             if chains:
@@ -240,7 +240,7 @@ class WarmHost:
         self._rests_until = self._clock() + LATER_S
 
     def _is_hidden(self, chain: Chain) -> bool:
-        return self._cache.purged_tenants.is_hidden(chain.extra_key, chain.cache_salt)
+        return self._cache.hidden_tenants.is_hidden(chain.extra_key, chain.cache_salt)
 
     def _take(self, named: _Named) -> Chain | None:
         if named.pages is not None and not self._is_hidden(named.pages):
@@ -250,7 +250,7 @@ class WarmHost:
             self._unnamed.clear()
             return None
         tokens, salt = named.chain.token_ids(), named.cache_salt
-        extra_key = self._cache.purged_tenants.key_of(named.extra_key, salt)
+        extra_key = self._cache.hidden_tenants.key_of(named.extra_key, salt)
         return chain_of(self._cache, tokens, extra_key, salt)
 
     def _ended(self) -> None:

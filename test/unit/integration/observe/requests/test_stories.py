@@ -114,7 +114,7 @@ def test_line_holds_no_key_or_token(world: CacheWorld, path: Path) -> None:
     written = path.read_text() if lines(world, path) else ""
     assert "who" not in written and "secret" not in written
     assert not re.search(rf"[\[:,]{HELD[5]}\b", written), "figures of a time hold any digits"
-    tenant = world.cache.purged_tenants.tenant_of("who", "secret")
+    tenant = world.cache.hidden_tenants.tenant_of("who", "secret")
     assert json.loads(written)["tenant"] == tenant.hex()
 
 

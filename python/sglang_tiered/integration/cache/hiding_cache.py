@@ -1,4 +1,4 @@
-"""``ForgettingCache``: SGLang's radix cache, with pages in it that were forgotten.
+"""``HidingCache``: SGLang's radix cache, with pages in it that were erased.
 
 Every match ends before the first hidden page of its path, by a second walk of the tree where there
 is one. Nothing is looked at while nothing is hidden; otherwise a node is looked through once after
@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.identity.forgotten_pages import ForgottenPages
+from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.planned_hits import Prefetch
 
-__all__ = ["SEEN", "ForgettingCache"]
+__all__ = ["SEEN", "HidingCache"]
 
-SEEN = "_sglang_tiered_forgotten_version"
+SEEN = "_sglang_tiered_hidden_version"
 """Marks a request with the version that it had seen when it was matched last."""
 
 MAX_CLEAN = 65_536
 """Nodes remembered as holding no hidden page."""
 
 
-class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
+class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
     """See the module docstring."""
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.forgotten = ForgottenPages()
+        self.hidden_pages = HiddenPages()
         self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
         # Nodes with the span of their tokens, which a split changes, and the version that they
         # were looked through at.
@@ -56,8 +56,8 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
-        if self.forgotten and req is not None and not self._is_promised(req):
-            setattr(req, SEEN, self.forgotten.version)
+        if self.hidden_pages and req is not None and not self._is_promised(req):
+            setattr(req, SEEN, self.hidden_pages.version)
         return super().match_prefix(params)
 
     def match_visible(self, key: RadixKey) -> MatchResult:
@@ -65,19 +65,19 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         return self._match_visible(MatchPrefixParams(key=key))[1]
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
-        if not self.forgotten or (params.req is not None and self._is_promised(params.req)):
+        if not self.hidden_pages or (params.req is not None and self._is_promised(params.req)):
             return super()._match_tree(params)
         return self._finalize_match_result(*self._match_visible(params))
 
     def _is_promised(self, req: Any) -> bool:
         """Whether prefill sends only what follows the prefix that was promised for a request: what
-        was forgotten since must serve this one still."""
+        was erased since must serve this one still."""
         return bool(self.promised) and req.cache_request_handle in self.promised
 
     def _match_visible(self, params: MatchPrefixParams) -> tuple[MatchPrefixParams, MatchResult]:
         """Returns the match, and the part of the key that it is of."""
         result = self._walk(params)
-        if not self.forgotten:
+        if not self.hidden_pages:
             return params, result
         last = result.last_visited_node_id
         node_id = result.best_match_node if last is None else last
@@ -94,12 +94,12 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def _end_of_visible(self, key: RadixKey, node_id: int) -> int | None:
         """Return where the first hidden page on the path to a node begins, if there is one."""
-        version = self.forgotten.version
+        version = self.hidden_pages.version
         for node in self.tree_core.collect_path_info([node_id])[0]:
             if self._is_clean(node, version):
                 continue
             hashes = self._hashes(node, key)
-            num_visible = self.forgotten.num_visible(hashes)
+            num_visible = self.hidden_pages.num_visible(hashes)
             if num_visible < len(hashes):
                 return int(node.path_start + num_visible * self.page_size)
             if len(self._clean) >= MAX_CLEAN:
@@ -128,7 +128,7 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def visible_part(self, call: Prefetch) -> Prefetch:
         """Return the load up to the first page that is hidden: nobody could use what follows."""
-        if not self.forgotten:
+        if not self.hidden_pages:
             return call
         is_eagle = self.tree_core.is_eagle
         key = RadixKey(
@@ -140,18 +140,18 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
         if len(key) == 0:
             return call
         hashes = get_storage_hash_str(key, call.last_hash, page_size=self.page_size)
-        num_visible = self.forgotten.num_visible(hashes)
+        num_visible = self.hidden_pages.num_visible(hashes)
         if num_visible == len(hashes):
             return call
         end = num_visible * self.page_size + int(is_eagle)
         return call._replace(new_input_tokens=call.new_input_tokens[:end], storage_hit_end=None)
 
-    def holds_forgotten(self, key: RadixKey) -> bool:
+    def has_hidden(self, key: RadixKey) -> bool:
         """Whether a whole page of these tokens is hidden."""
-        if not self.forgotten:
+        if not self.hidden_pages:
             return False
         hashes = self.page_hashes(key)
-        return self.forgotten.num_visible(hashes) < len(hashes)
+        return self.hidden_pages.num_visible(hashes) < len(hashes)
 
     def page_hashes(self, key: RadixKey) -> list[str]:
         """Return the hashes of the whole pages of a key, which name them in every tier."""
@@ -163,15 +163,15 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     # ---- What is kept of them ----
 
-    def is_forgotten(self, node_id: int) -> bool:
+    def holds_hidden(self, node_id: int) -> bool:
         """Whether a page of a node is hidden."""
-        if not self.forgotten:
+        if not self.hidden_pages:
             return False
         hashes = self.tree_core.get_hash_values(node_id)
-        return self.forgotten.num_visible(hashes) < len(hashes)
+        return self.hidden_pages.num_visible(hashes) < len(hashes)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        if not write_back and any(map(self.is_forgotten, action.node_ids)):
+        if not write_back and any(map(self.holds_hidden, action.node_ids)):
             return 0
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         return written
@@ -180,21 +180,21 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        if self.forgotten and not is_virtual_node(req.last_node):
+        if self.hidden_pages and not is_virtual_node(req.last_node):
             self._note_computed(req)
 
     def _note_computed(self, req: Any) -> None:
-        """Show the pages that a request has computed since they were forgotten, and hide what it
+        """Show the pages that a request has computed since they were erased, and hide what it
         has put behind others."""
         seen, is_behind, first = getattr(req, SEEN, 0), False, None
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
-        version = self.forgotten.version
+        version = self.hidden_pages.version
         path = self.tree_core.collect_path_info([req.last_node])[0]
         for at, node in enumerate(path):
             if not is_behind and self._is_clean(node, version):
                 continue
             hashes = self._hashes(node, key)
-            has_shown, is_behind = self.forgotten.computed(hashes, seen, is_behind=is_behind)
+            has_shown, is_behind = self.hidden_pages.computed(hashes, seen, is_behind=is_behind)
             if has_shown and first is None:
                 first = at
         if is_behind:
@@ -209,7 +209,7 @@ class ForgettingCache(UnifiedRadixCache):  # type: ignore[misc]
     def reset(self) -> None:
         super().reset()
         self._clean.clear()
-        self.forgotten.clear()
+        self.hidden_pages.clear()
         self.promised.clear()
 
 

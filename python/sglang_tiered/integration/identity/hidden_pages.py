@@ -1,33 +1,30 @@
-"""``ForgottenPages``: the pages that memory may still hold and nobody may find there.
+"""``HiddenPages``: the pages that memory may still hold and nobody may find there.
 
-SGLang's tree has no call that removes one path. So a page that was forgotten is hidden by its hash,
+SGLang's tree has no call that removes one path. So a page that was erased is hidden by its hash,
 which names all tokens up to its end: matches end before it, and nothing stores it. A request that
-computes it again makes it visible again. A request that ran when the page was forgotten does not:
+computes it again makes it visible again. A request that ran when the page was erased does not:
 what it brings is from before.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["MAX_FORGOTTEN", "ForgottenPages"]
+__all__ = ["MAX_HIDDEN_PAGES", "HiddenPages"]
 
-MAX_FORGOTTEN = 131_072
+MAX_HIDDEN_PAGES = 131_072
 """Hidden pages beyond which memory is better emptied: about 150 bytes each."""
 
 
-class ForgottenPages:
-    """The hashes of hidden pages. ``hear`` on any thread; lookups take no lock; the rest on the
+class HiddenPages:
+    """The hashes of hidden pages. Lookups on any thread, without a lock; the rest on the
     scheduler's."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._since: dict[str, int] = {}
-        self._news: list[str] = []
         self.version = 0
         """Grows with what is hidden. A request that saw one has seen the pages hidden up to it."""
 
@@ -43,31 +40,13 @@ class ForgottenPages:
     @property
     def are_too_many(self) -> bool:
         """Whether memory should be hidden as a whole instead, until it can be emptied."""
-        return len(self._since) > MAX_FORGOTTEN
+        return len(self._since) > MAX_HIDDEN_PAGES
 
     def hide(self, hashes: Iterable[str]) -> None:
         """Hide pages from now on. A page that is hidden already counts as hidden just now."""
-        with self._lock:
-            self._hide(hashes)
-
-    def hear(self, hashes: Sequence[str]) -> None:
-        """Hide pages that another server forgot, and tell the scheduler's thread."""
-        with self._lock:
-            self._news += hashes
-            self._hide(hashes)
-
-    def _hide(self, hashes: Iterable[str]) -> None:
         # The version last: who sees it sees all pages of it.
         self._since.update(dict.fromkeys(hashes, self.version + 1))
         self.version += 1
-
-    def take_news(self) -> list[str]:
-        """Return the pages heard of since the last call."""
-        if not self._news:
-            return []
-        with self._lock:
-            news, self._news = self._news, []
-        return news
 
     def num_visible(self, hashes: Sequence[str]) -> int:
         """Count the leading pages that are not hidden."""
@@ -82,19 +61,17 @@ class ForgottenPages:
         they are hidden with it. Returns whether any became visible, and ``is_behind`` for what
         follows."""
         has_shown = False
-        with self._lock:
-            for each in hashes:
-                since = self._since.get(each)
-                is_behind = is_behind or (since is not None and since > seen)
-                if is_behind:
-                    self._since.setdefault(each, self.version)
-                elif since is not None:
-                    del self._since[each]
-                    has_shown = True
+        for each in hashes:
+            since = self._since.get(each)
+            is_behind = is_behind or (since is not None and since > seen)
+            if is_behind:
+                self._since.setdefault(each, self.version)
+            elif since is not None:
+                del self._since[each]
+                has_shown = True
         return has_shown, is_behind
 
     def clear(self) -> None:
-        """Forget all hidden pages: memory holds none of them any more."""
-        with self._lock:
-            self._since = {}
-            self.version += 1
+        """Hide nothing any more: memory holds none of these pages."""
+        self._since = {}
+        self.version += 1
