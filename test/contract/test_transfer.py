@@ -136,7 +136,7 @@ def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
         receiver.events.wait_for("received", room)
         receiver.endpoint.close_room(room)
         sender.events.wait_for("sent", room)
-        sender.endpoint.forget_room(room)
+        sender.endpoint.drop_room(room)
     eventually(lambda: sender.endpoint.num_rooms == 0 and receiver.endpoint.num_rooms == 0)
     assert sender.events.kinds(3) == ["ready", "sent"]
     assert receiver.events.kinds(3) == ["received"]

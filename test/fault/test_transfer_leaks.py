@@ -167,7 +167,7 @@ def test_ended_rooms_keep_no_memory() -> None:
                 if room % 2:
                     receiver.events.wait_for("received", room)
                 receiver.endpoint.close_room(room)
-                sender.endpoint.forget_room(room)
+                sender.endpoint.drop_room(room)
             eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
             for events in (sender.events, receiver.events):
                 with events.changed:

@@ -82,7 +82,7 @@ def test_prefill_gives_up(state: str, sender: Prefill, receiver: Decode) -> None
     bring(sender, receiver, state)
     sender.endpoint.fail_room(1, "out of memory")
     if state == "concluded":
-        sender.endpoint.forget_room(1)
+        sender.endpoint.drop_room(1)
     elif state == "expected":
         receiver.open(1, [sender], [1, 2])
     if state != "concluded":
@@ -104,7 +104,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
         sender.endpoint.expect_room(1)
     if state != "concluded":
         assert "dropped it" in sender.events.wait_for("failed", 1, 5)[2]
-    sender.endpoint.forget_room(1)
+    sender.endpoint.drop_room(1)
     nothing_is_left(sender, receiver)
     assert receiver.events.kinds(1) == (["received"] if state == "concluded" else [])
 

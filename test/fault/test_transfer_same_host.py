@@ -146,7 +146,7 @@ def hold(endpoint: Any) -> threading.Event:
     return leave
 
 
-@pytest.mark.parametrize("by", ["silence", "fail_room", "forget_room", "close"])
+@pytest.mark.parametrize("by", ["silence", "fail_room", "drop_room", "close"])
 def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""

@@ -26,7 +26,7 @@ class HintMachine(RuleBasedStateMachine):
     def hint(self, chain: int, wanted: int) -> None:
         if chain in self.active:
             return  # the caller has looked it up
-        self.queue.forget(chain)
+        self.queue.remove(chain)
         room = self.queue.room_for(wanted)
         assert room in (0, min(wanted, CAPACITY))
         self.told.pop(chain, None)
@@ -51,7 +51,7 @@ class HintMachine(RuleBasedStateMachine):
     def use(self, chain: int) -> None:
         hint = self.queue.get(chain)
         if hint is not None and not hint.is_active:
-            self.queue.forget(chain)
+            self.queue.remove(chain)
             self.told.pop(chain, None)
 
     @rule(seconds=st.floats(0.0, LIFE_S))
@@ -64,7 +64,7 @@ class HintMachine(RuleBasedStateMachine):
             if oldest.is_active:
                 self.drop(oldest, "over")
             else:
-                self.queue.forget(oldest.chain)
+                self.queue.remove(oldest.chain)
                 self.told.pop(oldest.chain, None)
         raise AssertionError("lives do not end")
 

@@ -410,7 +410,7 @@ def _weights_changed(
     is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
     if cache is None:
         if handoff is not None:
-            namespace.forget_files()
+            namespace.drop_digests()
             is_clean = are_final and is_idle and not _holds_kv(scheduler.tree_cache)
             handoff.weights_changed(update, memory_is_clean=is_clean)
         return

@@ -72,7 +72,7 @@ MAX_PINNED_WAIT_S = 2.0
 their host pages from eviction."""
 
 MAX_PENDING_STORES = 4096
-"""Beyond this number the oldest is forgotten, and counts as short when it arrives."""
+"""Beyond this number the oldest is dropped, and counts as short when it arrives."""
 
 
 class Level(enum.Enum):
@@ -138,8 +138,8 @@ class TouchMemory:
     """The pages that were offered before: a table of 64-bit fingerprints, one slot per page.
 
     A page overwrites the content of its slot, which is how the table ages and stays bounded. False
-    positives have probability 2**-63. A page is forgotten with probability
-    1 - exp(-offered / slots) after ``offered`` others: a forgotten second touch is a first one.
+    positives have probability 2**-63. A page is lost with probability
+    1 - exp(-offered / slots) after ``offered`` others: a lost second touch is a first one.
     """
 
     def __init__(self, num_slots: int = TOUCH_SLOTS) -> None:
@@ -292,7 +292,7 @@ class PendingStores:
     that does one at a time. What admission must know about it (how long the chain is, how long it
     waited, how much host memory waits behind it) is known at the first place and needed at the
     second. Operations arrive in the order they were announced, so whatever was announced before one
-    that arrives is never going to, and is forgotten: nothing leaks.
+    that arrives is never going to, and is dropped: nothing leaks.
 
     Thread-safe; the lock is held for table work only. Sizes are tokens.
     """
@@ -315,7 +315,7 @@ class PendingStores:
     ) -> None:
         """Announce that ``hashes`` are about to be queued; they end a chain of that length. Of two
         operations with the same first page, the first in the queue takes what is known of both:
-        were its place given to the second, whatever lies between would be forgotten with it."""
+        were its place given to the second, whatever lies between would be dropped with it."""
         if not hashes:
             return
         with self._lock:
@@ -344,7 +344,7 @@ class PendingStores:
             return True
 
     def take_store(self, hashes: Sequence[str]) -> PendingStore | None:
-        """Take the operation that these pages begin or end, and forget every older one.
+        """Take the operation that these pages begin or end, and drop every older one.
 
         The pages of another pool than KV come first and may be the last ones of the chain only.
         """
@@ -373,7 +373,7 @@ class PendingStores:
                     entry.tenant = None
 
     def clear(self) -> None:
-        """Forget all operations: the queue was emptied."""
+        """Drop all operations: the queue was emptied."""
         with self._lock:
             self._waiting.clear()
             self._num_tokens = 0

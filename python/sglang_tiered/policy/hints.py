@@ -133,7 +133,7 @@ class HintQueue(Generic[Chain]):
     def add(self, chain: Chain, num_tokens: int, now: float) -> Hint[Chain]:
         """Begin a hint in place of an earlier one of that chain. The caller has asked
         ``room_for``."""
-        self.forget(chain)
+        self.remove(chain)
         self._num_begun += 1
         hint = Hint(chain, self._num_begun, num_tokens, now + self._life_s)
         self._hints[chain] = hint
@@ -154,7 +154,7 @@ class HintQueue(Generic[Chain]):
 
     def drop(self, hint: Hint[Chain], why: str, now: float) -> None:
         """Serve a hint no longer. What it loaded so far is as anybody's from now on."""
-        self.forget(hint.chain)
+        self.remove(hint.chain)
         hint.is_active, hint.why_dropped, hint.num_tokens = False, why, 0
         hint.until = now + self._life_s
         self._hints[hint.chain] = hint
@@ -163,8 +163,8 @@ class HintQueue(Generic[Chain]):
         """Return the hint whose life ends next."""
         return next(iter(self._hints.values()), None)
 
-    def forget(self, chain: Chain) -> None:
-        """Forget a chain: it was used, or its life has ended. Unknown ones are ignored."""
+    def remove(self, chain: Chain) -> None:
+        """Drop a chain: it was used, or its life has ended. Unknown ones are ignored."""
         hint = self._hints.pop(chain, None)
         if hint is not None:
             self.num_tokens -= hint.num_tokens

@@ -117,7 +117,7 @@ class PrefetchWindow(Generic[Request]):
         return self._put_off[request].num_tokens
 
     def withdraw_load(self, request: Request) -> None:
-        """Forget a request whose load begins or that was aborted. Unknown ones are ignored."""
+        """Drop a request whose load begins or that was aborted. Unknown ones are ignored."""
         put_off = self._put_off.pop(request, None)
         self._ready.discard(request)
         if put_off is not None:

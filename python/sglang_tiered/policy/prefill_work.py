@@ -71,7 +71,7 @@ class PrefillWork:
         self._counted_to = end
 
     def _move_to(self, second: int) -> None:
-        """Forget the seconds that have left the window."""
+        """Drop the seconds that have left the window."""
         for passed in range(max(self._second, second - WINDOW_S) + 1, second + 1):
             self._busy_s[passed % WINDOW_S] = 0.0
         self._second = max(self._second, second)

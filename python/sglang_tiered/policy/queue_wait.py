@@ -162,8 +162,8 @@ class QueueWait(Generic[Request]):
             self._first_s = self._first_s * self._kept + waited_s
             self._num_first = self._num_first * self._kept + 1.0
 
-    def forget(self, request: Request) -> None:
-        """Forget a request that was aborted. Unknown ones are ignored."""
+    def drop(self, request: Request) -> None:
+        """Drop a request that was aborted. Unknown ones are ignored."""
         self._remove(request)
 
     def _remove(self, request: Request) -> _Place | None:
@@ -178,6 +178,6 @@ class QueueWait(Generic[Request]):
         return place
 
     def clear(self) -> None:
-        """Forget all requests, but not how fast they went."""
+        """Drop all requests, but not how fast they went."""
         self._waiting.clear()
         self._ranks.clear()

@@ -172,7 +172,7 @@ class ResidentSet(Generic[Chain]):
         return chain
 
     def clear(self) -> None:
-        """Forget all residents: the tier was emptied, and its pins with it."""
+        """Drop all residents: the tier was emptied, and its pins with it."""
         self._residents.clear()
         self._longer.clear()
         self._num_tokens = 0

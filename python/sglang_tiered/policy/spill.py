@@ -159,11 +159,11 @@ class SpillQueue(Generic[Node]):
         if entry is None:
             return False
         self._waiting_tokens -= entry.store.num_tokens
-        self._forget_pin(node)
+        self._drop_pin(node)
         return True
 
     def clear(self) -> None:
-        """Forget all nodes and flights: the tier was emptied."""
+        """Drop all nodes and flights: the tier was emptied."""
         for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
             waiting.clear()
             pinned.clear()
@@ -261,11 +261,11 @@ class SpillQueue(Generic[Node]):
         for pinned in self._pinned:
             if pinned:
                 node = next(iter(pinned))
-                self._forget_pin(node)
+                self._drop_pin(node)
                 return node
         return None
 
-    def _forget_pin(self, node: Node) -> None:
+    def _drop_pin(self, node: Node) -> None:
         for pinned in self._pinned:
             self._pinned_tokens -= pinned.pop(node, 0)
 

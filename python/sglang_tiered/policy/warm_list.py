@@ -76,8 +76,8 @@ class WarmList:
             _, oldest = self._chains.popitem(last=False)
             self.num_tokens -= oldest.num_tokens
 
-    def forget_chains(self, belongs: Callable[[WarmChain], bool]) -> None:
-        """Remove the chains of a purged tenant, so that they are never written again."""
+    def drop_chains(self, belongs: Callable[[WarmChain], bool]) -> None:
+        """Remove the chains of an erased tenant, so that they are never written again."""
         for chain, content in list(self._chains.items()):
             if belongs(content):
                 self.num_tokens -= self._chains.pop(chain).num_tokens

@@ -35,9 +35,9 @@ def test_lives_end_in_order_dropped_ones_later() -> None:
     assert queue.oldest() is first and first.until == LIFE_S
     queue.drop(first, "over", now=LIFE_S)
     assert queue.oldest() is second and first.until == 2 * LIFE_S
-    queue.forget("b")
+    queue.remove("b")
     assert queue.oldest() is first
-    queue.forget("a")
+    queue.remove("a")
     assert queue.oldest() is None and len(queue) == 0
 
 

@@ -49,7 +49,7 @@ def test_a_request_adds_what_those_before_it_did() -> None:
         queue.arrives(2 * number, 0.1 if number % 2 else 0.3, 0.0, is_busy=False)
         queue.arrives(2 * number + 1, 9.0, 0.0, is_busy=False)
         queue.admitted(2 * number, 0.0)
-        queue.forget(2 * number + 1)  # aborted
+        queue.drop(2 * number + 1)  # aborted
         assert 0.1 <= queue.service_s <= 0.3
     assert queue.service_s == pytest.approx(0.2, rel=0.05)
 
@@ -108,7 +108,7 @@ def test_place_that_became_shorter_is_shorter_for_all() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["arrives", "admitted", "forget"]),
+            st.sampled_from(["arrives", "admitted", "drop"]),
             st.integers(0, 7),
             st.sampled_from([0.0, 0.1, 0.3]),
         ),
@@ -128,7 +128,7 @@ def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ra
             queue.admitted(request, float(now))
             waiting.pop(request, None)
         else:
-            queue.forget(request)
+            queue.drop(request)
             waiting.pop(request, None)
         assert len(queue) == len(waiting)
         assert all(queue.own_s(each) == own for each, own in waiting.items())
@@ -136,5 +136,5 @@ def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ra
         assert queue.seconds(is_busy=True, rank=9) == pytest.approx(bound_s)
         assert all(0 <= queue.seconds(each, is_busy=True) <= bound_s + 1e-9 for each in waiting)
     for request in list(waiting):
-        queue.forget(request)
+        queue.drop(request)
     assert queue.longest_s(is_busy=False) == 0.0

@@ -44,7 +44,7 @@ def test_a_purged_tenant_is_not_written_again() -> None:
     warm = WarmList(1000)
     warm.note_chain("a", chain(10, tenant=b"x"))
     warm.note_chain("b", chain(10, tenant=b"y"))
-    warm.forget_chains(lambda one: one.tenant == b"x")
+    warm.drop_chains(lambda one: one.tenant == b"x")
     assert warm.snapshot() == [chain(10, tenant=b"y")]
     assert warm.num_tokens == 10
 

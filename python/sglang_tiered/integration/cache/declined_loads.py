@@ -60,13 +60,13 @@ class DeclinedLoads(Generic[Request]):
         """Plan a load no more: its request arrived again."""
         self._waiting.pop(request, None)
 
-    def forget(self, request: Request) -> None:
-        """Forget a request that waits no more."""
+    def drop(self, request: Request) -> None:
+        """Drop a request that waits no more."""
         self.withdraw(request)
         self._num_attempts.pop(request, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._waiting.clear()
         self._num_attempts.clear()
         self._asked = None

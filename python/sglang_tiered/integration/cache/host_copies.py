@@ -229,7 +229,7 @@ class HostCopies:
         self._must_stay = None
 
     def clear(self) -> None:
-        """Forget all nodes and requests: the tree was emptied."""
+        """Drop all nodes and requests: the tree was emptied."""
         self._skipped.clear()
         self._waits_for_room.clear()
         self._must_stay = None

@@ -56,5 +56,5 @@ class HostLocks(Generic[Reason]):
                 self.unlock(reason)
 
     def clear(self) -> None:
-        """Forget all locks: the tree was emptied."""
+        """Drop all locks: the tree was emptied."""
         self._locks.clear()

@@ -146,10 +146,10 @@ class LoadPlanner(Generic[Request]):
         far = REMOTE_TIERS
         return sorted(far, key=lambda tier: self.timings[tier].cost.seconds(TYPICAL_TRANSFER_BYTES))
 
-    def forget_reads(self) -> None:
-        """Forget the reads under way of a storage that was detached."""
+    def drop_reads(self) -> None:
+        """Drop the reads under way of a storage that was detached."""
         for timing in self.timings.values():
-            timing.forget_reads()
+            timing.drop_reads()
 
     def stats(self) -> PlannerStats:
         """Take a snapshot."""
@@ -258,7 +258,7 @@ class LoadPlanner(Generic[Request]):
         says. Requests of a smaller ``rank`` are admitted first. Returns how many tokens to load."""
         self.learn()
         is_new = not self.knows(request)
-        self._forget_load(request)
+        self._drop_load(request)
         prefix = {
             "num_held": num_held,
             "num_new": num_new,
@@ -308,7 +308,7 @@ class LoadPlanner(Generic[Request]):
         is_back: bool = False,
     ) -> None:
         """Expect the load of a plan, and the prefill of what it leaves."""
-        self._forget_load(request)
+        self._drop_load(request)
         if plan.num_tokens:
             self._loads[request] = _Load(plan, is_back=is_back)
         rest = prefix["num_new"] - plan.num_tokens
@@ -348,7 +348,7 @@ class LoadPlanner(Generic[Request]):
     def back_ended(self, request: Request, num_given_up: int) -> None:
         """Note that a load from the back has ended, of which so many tokens were not waited for.
         Unknown ones are ignored."""
-        self._forget_load(request)
+        self._drop_load(request)
         self.tokens[LoadDecision.GAVE_UP] += num_given_up
 
     def _plan(
@@ -381,24 +381,24 @@ class LoadPlanner(Generic[Request]):
         if load is not None and load.is_back and load.queued_at is not None:  # see ``back_ended``
             self._leave(request)
         else:
-            self.forget(request)
+            self.drop(request)
 
-    def forget(self, request: Request) -> None:
-        """Forget a request that was admitted or aborted. Unknown ones are ignored."""
-        self._forget_load(request)
+    def drop(self, request: Request) -> None:
+        """Drop a request that was admitted or aborted. Unknown ones are ignored."""
+        self._drop_load(request)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
         self._yielding.pop(request, None)
         self._settle(self._books.pop(request, None))
-        self._queue.forget(request)
+        self._queue.drop(request)
 
     def _settle(self, books: _Books | None) -> None:
         if books is not None:
             self.tokens[LoadDecision.DECLINED] += max(0, books.num_held - books.num_loaded)
             self.num_waiting_tokens -= books.num_rest
 
-    def _forget_load(self, request: Request) -> None:
+    def _drop_load(self, request: Request) -> None:
         load = self._loads.pop(request, None)
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
@@ -457,7 +457,7 @@ class LoadPlanner(Generic[Request]):
         self, request: Request, num_tokens: int, *, num_before: int, spans: Sequence[Span] = ()
     ) -> None:
         """Note that a load of so many tokens was queued for which no request waits, until
-        ``forget``."""
+        ``drop``."""
         plan = self.costs.plan_of(
             num_tokens,
             num_new=num_tokens + 1,
@@ -579,7 +579,7 @@ class LoadPlanner(Generic[Request]):
         return wait
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._loads.clear()
         self._loading = [0] * len(TIERS)
         self._yielding.clear()

@@ -549,13 +549,13 @@ class LoadScheduler:
         self._look_numbers.pop(request.rid, None)
         self._num_unused = None
         self._copies.stops_waiting(request)
-        self.declined.forget(request)
+        self.declined.drop(request)
         self._drop_questions(request)
 
-    def forget(self, request: CacheRequestHandle) -> None:
-        """Forget a request that was aborted, or a load that no request waits for."""
+    def drop(self, request: CacheRequestHandle) -> None:
+        """Drop a request that was aborted, or a load that no request waits for."""
         self._notes.aborted(request)
-        self.planner.forget(request)
+        self.planner.drop(request)
         self._stop(request)
         self.unlock_loaded(request)
 
@@ -584,7 +584,7 @@ class LoadScheduler:
         self.agreement.drop_all()
 
     def clear(self) -> None:
-        """Forget all loads: the tree was emptied, and no request is left."""
+        """Drop all loads: the tree was emptied, and no request is left."""
         self._loading_keys.clear()
         self._look_numbers.clear()
         self._num_loaded.clear()

@@ -1,6 +1,6 @@
 """Tracks what is under way between device memory, host memory and the tiers, and ends it.
 
-SGLang forgets a load that was aborted while its thread may still read into host pages. It would
+SGLang drops a load that was aborted while its thread may still read into host pages. It would
 take itself for idle then, and ``/flush_cache`` stops those threads or ends the scheduler. How long
 a read takes is each rank's own affair, but all ranks must be idle in the same step. So what counts
 is when SGLang hands on the end of the load, which it does on all ranks in the same step.
@@ -66,7 +66,7 @@ class LoadsUnderWay:
         )
 
     def clear(self) -> None:
-        """Forget all loads: SGLang has waited for its threads."""
+        """Drop all loads: SGLang has waited for its threads."""
         self._operations.clear()
 
 

@@ -189,11 +189,11 @@ class TieredRadixCache(HidingCache):
         """Return whose pages a node holds."""
         return self.hidden_tenants.tenant_of(*self.tree_core.prefetch_anchor_info(node_id))
 
-    def is_purged(self, node_id: int) -> bool:
-        """Whether a node is from before its tenant was purged or all memory was hidden, or a page
-        of it was forgotten: it is never stored."""
-        purged = self.hidden_tenants
-        if purged and purged.is_hidden(*self.tree_core.prefetch_anchor_info(node_id)):
+    def is_erased(self, node_id: int) -> bool:
+        """Whether a node is from before its tenant was erased or all memory was hidden, or a page
+        of it was erased: it is never stored."""
+        tenants = self.hidden_tenants
+        if tenants and tenants.is_hidden(*self.tree_core.prefetch_anchor_info(node_id)):
             return True
         return self.holds_hidden(node_id)
 
@@ -336,7 +336,7 @@ class TieredRadixCache(HidingCache):
         """Take SGLang's order to store a node; the spiller decides when it is queued."""
         if self._is_quiescing or (self.tiering is not None and self.tiering.offer_store(node_id)):
             return
-        if not self.is_purged(node_id):
+        if not self.is_erased(node_id):
             super().write_backup_storage(node_id)
 
     def _drain_storage_control_queues_impl(
@@ -560,9 +560,9 @@ class TieredRadixCache(HidingCache):
 
         ``tree_is_empty``: no KV of the weights before is left within reach of a request that
         comes: none at all, or all that there was is hidden."""
-        namespace.forget_files()
+        namespace.drop_digests()
         if self.tiering is not None:
-            self.tiering.returns.forget_all()
+            self.tiering.returns.drop_all()
             self.tiering.hints.end_all(WEIGHTS)
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:

@@ -83,6 +83,6 @@ class Residents:
         return True
 
     def clear(self) -> None:
-        """Forget all residents: the tree was emptied."""
+        """Drop all residents: the tree was emptied."""
         self._set.clear()
         self._pins.clear()

@@ -276,7 +276,7 @@ class Returns:
         info = cache.ongoing_prefetch[segment.handle]
         own, req = info.prefetch_key, record.req
         if (own.extra_key, own.cache_salt) != (req.extra_key, req.cache_salt):
-            return False  # purged meanwhile
+            return False  # erased meanwhile
         if info.operation.storage_start != segment.start:
             return False  # of another place
         lock = cache.inc_host_lock_ref(parent).to_dec_params()
@@ -363,13 +363,13 @@ class Returns:
         front = self._node_at(record, record.segments[0].start) if meets else None
         if not record.segments or (meets and front is None):
             # Nothing comes, or it would hang below what has no host copy.
-            self.forget(record.request)
+            self.drop(record.request)
             return
         record.reach = self._insert_arrived(record, begin)
         if record.reach > begin:
             self._yield(scheduler, record)
         elif not record.segments:
-            self.forget(record.request)
+            self.drop(record.request)
         elif (
             front is not None
             and record.segments[0].start <= begin
@@ -393,7 +393,7 @@ class Returns:
         if is_chunked:
             record.reach = None
         else:
-            self.forget(record.request)
+            self.drop(record.request)
 
     def _yield(self, scheduler: Any, record: _Return) -> None:
         req, cache = record.req, self._cache
@@ -429,7 +429,7 @@ class Returns:
 
     # ---- It ends ----
 
-    def forget(self, request: CacheRequestHandle) -> None:
+    def drop(self, request: CacheRequestHandle) -> None:
         """Drop what is still to come for a request, or one of its segments. Unknown ones are
         ignored."""
         self.revoked(request)
@@ -445,13 +445,13 @@ class Returns:
                 self._cache.storage_prefetch_retries.cancel(handle.rid)
             self._locks.unlock(request)
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """Drop what is still to come for every request: nobody may use it any more."""
         for request in list(self._returns):
-            self.forget(request)
+            self.drop(request)
 
     def clear(self) -> None:
-        """Forget all: the tree was emptied."""
+        """Drop all: the tree was emptied."""
         self._returns.clear()
         self._owners.clear()
         self._locks.clear()

@@ -85,8 +85,8 @@ class SpillingCache(LockingCache, Protocol):
         """Return whose pages a node holds."""
         ...
 
-    def is_purged(self, node_id: int) -> bool:
-        """Whether a node's tenant was purged or a page of it forgotten, and the node is perhaps not
+    def is_erased(self, node_id: int) -> bool:
+        """Whether a node's tenant or a page of it was erased, and the node is perhaps not
         out of the tree yet."""
         ...
 
@@ -144,7 +144,7 @@ class Spiller:
         node = path[-1]
         hashes = core.get_hash_values(node_id)
         if not self._cache.decides_alone or not hashes:
-            if self._cache.is_purged(node_id):
+            if self._cache.is_erased(node_id):
                 return
             self._announce(node, hashes, node.path_end, storage)
             self._queue_store(node_id)
@@ -176,7 +176,7 @@ class Spiller:
         for node in path:
             node_id = node.node_id
             hashes = core.get_hash_values(node_id)
-            # All of it: pages before the last one may have been forgotten, or reclaimed.
+            # All of it: pages before the last one may have been erased, or reclaimed.
             if self._cache.decides_alone and 0 < len(hashes) == storage.num_kept(hashes):
                 continue
             if not core.is_backuped(node_id):
@@ -283,7 +283,7 @@ class Spiller:
     ) -> None:
         node_id = node.node_id
         core = self._cache.tree_core
-        if not core.is_backuped(node_id) or self._cache.is_purged(node_id):
+        if not core.is_backuped(node_id) or self._cache.is_erased(node_id):
             return
         hashes = core.get_hash_values(node_id)
         self._dropped.pop(node_id, None)
@@ -391,7 +391,7 @@ class Spiller:
     # ---- Life cycle ----
 
     def clear(self) -> None:
-        """Forget all stores and locks: the tree was emptied."""
+        """Drop all stores and locks: the tree was emptied."""
         self._queue.clear()
         self._locks.clear()
         self._device_locks.clear()

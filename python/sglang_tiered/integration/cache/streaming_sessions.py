@@ -58,11 +58,11 @@ class PublishingSession(StreamingSession):  # type: ignore[misc]
         return matched
 
     def _is_hidden(self, slot: SessionSlot) -> bool:
-        """Whether a turn of a record was of before its tenant was purged, or all was hidden."""
+        """Whether a turn of a record was of before its tenant was erased, or all was hidden."""
         return any(self.cache.hidden_tenants.is_hidden(*key) for key in slot.computed_by)
 
     def _has_hidden(self, slot: SessionSlot, key: RadixKey) -> bool:
-        """Whether a record holds pages that were forgotten since its first turn began or since this
+        """Whether a record holds pages that were erased since its first turn began or since this
         was asked last: those of before were computed again."""
         version = self.cache.hidden_pages.version
         if slot.seen_version == version:

@@ -149,22 +149,22 @@ class Tiering:
 
     @property
     def agreement(self) -> RankAgreement:
-        """The agreement between ranks that loads and purges use."""
+        """The agreement between ranks that loads and erasures use."""
         return self.loads.agreement
 
     # ---- Attached and detached ----
 
     def attached(self, storage: TieredStorage) -> None:
         """Use tiers that an operator attached again."""
-        self.planner.forget_reads()
+        self.planner.drop_reads()
         storage.use_planner(self.planner)
         storage.use_meters(self.notes.meter_of)
 
     def detached(self) -> None:
-        """Let go of tiers that an operator detached; SGLang has forgotten the stores under way."""
+        """Let go of tiers that an operator detached; SGLang has dropped the stores under way."""
         self.hints.end_all(DETACHED)
         self.loads.detached()
-        self.returns.forget_all()
+        self.returns.drop_all()
         self.stores.abandon()
         self.stores.unlock_device()
 
@@ -175,7 +175,7 @@ class Tiering:
         if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
             self.waits.arrives(call.request)
         self.warm.name_keys(call.extra_key, call.cache_salt)
-        self.returns.forget(call.request)
+        self.returns.drop(call.request)
         storage = self._cache.storage
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
         if planned is None:
@@ -242,10 +242,10 @@ class Tiering:
         self.loads.unlock_loaded(request)
 
     def aborted(self, request: CacheRequestHandle) -> None:
-        """Forget a request that was aborted."""
-        self.waits.forget(request)
-        self.returns.forget(request)
-        self.loads.forget(request)
+        """Drop a request that was aborted."""
+        self.waits.drop(request)
+        self.returns.drop(request)
+        self.loads.drop(request)
 
     # ---- Stores ----
 
@@ -372,7 +372,7 @@ class Tiering:
         return self.warm.erase(what)
 
     def tree_was_reset(self) -> None:
-        """Forget the nodes and locks of a tree that was emptied."""
+        """Drop the nodes and locks of a tree that was emptied."""
         self.loads.clear()
         self.returns.clear()
         self.copies.clear()
@@ -383,7 +383,7 @@ class Tiering:
 
     def memory_was_hidden(self) -> None:
         """Let go of what was kept in memory: requests go by other keys now, and find none of it."""
-        self.returns.forget_all()  # a chunked request keeps its key
+        self.returns.drop_all()  # a chunked request keeps its key
         while self.residents.dismiss_one():
             pass
 

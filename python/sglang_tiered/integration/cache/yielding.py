@@ -110,7 +110,7 @@ def _may_yield(req: Any) -> bool:
     )
 
 
-def _forget_hits(adder: Any, req: Any, prefix_len: int) -> None:
+def _drop_hits(adder: Any, req: Any, prefix_len: int) -> None:
     """Take what a request had before it yielded from a batch's hits by tier, nearest first."""
     hits = split_cached_prefix_by_tier(
         prefix_len=prefix_len,
@@ -207,7 +207,7 @@ class Yielding:
             # each time: what the request had before it yielded is none of this batch's.
             req.cached_tokens_storage += admission.prefix_len - req.already_computed
             adder.log_hit_tokens -= req.already_computed
-            _forget_hits(adder, req, admission.prefix_len)
+            _drop_hits(adder, req, admission.prefix_len)
         returns.admitted(req, is_chunked=admission.is_chunked)
 
     def after_stash(self, _: Any, scheduler: Any, req: Any) -> None:

@@ -34,7 +34,7 @@ __all__ = [
     "address_of",
     "addresses_of",
     "check_num_ranks",
-    "forget_connections",
+    "drop_connections",
     "is_loopback",
     "is_wildcard",
     "shown_server",
@@ -63,7 +63,7 @@ LOOKUP_RETRY_S = 0.5
 
 MAX_WAITING = 4096
 """Callbacks that wait for one server's answer, beyond which more are dropped; also rooms whose
-replica was asked for, over all servers, of which the oldest are forgotten."""
+replica was asked for, over all servers, of which the oldest are dropped."""
 
 ROOMS_RETRY_S = 0.05
 """Pause between two questions to one server for the replicas that serve rooms."""
@@ -198,8 +198,8 @@ class BootstrapClient:
                 if (server, room) in self._replicas:
                     self._replicas[server, room] = self._replicas[server, room][0], rank
 
-    def forget_servers_at(self, address: Address) -> list[str]:
-        """Forget the servers that have a rank at ``address``, and return them."""
+    def drop_servers_at(self, address: Address) -> list[str]:
+        """Drop the servers that have a rank at ``address``, and return them."""
         with self._lock:
             servers = [s for s, ranks in self._ranks.items() if address in ranks.values()]
             for server in servers:
@@ -226,7 +226,7 @@ class BootstrapClient:
             # AssertionError and RuntimeError from SGLang: a server that does not match this one.
             # A client names the server, so its answer may be anything.
             reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
-        forgotten: list[str] = []
+        dropped: list[str] = []
         with self._lock:
             self._running.discard(server)
             self._failures.pop(server, None)
@@ -239,11 +239,11 @@ class BootstrapClient:
             while len(self._failures) > MAX_SERVERS:
                 self._failures.popitem(last=False)
             while len(self._ranks) > MAX_SERVERS:
-                forgotten.append(self._ranks.popitem(last=False)[0])
-                self._manager.prefill_info_table.pop(forgotten[-1], None)
+                dropped.append(self._ranks.popitem(last=False)[0])
+                self._manager.prefill_info_table.pop(dropped[-1], None)
             waiting = self._waiting.pop(server, [])
-        for other in forgotten:
-            forget_connections(self._manager, other)
+        for other in dropped:
+            drop_connections(self._manager, other)
         for callback in waiting if reason is None else ():
             callback(list(ranks.values()))
 
@@ -262,7 +262,7 @@ class BootstrapClient:
                 self._asked -= Counter([machine])  # drops zero counts
 
 
-def forget_connections(manager: CommonKVManager, bootstrap_address: str) -> None:
+def drop_connections(manager: CommonKVManager, bootstrap_address: str) -> None:
     """Drop the ranks of a prefill server from SGLang's cache of them. Any thread."""
     with manager.connection_lock:
         for key in [k for k in manager.connection_pool if k.startswith(bootstrap_address)]:

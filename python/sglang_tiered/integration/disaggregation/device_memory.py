@@ -117,7 +117,7 @@ class DeviceMemory:
     ) -> Callable[[], None]:
         """SGLang has computed the pages: it hands them over only then, or with an event that the
         endpoint has seen."""
-        self._forget_copied()
+        self._drop_copied()
         slab = self._slabs[0]
         self._slabs.rotate()
         with self._module.stream(self._computing):
@@ -191,7 +191,7 @@ class DeviceMemory:
         event.record(stream)
         return event
 
-    def _forget_copied(self) -> None:
+    def _drop_copied(self) -> None:
         """Let go of buffers that nothing is copied into any more: one whose room was dropped has no
         other owner."""
         while self._under_way and self._under_way[0][0].query():

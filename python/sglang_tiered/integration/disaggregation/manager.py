@@ -35,7 +35,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     address_of,
     addresses_of,
     check_num_ranks,
-    forget_connections,
+    drop_connections,
     is_loopback,
     is_wildcard,
     shown_server,
@@ -391,8 +391,8 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
     def prefill_lost(self, address: Address, reason: str) -> None:
         """The rooms of a prefill rank have failed. Forget its servers: a successor has another
         port, and perhaps another layout."""
-        for bootstrap_address in self.bootstrap_client.forget_servers_at(address):
-            forget_connections(self, bootstrap_address)
+        for bootstrap_address in self.bootstrap_client.drop_servers_at(address):
+            drop_connections(self, bootstrap_address)
             for room in list(self.addr_to_rooms_tracker.get(bootstrap_address, ())):
                 # Rooms that are still without pages are unknown to the endpoint.
                 if self.request_status.get(room) == KVPoll.WaitingForInput:
@@ -473,7 +473,7 @@ class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         super().clear()
-        self.kv_mgr.endpoint.forget_room(self.bootstrap_room)
+        self.kv_mgr.endpoint.drop_room(self.bootstrap_room)
 
 
 class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]

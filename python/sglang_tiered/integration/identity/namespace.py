@@ -31,7 +31,7 @@ __all__ = [
     "NAMESPACE_VERSION",
     "describe_pool",
     "digest",
-    "forget_files",
+    "drop_digests",
     "handoff_identity",
     "has_draft",
     "received_identity",
@@ -135,7 +135,7 @@ def has_draft() -> bool:
     return get_spec().speculative_algorithm is not None
 
 
-def forget_files() -> None:
+def drop_digests() -> None:
     """Note that the weights of this process were replaced, so that its files no longer identify
     them."""
     global _files_are_old  # noqa: PLW0603

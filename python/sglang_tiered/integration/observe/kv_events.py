@@ -12,7 +12,7 @@ A page is announced when a node that holds it is stored, or is matched and loade
 carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
 tier are therefore announced at their first use here. Announced pages are remembered up to a bound:
 beyond it the oldest is announced as removed, which costs a router a hit and never misleads it. A
-thread looks the remembered pages up repeatedly, so a page lost in any way (reclaim, purge, damage,
+thread looks the remembered pages up repeatedly, so a page lost in any way (reclaim, erasing, flaws,
 a sick disk) is noticed within seconds without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
@@ -81,7 +81,7 @@ class _Page:
     event: BlockStored  # of this page alone, without a medium
     held: int = 0
     announced: int = 0
-    is_forgotten: bool = False  # beyond the bound: announced as removed although held
+    is_beyond: bool = False  # beyond the bound: announced as removed although held
     may_return: bool = False  # not held, because a tier is offline
 
 
@@ -230,11 +230,11 @@ class TierEvents:
             for key, block, bits in zip(keys, blocks, held, strict=True):
                 if bits:
                     page = self._pages.setdefault(key, _Page(block))
-                    page.is_forgotten = False
+                    page.is_beyond = False
                     self._set_held(key, page, bits)
             for key in list(islice(self._pages, max(0, len(self._pages) - self._max_pages))):
                 page = self._pages[key]
-                page.is_forgotten = True
+                page.is_beyond = True
                 self._set_held(key, page, 0)
 
     def _set_held(self, key: bytes, page: _Page, held: int, *, may_return: bool = False) -> None:
@@ -286,7 +286,7 @@ class TierEvents:
             with self._lock:
                 for index, key in enumerate(chunk):
                     page = self._pages.get(key)
-                    if page is None or page.is_forgotten:
+                    if page is None or page.is_beyond:
                         continue
                     bits = sum(bit for bit, held in found if held is not None and held[index])
                     self._set_held(key, page, bits, may_return=may_return)

@@ -30,7 +30,7 @@ SILENT = torch.iinfo(torch.int64).max
 
 _BYTES_SENT = 7  # of a number that is reduced
 MAX_ANSWERS = 4096
-"""Beyond this number unread answers are forgotten, oldest first."""
+"""Beyond this number unread answers are dropped, oldest first."""
 
 
 class RankAgreement:

@@ -136,7 +136,7 @@ class StoreGate:
         return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
 
     def tree_was_reset(self) -> None:
-        """Forget what was announced: SGLang emptied its queue."""
+        """Drop what was announced: SGLang emptied its queue."""
         self._pending.clear()
         self._has_dropped = False
 

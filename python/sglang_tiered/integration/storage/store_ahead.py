@@ -245,7 +245,7 @@ class StoreAhead:
 
     def _begin_next(self, operation: Any) -> bool:
         """Begin the next piece of an operation; return whether there was one. One that fails is not
-        tried again: the gate has forgotten whose pages these are."""
+        tried again: the gate does not know any more whose pages these are."""
         left = self._left.setdefault(operation, self._pieces(operation))
         if isinstance(left, Exception):
             return False

@@ -123,8 +123,8 @@ class TierTiming:
                 self._window = _Window()
             self._goes_on = not is_over and (self._goes_on or is_full)
 
-    def forget_reads(self) -> None:
-        """Forget reads under way of a storage that was detached: one may hang for ever."""
+    def drop_reads(self) -> None:
+        """Drop reads under way of a storage that was detached: one may hang for ever."""
         with self._lock:
             self._in_flight.clear()
             self._left.clear()

@@ -195,7 +195,7 @@ class DecodeEndpoint:
             receiving = self._rooms.pop(room, None)
         if receiving is not None:
             receiving.close()
-            self._loop.call(self._forget, receiving)
+            self._loop.call(self._drop_room, receiving)
 
     def abort_room(self, room: int, targets: Sequence[Target], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
@@ -335,7 +335,7 @@ class DecodeEndpoint:
                 messages.Abort(number, generation, reason)
             )
 
-    def _forget(self, room: ReceiveRoom) -> None:
+    def _drop_room(self, room: ReceiveRoom) -> None:
         # Before a later room of this number is opened, whose senders are not known here yet.
         links = self._senders.pop(room.number, ())
         if not room.is_concluded:

@@ -164,10 +164,10 @@ class PrefillEndpoint:
         self._close_fence(room)
         self._loop.call(self._fail, room, reason, False)
 
-    def forget_room(self, room: int) -> None:
+    def drop_room(self, room: int) -> None:
         """Drop a room whose request has ended. If it was not sent, this acts as ``fail_room``."""
         self._close_fence(room)
-        self._loop.call(self._forget, room)
+        self._loop.call(self._drop_room, room)
 
     def close(self) -> None:
         """Tell the decode ranks, stop the thread, close the sockets. Once; not on its thread."""
@@ -346,7 +346,7 @@ class PrefillEndpoint:
         if is_news and room.is_expected:
             self._listener.room_failed(number, reason)
 
-    def _forget(self, number: int) -> None:
+    def _drop_room(self, number: int) -> None:
         if self._rooms.get(number) is not None:
             self._fail(number, "prefill dropped the request", False)
 
@@ -409,10 +409,10 @@ class PrefillEndpoint:
                     self._loop.add_socket(guest, partial(self._on_guest, guest))
         except OSError:  # waiting guests would keep this thread busy: retry at the next tick
             if self._peers.door is not None:
-                self._loop.forget_socket(self._peers.door)
+                self._loop.drop_socket(self._peers.door)
 
     def _on_guest(self, guest: Guest) -> None:
-        self._loop.forget_socket(guest)
+        self._loop.drop_socket(guest)
         if not self._peers.admit_guest(guest):
             self._loop.add_socket(guest, partial(self._on_guest, guest))
 

@@ -135,13 +135,13 @@ class RoomTable(Generic[SessionT]):
         return room
 
     def remove_room(self, number: int) -> Room[SessionT] | None:
-        """Forget a room that was sent, or whose failure both sides know."""
+        """Drop a room that was sent, or whose failure both sides know."""
         self._orphans.pop(number, None)
         self._unclaimed.pop(number, None)
         return self._rooms.pop(number, None)
 
     def fail_room(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
-        """Forget a room that failed; the half that comes later is told ``reason``."""
+        """Drop a room that failed; the half that comes later is told ``reason``."""
         self._tombstones[number] = now, reason
         self._tombstones.move_to_end(number)
         while len(self._tombstones) > MAX_TOMBSTONES:

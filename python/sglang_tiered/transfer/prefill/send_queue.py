@@ -67,7 +67,7 @@ class Chunk:
 
     ``is_computed`` says whether the pages may be read yet; before, ``pages`` has the right length
     and perhaps not the right numbers, which a device may still be writing. The pages must stay
-    allocated until the endpoint reports the room as sent or failed, or is told to fail or forget
+    allocated until the endpoint reports the room as sent or failed, or is told to fail or drop
     it.
     """
 
@@ -233,7 +233,7 @@ class SendQueue:
         return True
 
     def drop_room(self, room: int) -> None:
-        """Forget the messages of a room that wait. A message under way returns its credit with its
+        """Drop the messages of a room that wait. A message under way returns its credit with its
         confirmation: until then it takes up memory on one of the sides."""
         self.queue = deque(item for item in self.queue if item.opened.room != room)
         for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:

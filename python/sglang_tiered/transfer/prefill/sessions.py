@@ -231,7 +231,7 @@ class DecodePeers:
         return True
 
     def remove(self, peer: DecodePeer) -> bool:
-        """Forget a peer. Returns False if it was forgotten already."""
+        """Drop a peer. Returns False if it was dropped already."""
         if self._by_identity.pop(peer.identity, None) is None:
             return False
         self._by_token.pop(peer.token, None)

@@ -81,7 +81,7 @@ class Rank:
 
     def leaves(self, request: str) -> None:
         self.planner.leaves(request)
-        self.declined.forget(request)
+        self.declined.drop(request)
         self.agreement.drop_question(request)
 
 

@@ -309,7 +309,7 @@ def test_queue_is_as_long_as_what_waits(events: list[tuple[int, bool, int]]) -> 
             arrive(planner, request, 0, length)
             waiting[request] = length
         else:
-            planner.forget(request)
+            planner.drop(request)
             waiting.pop(request, None)
         assert planner.knows(request) is (request in waiting)
     assert planner.queue_wait_s == pytest.approx(TOKEN_S * sum(waiting.values()))

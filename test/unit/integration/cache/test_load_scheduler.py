@@ -235,7 +235,7 @@ def test_unadmitted_request_leaves_nothing_locked(world: CacheWorld, loaded: Any
 
 def test_load_without_a_request_stays_evictable(world: CacheWorld) -> None:
     warming = world.asks("warming", RETURNING)
-    world.cache.tiering.loads.forget(warming)
+    world.cache.tiering.loads.drop(warming)
     world.until(lambda: warming not in world.cache.ongoing_prefetch)
     assert host_hit(world) == 0
 

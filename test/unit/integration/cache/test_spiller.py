@@ -61,7 +61,7 @@ class Tier:
         self.tree_core.enable_storage = True
         self.decides_alone = alone
         self.has_small_host = False
-        self.is_purged = lambda node_id: False
+        self.is_erased = lambda node_id: False
         self.ongoing_write_through: dict[int, Any] = {}
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
@@ -500,7 +500,7 @@ def test_flushed_tree_leaves_nothing_waiting() -> None:
 def detach(tier: Tier) -> None:
     tiering: Any = Tiering.__new__(Tiering)
     tiering.loads, tiering.stores = SimpleNamespace(detached=lambda: None), tier.spiller
-    tiering.returns = SimpleNamespace(forget_all=lambda: None)
+    tiering.returns = SimpleNamespace(drop_all=lambda: None)
     tiering.hints = SimpleNamespace(end_all=lambda why: None)
     tiering.detached()
 

@@ -136,8 +136,8 @@ def test_other_page_size_fails_without_raising(manager: Any, bootstrap: str) -> 
 def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager.bootstrap_client.forget_servers_at(("192.0.2.7", 1)) == []
-    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
+    assert manager.bootstrap_client.drop_servers_at(("192.0.2.7", 1)) == []
+    assert manager.bootstrap_client.drop_servers_at(RANK) == [bootstrap]
     assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) is None
 
 
@@ -290,7 +290,7 @@ def test_rank_without_address_harms_only_its_server(row: Any, manager: Any, boot
         assert server not in manager.prefill_info_table
     register(bootstrap)
     eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
-    assert manager.bootstrap_client.forget_servers_at(RANK) == [bootstrap]
+    assert manager.bootstrap_client.drop_servers_at(RANK) == [bootstrap]
 
 
 @pytest.mark.parametrize("number", [0, -1, 10**9, 10**300])

@@ -241,7 +241,7 @@ def test_storage_attached_after_an_update_ignores_files(
 ) -> None:
     monkeypatch.setattr(namespace, "_files_are_old", False)
     assert identify() == identify()
-    namespace.forget_files()
+    namespace.drop_digests()
     assert identify() != identify()
 
 

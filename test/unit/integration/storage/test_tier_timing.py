@@ -92,7 +92,7 @@ def test_hung_read_is_forgotten_with_its_storage() -> None:
     clock = Clock(100.0)
     timing = make(clock)
     hung = timing.begin(MB)
-    timing.forget_reads()
+    timing.drop_reads()
     for _ in range(20):
         clock.now += 5.0
         read = timing.begin(MB)

@@ -263,7 +263,7 @@ class ChainLoader:
         self._ends(Outcome.NOTHING)
 
     def clear(self) -> None:
-        """Forget the load under way: the tree was emptied."""
+        """Drop the load under way: the tree was emptied."""
         if self._piece is not None:
             self._let_go(self._piece.handle)
         self._piece = self._asked = None
@@ -276,7 +276,7 @@ class ChainLoader:
         return outcome
 
     def _let_go(self, handle: CacheRequestHandle) -> None:
-        """Have everybody forget a load for which no request waited."""
-        self._planner.forget(handle)
+        """Have everybody drop a load for which no request waited."""
+        self._planner.drop(handle)
         self._cache.discard_storage_prefetch_accounting(handle)
         self._cache.storage_prefetch_retries.cancel(handle.rid)

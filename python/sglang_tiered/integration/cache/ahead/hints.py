@@ -110,9 +110,9 @@ class Hints:
         return self._hinted.get(chain.hashes[-1])
 
     def told(self, hinted: Hinted) -> None:
-        """Forget why a hint was dropped: its asker knows, and may ask again."""
+        """Drop why a hint was dropped: its asker knows, and may ask again."""
         if hinted.why_dropped and self._hinted.get(hinted.chain.hashes[-1]) is hinted:
-            self._forget(hinted.chain.hashes[-1])
+            self._end_life(hinted.chain.hashes[-1])
 
     def begin(self, chain: Chain, num_in_memory: int, end: int) -> Hinted | None:
         """Begin to load what follows in memory of a chain's first ``end`` tokens, or as many as
@@ -121,7 +121,7 @@ class Hints:
         last = chain.hashes[-1]
         earlier = self._hinted.get(last)
         if earlier is not None:
-            self._forget(last)
+            self._end_life(last)
         room = self._queue.room_for(end - num_in_memory)
         room = room // self._cache.page_size * self._cache.page_size
         if room < self._cache.prefetch_threshold:
@@ -214,7 +214,7 @@ class Hints:
         if oldest.is_active:
             self._drop(hinted, OVER, HintEnd.EXPIRED)
         else:
-            self._forget(oldest.chain)
+            self._end_life(oldest.chain)
 
     # ---- It ends ----
 
@@ -231,7 +231,7 @@ class Hints:
                 continue
             hinted.is_used = True
             if not hinted.is_active:
-                self._forget(last)
+                self._end_life(last)
 
     def end_all(self, why: str) -> None:
         """Drop all hints. Every rank makes this call in the same step."""
@@ -249,7 +249,7 @@ class Hints:
         if hinted.is_active:
             self._drop(hinted, why)
         elif not hinted.why_dropped:
-            self._forget(last)
+            self._end_life(last)
 
     def tree_was_reset(self) -> None:
         """Drop all hints; SGLang has forgotten the load under way."""
@@ -268,14 +268,14 @@ class Hints:
         self._ended[how] += 1
         hinted.release()
 
-    def _forget(self, last: str) -> None:
+    def _end_life(self, last: str) -> None:
         hinted = self._hinted.pop(last)
         assert hinted.hint is not None
         self._loads.agreement.drop_question(_is_alive(hinted.hint))
         if self._served is hinted:
             self._loader.stop()
             self._served = None
-        self._queue.forget(last)
+        self._queue.remove(last)
 
 
 def _is_alive(hint: Hint[str]) -> tuple[str, int]:

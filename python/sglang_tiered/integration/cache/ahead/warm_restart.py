@@ -5,7 +5,7 @@ every half minute, and at an ordinary stop, by a thread of their own. At the nex
 loaded one after the other, a piece at a time (``chain_loader``), in steps in which nothing waits.
 
 The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
-keys. A purge is durable once the file no longer names the tenant.
+keys. An erasure is durable once the file no longer names the tenant.
 
 Only for a scheduler that decides alone: ranks would have to note and load the same.
 """
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove_list(notes: Notes) -> None:
-    """Remove the list of an earlier run, which no purge would rewrite. Waits for the disk."""
+    """Remove the list of an earlier run, which no erasure would rewrite. Waits for the disk."""
     try:
         notes.remove(WARM_NAME)
     except OSError as error:
@@ -165,7 +165,7 @@ class WarmHost:
                 return True
             return is_erased(chain_of(self._cache, chain.token_ids(), *keys))
 
-        self._list.forget_chains(is_gone)
+        self._list.drop_chains(is_gone)
         self._waiting = deque(named for named in self._waiting if not is_gone(named.chain))
         kept = {
             keys: [chain for chain in chains if not is_gone(chain)]
@@ -270,21 +270,21 @@ class WarmHost:
         self._saver.close()
 
     def tree_was_reset(self) -> None:
-        """Forget the load under way; what waits to be loaded still does."""
+        """Drop the load under way; what waits to be loaded still does."""
         self._loader.clear()
         self._chain = None
         self._rests_until = 0.0
 
 
 class _Saver:
-    """Writes the last list it was given, at most once per interval, but at once after a purge."""
+    """Writes the last list it was given, at most once per interval, but at once after erasing."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._lock = threading.Condition()
         self._pending: list[WarmChain] | None = None
         self._orders: list[Future[bool]] = []
-        self._is_owed = False  # the file may name a tenant that was purged
+        self._is_owed = False  # the file may name a tenant that was erased
         self._due, self._closed = True, False
         self._thread = threading.Thread(target=self._run, name="tier-warm", daemon=True)
         self._thread.start()
@@ -326,7 +326,7 @@ class _Saver:
                 self._due = True
 
     def _write(self, chains: list[WarmChain]) -> bool:
-        """Return whether the file holds this list now, or no tenant that was purged."""
+        """Return whether the file holds this list now, or no tenant that was erased."""
         try:
             self._notes.write(WARM_NAME, encode(chains))
         except OSError:  # a full disk: the next one may fit

@@ -70,8 +70,8 @@ class AdmissionWaits:
         if wait.has_load:
             self._loads.record(0.0 if wait.held_up_at is None else now - wait.held_up_at)
 
-    def forget(self, request: Hashable) -> None:
-        """Forget a request that was aborted."""
+    def drop(self, request: Hashable) -> None:
+        """Drop a request that was aborted."""
         self._waiting.pop(request, None)
 
     def stats(self) -> WaitStats:

@@ -20,7 +20,7 @@ _NOTHING = nullcontext()
 
 class RequestNotes:
     """What is said of requests, by handle, in the order of their lives. Scheduler thread, but for
-    ``meter_of``; none of the calls waits. This one forgets all of it at once."""
+    ``meter_of``; none of the calls waits. This one drops all of it at once."""
 
     def clock(self) -> float:
         """Return the time, for ``looked_up``."""

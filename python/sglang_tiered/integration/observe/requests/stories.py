@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Prices", "Stories", "open_notes"]
 
 MAX_STORIES = 65_536
-"""Of requests that have come and not ended; beyond, the oldest is forgotten."""
+"""Of requests that have come and not ended; beyond, the oldest is dropped."""
 
 MAX_ABORTED = 1024
 """Requests that were aborted lately: SGLang may release one of them afterwards."""
@@ -312,7 +312,7 @@ class Stories(RequestNotes):
         if len(self._aborted) > MAX_ABORTED:
             self._aborted.popitem(last=False)
         if story.req is None:  # of a decode server that never got to match it
-            self._forget(request, story)
+            self._drop_story(request, story)
         else:
             self._end(request, story, story.req, "abort")
 
@@ -322,7 +322,7 @@ class Stories(RequestNotes):
         story.stop_waiting(now)
         tracing.tell(story, offset_s, is_over=True)
         if self._writer is None:
-            self._forget(handle, story)
+            self._drop_story(handle, story)
             return
         tenant = self._tenant_of(req.extra_key, req.cache_salt)
         times = req.time_stats  # of ``time.perf_counter``; 0.0 is never
@@ -349,11 +349,11 @@ class Stories(RequestNotes):
             self._untimed[handle] = story, end
 
     def _write(self, handle: Any, story: Story, end: End) -> None:
-        self._forget(handle, story)
+        self._drop_story(handle, story)
         if self._writer is not None:
             self._writer.put(story, end)
 
-    def _forget(self, handle: Any, story: Story) -> None:
+    def _drop_story(self, handle: Any, story: Story) -> None:
         self._stories.pop(handle, None)
         self._starting.pop(handle, None)
         for part in story.parts:

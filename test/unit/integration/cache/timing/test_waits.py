@@ -42,6 +42,6 @@ def test_aborted_request_leaves_no_wait() -> None:
     waits = AdmissionWaits(Clock())
     waits.arrives("aborted")
     waits.has_load("aborted")
-    waits.forget("aborted")
+    waits.drop("aborted")
     waits.admitted("aborted")
     assert waits.stats().requests.count == waits.stats().loads.count == 0
