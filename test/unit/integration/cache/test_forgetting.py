@@ -1,22 +1,24 @@
-"""Forgotten pages in SGLang's own tree, over a real store: no match reaches them and nothing stores
+"""Erased pages in SGLang's own tree, over a real store: no match reaches them and nothing stores
 them, until a request that began later computes them again."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.base import NO_TENANT, Erasure
+from sglang_tiered.storage.promises import all_true, is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +88,89 @@ def settle(world: CacheWorld) -> None:
     world.until(lambda: not world.cache.is_under_way())
 
 
+# ---- The erase table: what is selected x where its pages are ----
+
+SELECTORS = {
+    "pages": Erasure.of(map(bytes.fromhex, hashes_of(TOKENS + prompt(3, 2)))),
+    "tenant": Erasure(tenant=NO_TENANT),
+    "everything": Erasure(),
+}
+End = Callable[[], object]
+
+
+def on_the_device(world: CacheWorld) -> End:
+    run(world, TOKENS)
+    return settle_nothing
+
+
+def in_host_memory(world: CacheWorld) -> End:
+    run(world, TOKENS)
+    settle(world)
+    world.cache.evict(EvictParams(num_tokens=len(TOKENS)))
+    return settle_nothing
+
+
+def on_nvme(world: CacheWorld) -> End:
+    world.store(TOKENS)
+    return settle_nothing
+
+
+def being_computed(world: CacheWorld) -> End:
+    turn = Turn(world, TOKENS + prompt(3, 2))
+    turn.end_chunk(4)
+
+    def end() -> None:
+        turn.end_chunk(7)
+        turn.end()
+
+    return end
+
+
+def being_loaded(world: CacheWorld) -> End:
+    world.store(TOKENS)
+    request = world.asks("r", TOKENS)
+    assert request in world.cache.ongoing_prefetch
+    return lambda: world.until(lambda: world.cache.check_prefetch_progress(request))
+
+
+def settle_nothing() -> None:
+    pass
+
+
+PLACES = [on_the_device, in_host_memory, on_nvme, being_computed, being_loaded]
+
+
+@pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_erased_is_found_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: Erasure,
+    place: Callable[[CacheWorld], End],
+) -> None:
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        end = place(world)
+        durable = all_true(world.cache.erase(what))
+
+        def is_found() -> bool:
+            key = RadixKey(TOKENS, world.cache.hidden_tenants.key_of(None, None))
+            match = world.cache.match_prefix(MatchPrefixParams(key=key))
+            return bool(match.device_prefix_len or match.host_hit_length)
+
+        assert not is_found()
+        end()
+        settle(world)
+        assert is_true(durable, 30.0)
+        assert not is_found()
+        assert world.num_stored() == 0
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        request = world.asks("r", TOKENS)
+        world.until(lambda: world.cache.check_prefetch_progress(request))
+        assert matched(world, TOKENS) == 0
+        assert run(world, TOKENS) == 0
+        assert matched(world, TOKENS) == 6
+
+
 def test_match_ends_before_a_hidden_page(world: CacheWorld) -> None:
     run(world, TOKENS)
     assert matched(world, TOKENS) == 6
@@ -124,24 +209,6 @@ def test_computed_again_is_found_and_stored_again(world: CacheWorld) -> None:
     world.until(lambda: world.num_stored() == 6)
 
 
-def test_request_under_way_brings_nothing_back(world: CacheWorld) -> None:
-    longer = TOKENS + prompt(3, 2)
-    turn = Turn(world, longer)
-    turn.end_chunk(4)
-    settle(world)
-    hashes = hashes_of(TOKENS)
-    world.cache.hidden_pages.hide(hashes)
-    world.cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
-    turn.end_chunk(7)
-    turn.end()
-    settle(world)
-    assert matched(world, longer) == 0
-    assert world.num_stored() == 0, "what follows a forgotten page was stored"
-    assert run(world, longer) == 0
-    assert matched(world, longer) == 8
-    world.until(lambda: world.num_stored() == 8)
-
-
 def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
     world.cache.hidden_pages.hide(hashes_of(TOKENS))
     world.compute(TOKENS)  # by nobody who could have seen that
@@ -158,15 +225,6 @@ def test_queued_store_of_a_hidden_page_is_dropped(world: CacheWorld) -> None:
     )
     world.cache.hidden_pages.hide(hashes_of(TOKENS)[3:])
     assert world.cache.storage.gate.num_admitted(hashes_of(TOKENS), is_kv=True) == 3
-
-
-def test_load_under_way_brings_nothing_back(world: CacheWorld) -> None:
-    world.store(TOKENS)
-    request = world.asks("r", TOKENS)
-    assert request in world.cache.ongoing_prefetch
-    world.cache.hidden_pages.hide(hashes_of(TOKENS)[1:])
-    world.until(lambda: world.cache.check_prefetch_progress(request))
-    assert matched(world, TOKENS) <= 1
 
 
 def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
