@@ -167,6 +167,8 @@ class Control:
             return refused(NO_TIERS)
         if "cache_salt" in body:
             body = {**body, "cache_salt": short_key(body["cache_salt"])}
+        if cache.tiering is not None:  # an idle scheduler makes no step before it answers
+            cache.tiering.hide_heard()
         return self._methods[method.removeprefix(CONTROL_PREFIX)](
             scheduler, cache, str(body.get("id")), body
         )

@@ -362,7 +362,12 @@ class Tiering:
         if storage.knows_namespace:
             self.warm.tick()
         self.hints.step(storage)
-        if storage.remote_erasures is not None and hide is not None:
+        self.hide_heard()
+
+    def hide_heard(self) -> None:
+        """Hide in memory what other servers erased. Every rank calls it at the same moment."""
+        storage, hide = self._cache.storage, self._cache.hide_heard
+        if storage is not None and storage.remote_erasures is not None and hide is not None:
             share = partial(first_ranks, self._cache)
             storage.remote_erasures.step(self.agreement, share, hide)
 
