@@ -94,7 +94,7 @@ class Tier:
     def tenant_of(self, node_id: int) -> bytes:
         return tenant_digest(*self.tree_core.prefetch_anchor_info(node_id))
 
-    def is_purged(self, node_id: int) -> bool:
+    def is_erased(self, node_id: int) -> bool:
         return False
 
     def begin_store(self, node_id: int) -> int:
