@@ -65,6 +65,10 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
         for order in orders:
             state.own[order.what.id] = None
             state.heard |= {each.id: None for each in order.what.pieces}
+            for key in order.what.keys or ():
+                held = state.index.get(key)
+                if held is not None:
+                    state.doom(state.index.name_of(key, held).path(state.layout))
             state.hide(order.what)
             for name in state.pins.erase(order.what):
                 state.pins.unsettle(name)
@@ -191,7 +195,9 @@ class Keeper:
     # ---- Erasures ----
 
     def _erase(self, orders: Sequence[EraseOrder]) -> None:
-        """Make erasures durable, all by one listing. Raises ``RequestError``."""
+        """Make erasures durable, those of tenants and namespaces by one listing: what is listed
+        goes. Of single pages those go that are known here, and others with the next full listing.
+        Raises ``RequestError``."""
         if not orders:
             return
         state = self._state
@@ -205,9 +211,8 @@ class Keeper:
             state.upload_done.wait_for(
                 lambda: state.closed or not any(each in state.uploading for each in under_way)
             )
-        everywhere = any(not order.what.is_everything for order in orders)
-        names = {order.namespace for order in orders}
-        if everywhere:
+        names = {order.namespace for order in orders if order.what.is_everything}
+        if any(order.what.tenant is not None for order in orders):
             found = (namespace_of(folder) for folder in self._requests.folders(ROOT))
             names |= {name for name in found if name is not None}
         for namespace in names:

@@ -288,3 +288,24 @@ def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: M
     for engine in (a, b):
         assert engine.refresh(TIMEOUT_S, full=True)
         assert engine.has_pin("p"), "it counts as older than what was erased before"
+
+
+def test_forgetting_pages_lists_no_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
+    a, b = make_engine(), make_engine()
+    run, unknown = make_run(1, PAGES), make_run(2, PAGES)
+    store(a, run)
+    store(b, unknown)
+    listing, prefixes = a._requests.listing, list[str]()
+
+    def listed_by_a(prefix: str, *, after: str | None = None) -> object:
+        prefixes.append(prefix)
+        return listing(prefix, after=after)
+
+    a._requests.listing = listed_by_a  # type: ignore[method-assign, assignment]
+    assert is_true(a.erase(Erasure.of([*run.keys[:2], *unknown.keys])), TIMEOUT_S)
+    assert set(prefixes) == {records.ERASED}
+    assert len(listed(b, b._state.layout.pages)) == 1 + 3, "what it knows is gone"
+    assert b.refresh(TIMEOUT_S, full=True)
+    assert not any(b.contains([*run.keys[:2], *unknown.keys]))
+    eventually(lambda: len(listed(b, b._state.layout.pages)) == 1, "the rest stays for ever")
