@@ -5,33 +5,29 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from peer_servers import quick
+from erasing_servers import Servers
 from simulation.device import CrashMode, SimulatedDevice
-from simulation.engine import REGION, running
+from simulation.engine import running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
-from sglang_tiered.sharing.addresses import Target
-from sglang_tiered.sharing.peer_tier import PeerTier
-from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier, TierEngine
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import all_true, is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pins import PinRefusal
-from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+    from sglang_tiered.storage.stack import TierStack
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -303,64 +299,6 @@ def test_many_erasures_cost_others_nothing(tmp_path: Path, whats: list[Erasure])
 
 
 # ---- A bucket, and the servers that share it ----
-
-
-class Servers:
-    """Servers over their own NVMe, with these tiers beyond: a bucket that all have, or each other,
-    at the addresses in each one's roster."""
-
-    def __init__(self, directory: Path, opened: ExitStack, *beyond: Tier) -> None:
-        self._directory = directory
-        self._opened = opened
-        self._beyond = beyond
-        self.rosters: dict[str, list[Target]] = {"one": [], "other": []}
-        self.ports: dict[str, int] = {}
-        self.told: list[Erasure] = []
-
-    def open(self, name: str, *, behind_s: float = 0.0, namespace: bytes = NAMESPACE) -> TierStack:
-        nvme = RegionEngine(
-            self._directory / name,
-            namespace=namespace,
-            capacity_bytes=64 * REGION,
-            region_bytes=4 * REGION,
-            num_readers=2,
-        )
-        told: list[TierStack] = []
-        remote: list[TierEngine] = []
-        if Tier.PEER in self._beyond:
-            roster = self.rosters.setdefault(name, [])
-            settings = quick(roster, listen_port=self.ports.get(name, 0), expiry_s=5.0)
-
-            def erase(what: Erasure) -> Future[bool]:
-                return told[0].erase(what)
-
-            peers = PeerTier(settings, namespace=namespace, region=nvme, erase=erase)
-            self.ports[name] = peers.port
-            remote.append(peers)
-        if Tier.OBJECT in self._beyond:
-            url = (self._directory / "bucket").as_uri()
-            wall_clock = lambda: time.time() - behind_s  # noqa: E731
-            bucket = BucketSettings(
-                url=url, staging_bytes=1 << 22, num_connections=2, refresh_s=600.0
-            )
-            remote.append(BucketEngine(bucket, namespace=namespace, wall_clock=wall_clock))
-
-        def on_told(what: Erasure) -> Future[bool]:
-            self.told.append(what)
-            return (told or [nvme])[0].erase(what)
-
-        stack = TierStack(nvme, remote, on_told=on_told)
-        told.append(stack)
-        self._opened.callback(stack.close)
-        return stack
-
-    def connect(self) -> None:
-        for name, roster in self.rosters.items():
-            roster[:] = [Target("127.0.0.1", port) for n, port in self.ports.items() if n != name]
-
-    def cut(self) -> None:
-        for roster in self.rosters.values():
-            roster.clear()
 
 
 @pytest.fixture
