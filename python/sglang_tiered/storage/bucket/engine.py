@@ -269,7 +269,7 @@ class BucketEngine(TierEngine):
             if state.closed:
                 return ended(False)
             state.pins.expire()
-            refusal = state.pins.refusal(wanted, state.index)
+            refusal = state.pins.refusal(wanted)
             return refusal or self._change_pin(name, wanted)
 
     def unpin(self, name: str) -> Future[bool]:
@@ -281,7 +281,7 @@ class BucketEngine(TierEngine):
         state.pins.change(name, pin)
         durable = state.promises.make()
         state.pins.unsettle(name, durable)
-        state.keeper_ready.notify()
+        state.ask_keeper()
         return durable
 
     def has_pin(self, name: str) -> bool:
@@ -301,7 +301,7 @@ class BucketEngine(TierEngine):
         infos = []
         for name in names:
             with state.lock:
-                info = state.pins.info(name, state.index)
+                info = state.pins.info(name)
             if info is not None:
                 infos.append(info)
         return infos
@@ -309,7 +309,7 @@ class BucketEngine(TierEngine):
     @property
     def pinned_bytes(self) -> int:
         with self._state.lock:
-            return self._state.pins.pinned_bytes(self._state.index)
+            return self._state.index.pinned_bytes
 
     @property
     def pin_bound_bytes(self) -> int:

@@ -23,7 +23,7 @@ from sglang_tiered.storage.bucket.erased import (
 from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import PinChange, pack_pin
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
-from sglang_tiered.storage.bucket.state import EraseOrder, selects
+from sglang_tiered.storage.bucket.state import selects
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.bucket.requests import Requests
-    from sglang_tiered.storage.bucket.state import BucketState, OnErased
+    from sglang_tiered.storage.bucket.state import BucketState, EraseOrder, OnErased
 
 __all__ = ["Keeper", "Records", "erase"]
 
@@ -58,10 +58,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
             if (job.kind is JobKind.LOAD and what.keys is None)  # a load names no tenant
             or any(names(key, job.run.tenant) for key in job.run.keys)
         ]
-        orders = [
-            EraseOrder(each, state.namespace, state.promises.make(), selects(each))
-            for each in what.records
-        ]
+        orders = [state.order(each) for each in what.records]
         for order in orders:
             state.own[order.what.id] = None
             state.heard |= {each.id: None for each in order.what.pieces}
@@ -72,8 +69,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
             state.hide(order.what)
             for name in state.pins.erase(order.what):
                 state.pins.unsettle(name)
-        state.orders.extend(orders)
-        state.keeper_ready.notify()
+        state.ask_keeper()
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
 
@@ -180,15 +176,10 @@ class Keeper:
             while True:
                 if state.closed:
                     return None
-                changes: list[EraseOrder | PinChange] = [
-                    *state.orders,
-                    *state.pins.unsettled.values(),
-                ]
-                has_work = bool(changes or state.doomed)
+                has_work = bool(state.orders or state.pins.unsettled or state.doomed)
                 pauses_s = self._backoff.wait_s(state.clock())
-                if any(each.is_new for each in changes) or (has_work and not pauses_s):
-                    for each in changes:
-                        each.is_new = False
+                if state.is_asked or (has_work and not pauses_s):
+                    state.is_asked = False
                     return list(state.orders)
                 state.keeper_ready.wait(pauses_s if has_work else None)
 
@@ -218,7 +209,7 @@ class Keeper:
         for namespace in names:
             self._delete_dead(Layout(namespace))
         with state.lock:
-            state.orders = [order for order in state.orders if order not in orders]
+            state.end(orders)
 
     def _record(self, orders: Sequence[EraseOrder]) -> None:
         """Write records behind all that are there. Where another came between, its writer's or ours

@@ -40,7 +40,7 @@ class _Share:
 
     def __init__(self, tenant: bytes) -> None:
         self.tenant = tenant
-        self.num_pages = self.num_bytes = 0
+        self.num_pages = self.num_bytes = self.pinned_bytes = 0
         self.keys: dict[bytes, None] = {}
 
 
@@ -69,7 +69,7 @@ class PageIndex:
         self._free: list[int] = []  # dead ones without a row
         self._numbers: dict[bytes, int] = {}  # of the living ones, by tenant
         self._num_dead = 0  # rows of dead shares
-        self.num_pages = self.stored_bytes = 0
+        self.num_pages = self.stored_bytes = self.pinned_bytes = 0
 
     # ---- What there is ----
 
@@ -149,6 +149,7 @@ class PageIndex:
         row = (number, name.unix_s, stored, name.length, name.checksum, name.stamp)
         self._rows[name.key] = _ROW.pack(*row)
         self._count(share, 1, stored)
+        self._count_pinned(share, stored if self._is_pinned(name.key) else 0)
         if self._max_tenant_bytes is not None and any(name.tenant):
             share.keys[name.key] = None
             self._evict_of_share(share, self._max_tenant_bytes)
@@ -183,6 +184,19 @@ class PageIndex:
         if not share.num_pages and (number := self._numbers.get(share.tenant)) is not None:
             self._kill(number)
 
+    def count_pinned(self, keys: Iterable[bytes], sign: int) -> None:
+        """Count pages that are pinned from now on (1), or no more (-1)."""
+        for key in keys:
+            held = self.get(key)
+            if held is not None:
+                share = self._shares[held.share]
+                assert share is not None
+                self._count_pinned(share, sign * held.stored)
+
+    def _count_pinned(self, share: _Share, num_bytes: int) -> None:
+        share.pinned_bytes += num_bytes
+        self.pinned_bytes += num_bytes
+
     def _kill(self, number: int) -> None:
         share = self._shares[number]
         assert share is not None
@@ -203,6 +217,7 @@ class PageIndex:
         share = self._shares[held.share]
         assert share is not None
         share.keys.pop(key, None)
+        self._count_pinned(share, -held.stored if self._is_pinned(key) else 0)
         self._count(share, -1, -held.stored)
         return True
 
@@ -216,6 +231,7 @@ class PageIndex:
         num_pages = share.num_pages
         self.num_pages -= num_pages
         self.stored_bytes -= share.num_bytes
+        self.pinned_bytes -= share.pinned_bytes
         self._kill(number)
         return num_pages
 
@@ -283,6 +299,8 @@ class PageIndex:
         counted = (self.num_pages, self.stored_bytes)
         found = (len(living), sum(held.stored for held in living))
         assert counted == found, f"pages and bytes {found}, counted {counted}"
+        pinned = self.bytes_of(key for key in self._rows if self._is_pinned(key))
+        assert pinned == self.pinned_bytes, f"{pinned} bytes pinned, {self.pinned_bytes} counted"
         usage = self.usage()
         shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
         assert shares == found, f"tenants have {shares} of {found}"

@@ -45,7 +45,6 @@ class PinChange:
     """The pin of a name is to be written, or deleted where it is gone."""
 
     durable: list[Future[bool]]
-    is_new: bool = True  # not tried yet
 
 
 def pack_pin(pin: Pin, stamp: int) -> bytes:
@@ -80,16 +79,22 @@ def alive(pin: Pin, stamp: int, erased: Erased, namespace: bytes) -> Pin | None:
 
 
 class BucketPins:
-    """The pins of one namespace. What they keep is counted in bytes as stored."""
+    """The pins of one namespace. What they keep of the index is counted there, in bytes as
+    stored."""
 
-    def __init__(self, capacity_bytes: int | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, capacity_bytes: int | None, clock: Callable[[], float], index: PageIndex
+    ) -> None:
         self.bound_bytes = pin_share(capacity_bytes)
         self._clock = clock
+        self._index = index
         self.unsettled: dict[str, PinChange] = {}  # by names: not yet in the bucket
+        self.book = PinBook(self.bound_bytes, clock)
         self.clear()
 
     def clear(self) -> None:
-        self.book = PinBook(self.bound_bytes, self._clock)
+        for name in self.book.of_tenant(None):
+            self._remove(name)
         self.stamps: dict[str, int] = {}  # of those in the bucket
         self.found: dict[str, tuple[str, str]] = {}  # tags and names, by path, as last listed
         self.ours: set[str] = set()  # names unsettled since the pass of now began
@@ -100,16 +105,22 @@ class BucketPins:
     def is_wanted(self, key: bytes) -> bool:
         return bool(self.book.wanted((key,)))
 
-    def pinned_bytes(self, index: PageIndex) -> int:
-        return index.bytes_of({key for pin in self.book for key in pin.keys})
+    def _add(self, pin: Pin) -> None:
+        new = self.book.unwanted(pin.keys)
+        self.book.add(pin)
+        self._index.count_pinned(new, 1)
 
-    def refusal(self, pin: Pin, index: PageIndex) -> PinRefusal | None:
+    def _remove(self, name: str) -> None:
+        self._index.count_pinned(self.book.remove(name), -1)
+
+    def refusal(self, pin: Pin) -> PinRefusal | None:
         """Return why a pin cannot be taken, in the place of one of its name."""
-        others = {key for each in self.book if each.name != pin.name for key in each.keys}
-        pinned = index.bytes_of(others)
-        asked = index.bytes_of(set(pin.keys) - others)
         before = self.book.get(pin.name)
-        num_keys = len(others.union(pin.keys))
+        own = [] if before is None else self.book.wanted_by(before)
+        added = {*self.book.unwanted(pin.keys), *set(own).intersection(pin.keys)}
+        pinned = self._index.pinned_bytes - self._index.bytes_of(own)
+        asked = self._index.bytes_of(added)
+        num_keys = self.book.num_keys - len(own) + len(added)
         notes = self.book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
         why = ""
         if pinned + asked > self.bound_bytes:
@@ -127,10 +138,9 @@ class BucketPins:
 
     def change(self, name: str, pin: Pin | None) -> None:
         """Set a pin of this server in force, or let one go."""
-        self.book.remove(name)
-        self.stamps.pop(name, None)
+        self.drop(name)
         if pin is not None:
-            self.book.add(pin)
+            self._add(pin)
 
     def unsettle(self, name: str, *durable: Future[bool]) -> None:
         """Have a pin written as it is, or deleted."""
@@ -145,15 +155,14 @@ class BucketPins:
 
     def take_up(self, pin: Pin, stamp: int) -> None:
         """Set a pin in force that was read."""
-        self.book.remove(pin.name)
-        self.stamps.pop(pin.name, None)
+        self.drop(pin.name)
         if pin.until_s is None or pin.until_s > self._clock():
-            self.book.add(pin)
+            self._add(pin)
             self.stamps[pin.name] = stamp
 
     def drop(self, name: str) -> None:
         """Forget a pin that is no longer in the bucket, or over."""
-        self.book.remove(name)
+        self._remove(name)
         self.stamps.pop(name, None)
 
     def expire(self) -> None:
@@ -175,15 +184,15 @@ class BucketPins:
             if number is not None and self.stamps.get(pin.name, -1) >= number:
                 continue
             left = tuple(key for key in pin.keys if key not in gone) if gone else ()
-            self.book.remove(pin.name)
+            self._remove(pin.name)
             if left:
-                self.book.add(replace(pin, keys=left, data=b""))
+                self._add(replace(pin, keys=left, data=b""))
             changed.append(pin.name)
         return changed
 
-    def info(self, name: str, index: PageIndex) -> PinInfo | None:
+    def info(self, name: str) -> PinInfo | None:
         pin = self.book.get(name)
         if pin is None:
             return None
-        num_held = sum(index.holds(pin.keys))
-        return PinInfo(name, pin.tenant, num_held, index.bytes_of(pin.keys), pin.until_s, pin.data)
+        num_held, num_bytes = sum(self._index.holds(pin.keys)), self._index.bytes_of(pin.keys)
+        return PinInfo(name, pin.tenant, num_held, num_bytes, pin.until_s, pin.data)

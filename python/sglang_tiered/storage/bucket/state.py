@@ -38,13 +38,12 @@ OnErased = Callable[[Sequence[Erasure]], None]
 @dataclass(eq=False, slots=True)
 class EraseOrder:
     """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
-    has one."""
+    has one. ``turn``: later ones have higher ones."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
-    selects: Callable[[bytes, bytes], bool]  # whether it names a key and its tenant
-    is_new: bool = True  # not tried yet
+    turn: int
     number: int = 0
     path: str = ""
 
@@ -111,6 +110,11 @@ def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
     return lambda _, of: tenant in (None, of)
 
 
+def _named(what: Erasure) -> Iterable[bytes | None]:
+    """Return the keys, or the tenant, or None for everything: no two are of one length."""
+    return (what.tenant,) if what.keys is None else what.keys
+
+
 class BucketState:
     """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
 
@@ -148,13 +152,13 @@ class BucketState:
         self.namespace = namespace
         self.epoch = 0  # of the namespace
         self.listed_epoch = -1  # of which a pass was whole
-        self.pins = BucketPins(settings.capacity_bytes, wall_clock)
         self.index = PageIndex(
             settings.max_pages,
             settings.capacity_bytes,
             settings.max_tenant_bytes,
-            self.pins.is_wanted,
+            lambda key: self.pins.is_wanted(key),  # noqa: PLW0108 made in the next line
         )
+        self.pins = BucketPins(settings.capacity_bytes, wall_clock, self.index)
         self.jobs = JobBook()
         self.promises = Promises()
         # Stores
@@ -174,7 +178,10 @@ class BucketState:
         # Erasures
         self.erased = Erased()
         self.seen = 0  # all records up to this one are applied, by the owner's other tiers too
-        self.orders: list[EraseOrder] = []  # not durable yet
+        self.orders: dict[EraseOrder, None] = {}  # not durable yet
+        self._last_orders: dict[bytes | None, EraseOrder] = {}  # by key, by tenant, of everything
+        self._num_orders = 0
+        self.is_asked = False  # the keeper, for what it has not tried yet
         self.own: dict[bytes, None] = {}  # ids of this server's erasures
         self.heard: dict[bytes, None] = {}  # of pieces, its own and what records said
         self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
@@ -280,16 +287,40 @@ class BucketState:
                 return upload
         return None
 
+    def ask_keeper(self) -> None:
+        """Have the keeper try at once, whatever it waits for."""
+        self.is_asked = True
+        self.keeper_ready.notify()
+
+    def order(self, what: Erasure) -> EraseOrder:
+        """Have the keeper make an erasure of at most one record durable."""
+        self._num_orders += 1
+        order = EraseOrder(what, self.namespace, self.promises.make(), self._num_orders)
+        self.orders[order] = None
+        self._last_orders.update(dict.fromkeys(_named(what), order))
+        return order
+
     def release(self, orders: Sequence[EraseOrder]) -> None:
         """Let go of the stores behind erasures: these have records now, or can have none."""
-        waiting = [upload for upload in self.uploads if upload.awaits in orders]
+        done = set(orders)
+        waiting = [upload for upload in self.uploads if upload.awaits in done]
         self.cancel([u for u in waiting if u.awaits and not u.awaits.number], Reason.REJECTED)
         self.upload_ready.notify_all()
 
+    def end(self, orders: Sequence[EraseOrder]) -> None:
+        """Forget orders, whose erasures are durable."""
+        for order in orders:
+            del self.orders[order]
+            for name in _named(order.what):
+                if self._last_orders.get(name) is order:
+                    del self._last_orders[name]
+
     def order_before(self, key: bytes, tenant: bytes) -> EraseOrder | None:
-        """Return the last erasure without a record that names a page."""
-        named = (o for o in reversed(self.orders) if not o.number and o.selects(key, tenant))
-        return next(named, None)
+        """Return the last erasure that names a page, if it has no record yet: those before it have
+        none either."""
+        found = (self._last_orders.get(name) for name in (key, tenant, None))
+        waiting = (order for order in found if order is not None and not order.number)
+        return max(waiting, key=lambda order: order.turn, default=None)
 
     # ---- Ends of stores and loads ----
 

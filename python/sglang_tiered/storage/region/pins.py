@@ -264,10 +264,10 @@ class PinBook:
         """Return those keys that no pin wants."""
         return [key for key in keys if key not in self._holders]
 
-    def wanted_by(self, pin: Pin, *, but: Pin) -> list[bytes]:
+    def wanted_by(self, pin: Pin, *, but: Pin | None = None) -> list[bytes]:
         """Return the keys that no pin wants but one, which is there, and that another, which may
         take its place, does not want."""
-        kept = set(but.keys)
+        kept = set() if but is None else set(but.keys)
         return [key for key in pin.keys if self._holders[key] == pin.name and key not in kept]
 
     def of_tenant(self, tenant: bytes | None) -> list[str]:
