@@ -28,7 +28,7 @@ pytest.importorskip("envoy")
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_SERVERS = 3
-LENGTH = 700
+LENGTH, NUM_NEW = 1800, 8
 PROMPTS = make_prompts(4600, 6, LENGTH)
 SERVED = "x-gateway-destination-endpoint-served"
 LEARN_S = 60.0
@@ -110,7 +110,7 @@ def front(cluster: Cluster) -> Front:
     return cluster.front
 
 
-def generate(front: Front, prompt: Sequence[int], num_new: int = 8) -> Answer:
+def generate(front: Front, prompt: Sequence[int], num_new: int = NUM_NEW) -> Answer:
     sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
     return front.ask("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
 
@@ -132,8 +132,8 @@ def known(front: Front) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def asked(front: Front) -> list[Answer]:
     """Each prompt once, and once more when the picker knows who has it."""
+    pages = sum(known(front).values()) + len(PROMPTS) * (aligned(LENGTH + NUM_NEW) // 64)
     first = [generate(front, prompt) for prompt in PROMPTS]
-    pages = len(PROMPTS) * (aligned(LENGTH) // 64)
     eventually(lambda: sum(known(front).values()) >= pages, "events", timeout_s=LEARN_S)
     second = [generate(front, prompt) for prompt in PROMPTS]
     return first + second
@@ -226,6 +226,8 @@ def test_server_joins_and_another_drains(
     connection.close()
     assert stream.status == 200 and told[-1].strip() == "[DONE]" and len(told) > 100
     cluster.kill(leaving)
+    front.follow(f"http://{address}" for address in cluster.servers)
+    eventually(lambda: len(front.servers()) == NUM_SERVERS - 1, "what has left is not listed")
 
 
 def test_killed_picker_is_not_missed(front: Front, asked: list[Answer]) -> None:

@@ -130,7 +130,9 @@ class _Front:
                 await _end(process)
 
     async def _start_picker(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(*self._picker_command)
+        """In a session of its own: Ctrl-C would meet one that is not yet ready for signals. It ends
+        when this process tells it to, or is gone."""
+        return await asyncio.create_subprocess_exec(*self._picker_command, start_new_session=True)
 
     async def _was_written(self, stop: asyncio.Event) -> bool:
         """Wait until the picker listens and has written the servers. False if it ended instead."""
