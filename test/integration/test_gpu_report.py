@@ -26,9 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RATIOS = {"host_over_computed", "nvme_forced_over_reading", "mixed_pod_over_default"}
 
 
-def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
+QUICK = ("machine", "device_tests", "copies")
+
+
+@pytest.mark.parametrize(
+    "only", [QUICK, pytest.param((), marks=pytest.mark.long)], ids=["quick", "all"]
+)
+def test_every_part_ends_without_a_gpu(only: tuple[str, ...], tmp_path: Path) -> None:
+    """Whole before a machine is taken, as ``docs/gpu.md`` says; what the other parts measure has
+    tests of its own."""
+    chosen = [word for name in only for word in ("--only", name)]
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu_report", "--rehearse", "--out", tmp_path],
+        [ROOT / "scripts" / "gpu_report", "--rehearse", "--out", tmp_path, *chosen],
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
@@ -37,24 +46,26 @@ def test_every_part_ends_without_a_gpu(tmp_path: Path) -> None:
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert {name: part["outcome"] for name, part in report["parts"].items()} == dict.fromkeys(
-        (part.name for part in PARTS), "ended"
+        only or (part.name for part in PARTS), "ended"
     ), (done.stdout[-3000:], [part.get("log") for part in report["parts"].values()])
     assert done.returncode == 0
+    skipped = [] if only else ["sweep"]
     with tarfile.open(tmp_path / "report.tgz") as archive:
         pictures = [name for name in archive.getnames() if name.endswith(".svg")]
-    assert len(pictures) == len(report["parts"]) - 1, "a sweep has nothing to show here"
+    assert len(pictures) == len(report["parts"]) - len(skipped), "a sweep has nothing to show here"
     figures = {one["name"]: one for part in report["parts"].values() for one in part["figures"]}
-    assert [name for name, one in figures.items() if "skipped" in one] == ["sweep"]
-    assert_tells_the_truth(figures)
-
-
-def assert_tells_the_truth(figures: dict[str, Any]) -> None:
+    assert [name for name, one in figures.items() if "skipped" in one] == skipped
     assert figures["packages_lacking"]["value"] == 0, figures["packages_lacking"]["names"]
     assert figures["device_tests_failed"]["value"] == 0
     assert figures["device_tests_passed"]["value"] == 0, "there is no device"
     assert figures["device_tests_skipped"]["value"] > 0
-    assert figures["pod_results_equal"]["value"] == 1
     assert figures["page_copy_speedup_over_copies_page64"]["value"] > 0
+    if not only:
+        assert_servers_are_told_truly(figures)
+
+
+def assert_servers_are_told_truly(figures: dict[str, Any]) -> None:
+    assert figures["pod_results_equal"]["value"] == 1
     assert figures["handoff_device_tcp"]["value"] > 0
     assert figures.keys() >= RATIOS
     for name in ("ttft_host", "ttft_nvme", "ttft_nvme_forced"):
