@@ -65,7 +65,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
             for key in order.what.keys or ():
                 held = state.index.get(key)
                 if held is not None:
-                    state.doom(state.index.name_of(key, held).path(state.layout))
+                    order.pages.append(state.index.name_of(key, held).path(state.layout))
             state.hide(order.what)
             for name in state.pins.erase(order.what):
                 state.pins.unsettle(name)
@@ -202,6 +202,7 @@ class Keeper:
             state.upload_done.wait_for(
                 lambda: state.closed or not any(each in state.uploading for each in under_way)
             )
+        self._requests.delete([path for order in orders for path in order.pages])
         names = {order.namespace for order in orders if order.what.is_everything}
         if any(order.what.tenant is not None for order in orders):
             found = (namespace_of(folder) for folder in self._requests.folders(ROOT))

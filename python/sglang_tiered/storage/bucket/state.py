@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.base import Erasure, Reason
@@ -38,12 +38,13 @@ OnErased = Callable[[Sequence[Erasure]], None]
 @dataclass(eq=False, slots=True)
 class EraseOrder:
     """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
-    has one. ``turn``: later ones have higher ones."""
+    has one. ``turn``: later ones have higher ones. ``pages``: paths of what was held of it."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
     turn: int
+    pages: list[str] = field(default_factory=list)
     number: int = 0
     path: str = ""
 

@@ -290,6 +290,25 @@ def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: M
         assert engine.has_pin("p"), "it counts as older than what was erased before"
 
 
+def test_pages_that_cannot_be_deleted_are_not_erased(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    """Whoever may read the bucket reads them. True only once they are gone, however often asked."""
+    engine, run = make_engine(), make_run(1, PAGES)
+    store(engine, run)
+    delete = engine._requests.delete
+
+    def refused(paths: object) -> None:
+        raise RequestError(Failure.DENIED, "delete")
+
+    engine._requests.delete = refused  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        assert not is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    engine._requests.delete = delete  # type: ignore[method-assign]
+    assert is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert not listed(engine, engine._state.layout.pages)
+
+
 def test_forgetting_pages_lists_no_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
     a, b = make_engine(), make_engine()
