@@ -27,9 +27,11 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH = 700
 PROMPTS = make_prompts(5, 8, LENGTH)
-LONG_PROMPTS = make_prompts(6, 3, 2000)
-READ_S = (0.02, 0.05, 0.1, 0.2)
-"""What a read may take so that loading a prompt takes about as long as computing it."""
+LONG_LENGTH = 2000
+LONG_PROMPTS = make_prompts(6, 3, LONG_LENGTH)
+READ_PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""What a read may take, in parts of what computing a prompt takes on this machine now, so that
+loading one takes about as long."""
 DEADLINE_S = 240.0
 FAILED_READS = {"tier": "nvme", "operation": "load", "reason": "io_error"}
 OLD, NEW = PROMPTS[:4], PROMPTS[4:]  # what both shards hold, and what one of them lost
@@ -167,11 +169,12 @@ def test_ranks_compute_both_ends_alike(
     )
     assert outputs(server.generate_all(LONG_PROMPTS)) == expected
     deadline = time.monotonic() + DEADLINE_S
-    for read_s in itertools.cycle(READ_S):
-        if server.tier_state()["both_ends_requests"] >= 3:
+    for part in itertools.cycle(READ_PARTS):
+        state = server.tier_state()
+        if state["both_ends_requests"] >= 3:
             break
         assert time.monotonic() < deadline, "no prompt is computed from both ends"
-        slowness.write_text(str(read_s))
+        slowness.write_text(str(part * LONG_LENGTH / state["prefill_tokens_per_second"]))
         for _ in range(2):
             server.flush()
             assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
