@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import msgspec
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.source import Source
 
-__all__ = ["Fleet", "Member", "Replica"]
+__all__ = ["Fleet", "Member", "Part", "Replica"]
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0
@@ -46,10 +46,17 @@ NEVER = float("-inf")
 logger = logging.getLogger(__name__)
 
 
+class Part(msgspec.Struct):
+    """What a server says of itself where it tells no costs."""
+
+    disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    disaggregation_bootstrap_port: int | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Member:
-    """One server. ``replicas`` by their numbers; none of a server without tiers, of which only the
-    requests that it was sent are known."""
+    """One server. ``replicas`` by their numbers; none of a server without costs, of which only its
+    part and the requests that it was sent are known."""
 
     url: str
     address: str
@@ -63,11 +70,19 @@ class Member:
     """Of prompts without a first token yet."""
     polling: asyncio.Task[None] | None = None
     is_by_tenant: bool | None = None
+    part: Part = field(default_factory=Part)
 
     @property
     def role(self) -> str:
         """Its role in a handoff, ``aggregated`` for one that does both."""
-        return next((one.record.role for one in self.replicas.values()), "aggregated")
+        told = self.part.disaggregation_mode.replace("null", "aggregated")
+        return next((one.record.role for one in self.replicas.values()), told)
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """Where its other half asks for a handoff, of a prefill server."""
+        told = self.part.disaggregation_bootstrap_port
+        return next((one.record.bootstrap_port for one in self.replicas.values()), told)
 
     @property
     def cluster(self) -> str | None:
@@ -241,7 +256,10 @@ class Fleet:
         if status in (401, 403):
             return "refuses the key; pass --server-key-file"
         path = "/tier/costs"
-        if status == 404:  # no tiers: no prices
+        if status == 404:  # no NVMe: no prices
+            if not member.is_up:
+                status, info = await self._call(member, "/server_info", MAX_INFO_BYTES)
+                member.part = msgspec.json.decode(info, type=Part) if status == 200 else Part()
             path = "/ready"
             status, _ = await self._call(member, path, MAX_COSTS_BYTES)
         return "" if status == 200 else f"answers {status} to {path}"

@@ -23,12 +23,12 @@ from sglang_tiered.policy.routing import (
 )
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
-from sglang_tiered.route.fleet import MAYBE_S
+from sglang_tiered.route.fleet import MAYBE_S, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from sglang_tiered.route.fleet import Fleet, Member, Replica
+    from sglang_tiered.route.fleet import Fleet, Member
     from sglang_tiered.route.pages import Shared
     from sglang_tiered.route.prompt import Prompt
 
@@ -132,30 +132,35 @@ class Picker:
         self, prompt: Prompt, klass: RequestClass, ready: list[Member], now: float
     ) -> Picked | Refused:
         """Of servers with one half of the work each: who computes the prompt, and who answers."""
-        decoding = _replicas(one for one in ready if one.role == "decode")
-        states = self._fleet.view.decode_states
-        place = choose_decode(states, decoding, prompt.num_tokens, prompt.max_new, draw=self._draw)
+        decodes = [one for one in ready if one.role == "decode"]
         prefills = [one for one in ready if one.role == "prefill"]
-        if place is None or not prefills:
+        decode = self._decode_among(decodes, prompt)
+        if decode is None or not prefills:
             return Refused(503, "no server is ready", 1, klass.name)
         picked = self._pick_among(prefills, prompt, klass, now)
         if isinstance(picked, Refused):
             return picked
-        assert picked.replica is not None  # only servers with records have a role
-        record, prefill = picked.replica.record, picked.replica.member
-        decode = decoding[place]
-        picked.prefill, picked.targets = prefill, [decode.member]
+        picked.prefill = prefill = picked.targets[0]
+        picked.targets = [decode.member if isinstance(decode, Replica) else decode]
         picked.more = {
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
-            "x-override-bootstrap-port": str(record.bootstrap_port),
+            "x-override-bootstrap-port": str(prefill.bootstrap_port),
             "x-override-bootstrap-room": str(secrets.randbits(62)),
         }
-        if len(decode.member.replicas) > 1:
+        if isinstance(decode, Replica) and len(decode.member.replicas) > 1:
             picked.more[RANK] = str(decode.record.rank)
-        if len(prefill.replicas) > 1:
-            picked.more["x-override-disagg-prefill-dp-rank"] = str(record.rank)
+        if picked.replica is not None and len(prefill.replicas) > 1:
+            picked.more["x-override-disagg-prefill-dp-rank"] = str(picked.replica.record.rank)
         return picked
+
+    def _decode_among(self, members: list[Member], prompt: Prompt) -> Replica | Member | None:
+        """Where one tells no costs, any of them will do."""
+        if not all(one.replicas for one in members):
+            return min(members, key=lambda _: self._draw())
+        replicas, states = _replicas(members), self._fleet.view.decode_states
+        place = choose_decode(states, replicas, prompt.num_tokens, prompt.max_new, draw=self._draw)
+        return None if place is None else replicas[place]
 
     def _pick_among(
         self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float

@@ -152,6 +152,21 @@ def test_packed_answer_is_not_unpacked(tmp_path: Path) -> None:
     follow(tmp_path, server, steps)
 
 
+def test_half_without_costs_tells_its_part(tmp_path: Path) -> None:
+    async def none(_: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    server = Server()
+    server.costs = none
+    server.info = b'{"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}'
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: only(fleet).role == "prefill")
+        assert only(fleet).bootstrap_port == 8998
+
+    follow(tmp_path, server, steps)
+
+
 def test_server_cannot_send_the_picker_elsewhere(tmp_path: Path) -> None:
     """The answer there would count as its own."""
     server = Server()
