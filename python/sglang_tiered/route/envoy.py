@@ -91,10 +91,14 @@ def configuration(config: RouteConfig, directory: Path, members: Path) -> dict[s
         "pick_timeout": f"{config.pick_s:g}s",
         "destination": DESTINATION,
         "prefiller": PREFILLER,
+        "certificate": config.certificate,
+        "certificate_key": config.certificate_key,
         "stripped": [{"remove": header} for header in OWN_HEADERS],
     }
     made: dict[str, Any] = _filled(yaml.safe_load(text), told)
-    del made["parts"]
+    parts = made.pop("parts")
+    if config.certificate is not None:
+        made["static_resources"]["listeners"][0]["filter_chains"][0] |= parts["tls"]
     return made
 
 

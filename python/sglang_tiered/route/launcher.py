@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ def run_front(config: RouteConfig, arguments: Sequence[str]) -> int:
     """Run until SIGTERM. ``arguments`` are those of the command, for the picker. Returns the exit
     code; raises ``ConfigError``."""
     program = program_of(config)
+    _require_certificate(config)
     _require_free(config.host, config.port)
     with tempfile.TemporaryDirectory(prefix="sglang-tiered-route-") as directory:
         folder = Path(directory)
@@ -67,6 +69,19 @@ def program_of(config: RouteConfig) -> str:
     spec = importlib.util.find_spec("envoy")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).parent / "_bin" / "envoy")
+
+
+def _require_certificate(config: RouteConfig) -> None:
+    if config.certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.certificate, config.certificate_key, password="")
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.certificate} and --ssl-keyfile {config.certificate_key} "
+            f"cannot be used ({error}); name a certificate and its key."
+        ) from error
 
 
 def _require_free(host: str, port: int) -> None:
@@ -163,8 +178,9 @@ class _Front:
                 _, writer = await asyncio.open_connection(host, config.port)
                 writer.close()
                 shown = f"[{host}]" if ":" in host else host
+                scheme = "http" if config.certificate is None else "https"
                 print(
-                    f"The front listens at http://{shown}:{config.port}, its picker at "
+                    f"The front listens at {scheme}://{shown}:{config.port}, its picker at "
                     f"http://{config.picker_host}:{config.http_port}/servers.",
                     flush=True,
                 )

@@ -45,6 +45,18 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="30000",
         ),
     ] = DEFAULT_PORT
+    certificate: Annotated[
+        str | None,
+        Flag(
+            "--ssl-certfile",
+            FILE,
+            "Certificate with which the front speaks TLS; the picker and the servers do not.",
+            default="none",
+        ),
+    ] = None
+    certificate_key: Annotated[
+        str | None, Flag("--ssl-keyfile", FILE, "The certificate's key.", default="none")
+    ] = None
     picker_host: Annotated[
         str,
         Flag(
@@ -148,6 +160,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--port {self.port} leaves no room for the two above it; choose one of 1 to 65533."
             )
+        if (self.certificate is None) != (self.certificate_key is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together; pass both.")
         if not 0.01 <= self.pick_s <= 10:
             raise ConfigError(
                 f"--pick-timeout {self.pick_s:g}s is no time to wait for a pick; choose one from "

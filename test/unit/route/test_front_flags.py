@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         (["--servers", "http://a"], "is neither a file, nor dns://NAME:PORT, nor redis://HOST"),
         (["--servers", "redis://:secret@"], "the URL of the Redis (--tier-index, --servers"),
         (["--servers", "FOLDER/good", "--port", "65535"], "leaves no room for the two above it"),
+        (["--servers", "FOLDER/good", "--ssl-keyfile", "x"], "go together"),
         (["--servers", "FOLDER/good", "--port", "x"], "is not a whole number"),
         (["--servers", "FOLDER/good", "--pick-timeout", "60s"], "is no time to wait for a pick"),
         (["--servers", "FOLDER/good", "--tokenizer", "FOLDER"], "no tokenizer.json"),
@@ -55,6 +56,18 @@ def test_taken_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         port = str(taken.getsockname()[1])
         assert main(["serve", "--servers", str(tmp_path / "servers"), "--port", port]) == 2
     assert "stop what listens there" in capsys.readouterr().err
+
+
+def test_unusable_certificate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("envoy")
+    (tmp_path / "servers").write_text("")
+    flags = [
+        word for name in ("cert", "key") for word in (f"--ssl-{name}file", str(tmp_path / name))
+    ]
+    assert main(["serve", "--servers", str(tmp_path / "servers"), *flags]) == 2
+    assert "name a certificate and its key" in capsys.readouterr().err
 
 
 def test_front_loads_neither_torch_nor_sglang() -> None:
