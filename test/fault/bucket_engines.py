@@ -66,7 +66,7 @@ def open_engine(
     """One that looks for others' pages only when it is told to."""
     settings: dict[str, Any] = {
         "refresh_s": 1000.0,
-        "request_timeout_s": 2.0,
+        "request_timeout_s": TIMEOUT_S,
         "num_connections": 4,
         "staging_bytes": 8 << 20,
     }

@@ -53,6 +53,9 @@ class SharedTier(MemoryEngine):
             known = self._pages.keys() - self.hidden
             return [not self.sick and key in known for key in keys]
 
+    def confirm(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        return self.contains(keys)
+
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         found = super().lookup(keys)
         hidden = next((i for i, key in enumerate(keys) if key in self.hidden), len(keys))

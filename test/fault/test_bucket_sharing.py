@@ -113,29 +113,6 @@ def test_a_purge_reaches_running_and_starting_servers(url: str) -> None:
         assert load(first, mine) == OK
 
 
-def test_a_purge_hides_while_the_bucket_is_away(s3_url: str, proxy: FaultProxy) -> None:
-    mine = run_of(1, tenant=TENANT)
-    with opened(s3_url) as engine:
-        assert store(engine, mine) == OK
-        rule = proxy.add("put", "/erased/", hang(), count=1)
-        assert not is_true(engine.erase(Erasure(tenant=TENANT)), 0.2), "it cannot be durable"
-        assert not is_held(engine, mine)
-        assert rule.hit.wait(TIMEOUT_S)
-        proxy.clear()
-        eventually(
-            lambda: (
-                engine.refresh(TIMEOUT_S)
-                and any(
-                    kind == "put" and "/erased/" in target for kind, target in proxy.targets[-20:]
-                )
-            ),
-            "it is tried again",
-        )
-        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    with opened(s3_url) as fresh:
-        assert not is_held(fresh, mine)
-
-
 def test_a_store_in_flight_never_lands_behind_purge(s3_url: str, proxy: FaultProxy) -> None:
     mine = run_of(1, tenant=TENANT)
     released = threading.Event()

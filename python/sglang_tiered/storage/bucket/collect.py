@@ -17,17 +17,16 @@ import msgspec
 
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.erased import Erased, read_records
+from sglang_tiered.storage.bucket.erased import Erased, mergeable, read_records
 from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
-from sglang_tiered.storage.bucket.pins import alive, pin_share, unpack_pin
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
-from sglang_tiered.storage.region.pins import MAX_PIN_BYTES
+from sglang_tiered.storage.bucket.pins import alive, pin_share, read_pin, write_changed
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
 
     from sglang_tiered.storage.bucket.directory import Listed
+    from sglang_tiered.storage.bucket.erased import Record
     from sglang_tiered.storage.bucket.requests import Requests
 
 __all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal", "old_objects"]
@@ -56,6 +55,9 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     staged_s: float = 6 * 3600.0
     """Files of a directory whose writer died go after this."""
+
+    merged_s: float = 600.0
+    """Records of pages older than this become one, where there are many."""
 
     interval_s: float = 600.0
     """Between runs in the background, of all servers of a namespace together."""
@@ -210,36 +212,31 @@ class _Run:
                 raise _Enough
             yield from chunk
 
-    def _records(self) -> list[tuple[int, str, float]]:
+    def _records(self) -> list[Record]:
         """Learn what was erased. What cannot be read says nothing of what to delete."""
-        records = read_records(self._requests, 0, (), set())
+        records, _ = read_records(self._requests)
         for record in records:
             if record.what is None:
                 self.report.num_unreadable += 1
             else:
                 self._erased.add(record)
-        return [(record.number, record.path, record.modified) for record in records]
+        return records
 
     def _read_pins(self) -> None:
-        namespace = self.layout.namespace
         for listed in self._listing(self.layout.pins):
-            try:
-                data = bytes(self._requests.get(listed.path, min(listed.size, MAX_PIN_BYTES)))
-            except RequestError as error:
-                if error.failure is Failure.NOT_FOUND:
-                    continue
-                raise
-            found = unpack_pin(data)
+            found = read_pin(self._requests, listed)
             if found is None:
                 self.report.num_unreadable += 1
                 continue
-            pin = alive(*found, self._erased, namespace)
+            pin = alive(*found, self._erased, self.layout.namespace)
             if pin is None:
                 self._remove(listed.path, "pin", listed.size, "its pages were erased")
             elif pin.until_s is not None and pin.until_s <= self.now:
                 self._remove(listed.path, "pin", listed.size, "it is over")
             else:
                 self._pinned.update(pin.keys)
+                if self._delete:
+                    write_changed(self._requests, listed.path, found[0], pin, self._erased.top)
 
     def _keeps(self, key: bytes, nbytes: int) -> bool:
         """Return whether a page stays for a pin: the oldest do, up to what pins may keep."""
@@ -290,12 +287,26 @@ class _Run:
             if num_bytes <= capacity:
                 return
 
-    def _remove_records(self, records: list[tuple[int, str, float]]) -> None:
-        """Remove old records, but never the last: its number is where the next goes on from."""
-        last = max((number for number, _, _ in records), default=0)
-        for number, path, modified in records:
-            if number < last and self.now - modified > self._settings.record_s:
-                self._remove(path, "erasure", 0, "every server has applied it")
+    def _remove_records(self, records: list[Record]) -> None:
+        """Remove old records, and merge many into one, but never the last: its number is where the
+        next goes on from. Whoever dies between leaves some twice, which harms nothing."""
+        last = max((record.number for record in records), default=0)
+        lasts = {record.path for record in records if record.number == last}
+        times: dict[str, float] = {}  # of the youngest in each object
+        for record in records:
+            if record.path not in lasts and (record.what is None or not record.what.is_empty):
+                times[record.path] = max(times.get(record.path, 0.0), record.modified)
+        oldest_s = self.now - self._settings.record_s
+        for path in [path for path, at in times.items() if at < oldest_s]:
+            del times[path]
+            self._remove(path, "erasure", 0, "every server has applied it")
+        settled_s = self.now - self._settings.merged_s
+        settled = [record for record in records if times.get(record.path, self.now) < settled_s]
+        for path, data, replaced in mergeable(settled, oldest_s):
+            if self._delete:
+                self._requests.put(path, data)
+            for each in replaced:
+                self._remove(each, "erasure", 0, "it is merged with others")
 
     def _remove_old_namespaces(self) -> None:
         """Remove what no server has written to, or collected, for long."""

@@ -30,6 +30,7 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTD
 _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
 _LISTED_AT_ONCE = 1000
+_MAX_KEPT = 32
 STAGED = "#"
 """In the name of a file that is still being written, or whose writer died."""
 
@@ -50,6 +51,7 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._synced: set[str] = set()
+        self._kept: dict[str, _Kept] = {}  # folders that are read from, by path
         self._offers_cached = _NO_WAIT is not None
         self._syncs_names = True
 
@@ -71,27 +73,37 @@ class Directory:
         finally:
             os.close(fd)
 
-    @contextlib.contextmanager
-    def _open_file(self, path: str) -> Iterator[int]:
+    def _open_file(self, path: str) -> int:
         folder, _, name = path.rpartition("/")
+        kept = self._kept.get(folder)
+        if kept is not None:
+            with contextlib.suppress(OSError):  # as another server removed the folder and made it
+                return _open(name, _OPEN, kept.fd)
         with self._open_folder(folder) as folder_fd:
             fd = _open(name, _OPEN, folder_fd)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[folder] = _Kept(os.dup(folder_fd))
+        return fd
 
     def modified(self, path: str) -> float:
         """Return when a file was written, in seconds since 1970."""
-        with self._open_file(path) as fd:
+        fd = self._open_file(path)
+        try:
             return os.stat(fd).st_mtime
+        finally:
+            os.close(fd)
 
     def read(self, path: str, room: memoryview) -> int:
         """Fill the room as far as the file goes; returns how far. What is no file is not found."""
-        with self._open_file(path) as fd, _no_file_is_not_found():
-            filled = 0
+        fd, filled = self._open_file(path), 0
+        try:
             while filled < len(room) and (num_read := os.preadv(fd, [room[filled:]], filled)):
                 filled += num_read
+        except OSError as error:
+            raise _no_file(error) from None
+        finally:
+            os.close(fd)
         return filled
 
     def read_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
@@ -103,13 +115,16 @@ class Directory:
         assert _NO_WAIT is not None
         filled = 0
         try:
-            with self._open_file(path) as fd:
+            fd = self._open_file(path)
+            try:
                 for at in range(0, len(buffers), _MAX_BUFFERS):
                     part = buffers[at : at + _MAX_BUFFERS]
                     num_read = os.preadv(fd, part, filled, _NO_WAIT)
                     filled += num_read
                     if num_read < sum(buffer.nbytes for buffer in part):
                         break
+            finally:
+                os.close(fd)
         except OSError as error:
             if error.errno in NOT_OFFERED_ERRNOS:
                 self._offers_cached = False
@@ -217,16 +232,24 @@ class Directory:
                 )
 
 
-@contextlib.contextmanager
-def _no_file_is_not_found() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NOT_A_FILE:
-            raise FileNotFoundError(errno.ENOENT, "not a file") from None
-        raise
+class _Kept:
+    """An open folder, closed when nobody uses it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def _no_file(error: OSError) -> OSError:
+    """Return what an error says of an object: what is no file is not found."""
+    is_none = error.errno in _NOT_A_FILE
+    return FileNotFoundError(errno.ENOENT, "not a file") if is_none else error
 
 
 def _open(name: str, flags: int, folder: int) -> int:
-    with _no_file_is_not_found():
+    try:
         return os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        raise _no_file(error) from None

@@ -8,16 +8,16 @@ notices what is gone. Its passes are the probes of an open breaker.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
-from sglang_tiered.storage.bucket.pins import alive, unpack_pin
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.pins import alive, read_pin
+from sglang_tiered.storage.bucket.requests import RequestError
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.pins import MAX_PIN_BYTES, Pin
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -104,10 +104,11 @@ class Discovery:
         """Remove hidden pages from the index, with the lock let go in between."""
         state = self._state
         with state.lock:
-            keys = state.index.keys() if state.index.sweep(()) else []
-        for start in range(0, len(keys), _SWEPT_AT_ONCE):
+            parts = state.index.key_parts() if state.index.sweep(()) else ()
+        keys = itertools.chain.from_iterable(parts)
+        while some := list(itertools.islice(keys, _SWEPT_AT_ONCE)):
             with state.lock:
-                state.index.sweep(keys[start : start + _SWEPT_AT_ONCE])
+                state.index.sweep(some)
 
     # ---- A pass ----
 
@@ -151,13 +152,13 @@ class Discovery:
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
         with state.lock:
-            keys = state.index.keys() if full else []
+            parts = state.index.key_parts() if full else ()
             num_old = 0 if ttl_s is None else state.index.num_pages  # at most
         for _ in range(0, num_old, MAX_STEPS):
             with state.lock:
                 if state.index.expire(oldest_s):
                     break
-        unseen = set(keys) if full else set()  # takes long: not under the lock
+        unseen = set(itertools.chain.from_iterable(parts))  # takes long: not under the lock
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
@@ -174,6 +175,12 @@ class Discovery:
                 self._check(epoch)
                 for key in gone[start : start + MAX_STEPS]:
                     state.num_pages_vanished += state.index.drop(key)
+        if full:  # a key may have come and gone many times
+            left = dict.fromkeys(itertools.chain.from_iterable(parts))
+            kept = [key for key in left if key not in unseen]
+            with state.lock:
+                self._check(epoch)
+                state.index.replace_keys(parts, tuple(kept))
         return newest_s
 
     def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> bool:
@@ -209,7 +216,7 @@ class Discovery:
             pins.ours = set(pins.unsettled)
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
         read = {
-            path: self._read_pin(each)
+            path: read_pin(self._requests, each)
             for path, each in listed.items()
             if pins.found.get(path, ("", ""))[0] != each.tag
         }
@@ -231,13 +238,3 @@ class Discovery:
                     del pins.found[path]
                     pins.drop(name)
             pins.expire()
-
-    def _read_pin(self, listed: Listed) -> tuple[Pin, int] | None:
-        if listed.size > MAX_PIN_BYTES:
-            return None
-        try:
-            return unpack_pin(bytes(self._requests.get(listed.path, max(listed.size, 1))))
-        except RequestError as error:
-            if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
-                return None
-            raise

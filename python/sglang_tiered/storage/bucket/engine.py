@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from sglang_tiered.storage.bucket.discovery import Discovery
 from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
 from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import Requests
+from sglang_tiered.storage.bucket.requests import RequestError, Requests
 from sglang_tiered.storage.bucket.settings import NO_CODEC
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         Run,
         TenantUsage,
     )
+    from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
 __all__ = ["BucketEngine", "BucketStats"]
@@ -182,6 +184,34 @@ class BucketEngine(TierEngine):
             return [False] * len(keys)
         with self._state.lock:
             return self._state.index.holds(keys)
+
+    def confirm(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Ask the bucket whether it has each page that is known here, and forget it where not: for
+        up to ten minutes nobody hears of what others delete. What is not answered in time is false.
+        Blocks."""
+        state, end = self._state, time.monotonic() + timeout_s
+        names: list[PageName | None] = []
+        with state.lock:
+            layout = state.layout
+            for key in keys:
+                held = state.index.get(key)
+                names.append(None if held is None else state.index.name_of(key, held))
+
+        def is_there(name: PageName | None) -> bool:
+            if name is None or time.monotonic() > end:
+                return False
+            try:
+                if self._requests.modified(name.path(layout)) is not None:
+                    return True
+            except RequestError:
+                return False
+            with state.lock:
+                if layout == state.layout and state.index.is_at(name):
+                    state.num_pages_vanished += state.index.drop(name.key)
+            return False
+
+        with ThreadPoolExecutor(self._settings.num_connections) as pool:
+            return list(pool.map(is_there, names))
 
     def some_keys(self, limit: int) -> list[bytes]:
         if self._state.closed or self._breaker.is_open:

@@ -7,6 +7,7 @@ are compared, and a page that was read before an erasure is dead wherever and wh
     v2/erased/<number, 12 hex digits>-<id, 32>-t<tenant, 32>      all pages of a tenant
     v2/erased/<number, 12 hex digits>-<id, 32>-n<namespace, 64>   all pages of a namespace
     v2/erased/<number, 12 hex digits>-<id, 32>-k                  those whose keys it holds
+    v2/erased/<highest number, 12>-<id, 32>-m<lowest, 12>         several of the kind ``k``
 
 Numbers grow: who writes a record lists before and behind that, and writes it again under a later
 number where another came between. The record with the highest number is never removed.
@@ -17,9 +18,11 @@ from __future__ import annotations
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.backoff import OnceLog
@@ -28,37 +31,62 @@ from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator, Sequence
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["MAX_NUMBER", "Erased", "Record", "read_records", "record_path"]
+__all__ = ["MAX_NUMBER", "Erased", "Record", "mergeable", "read_records", "record_path"]
 
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
-_MAX_RECORD_BYTES = RECORD_KEYS * KEY_BYTES + 64
-_MAX_KEYS = 1 << 19  # in memory, of all records: some 150 bytes each
+_ENTRY_BYTES = 64  # of a merged record, beside its keys
+_MAX_MERGED_BYTES = RECORD_KEYS * KEY_BYTES
+_MAX_RECORD_BYTES = _MAX_MERGED_BYTES + _ENTRY_BYTES
+_MERGED_FROM = 64
+"""So many records become one: each of them is a request of every server that starts."""
+_MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
+_MAX_PREFIXES = 1 << 23
 _MAX_TENANTS = 1 << 17
 _NUM_READS = 8  # under way
+_MAX_LISTINGS = 8
 
 _log = OnceLog(logging.getLogger(__name__))
-_NAME = re.compile(r"([0-9a-f]{12})-([0-9a-f]{32})-([a-z])([0-9a-f]*)")
-_HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0}
+_NAME = re.compile(r"(([0-9a-f]{12})-([0-9a-f]{32}))-([a-z])([0-9a-f]*)")
+_HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0, "m": 12}
 
 
 class _Keys(msgspec.Struct, frozen=True, array_like=True):
     keys: bytes  # one behind the other
 
 
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    id: bytes
+    unix_s: float  # when its record was written, by the store's clock
+    keys: bytes
+
+
+class _Merged(msgspec.Struct, frozen=True, array_like=True):
+    entries: list[_Entry]
+
+
 class Record(NamedTuple):
     """One erasure in a bucket. ``what`` is None where the record cannot be read: everything that
-    is older counts as erased, in every namespace."""
+    is older counts as erased, in every namespace. Several may be in one object; there the first
+    names no page, and stands for the object."""
 
     number: int
     what: Erasure | None
     namespace: bytes  # of an erasure of everything; empty for others
     path: str
     modified: float  # by the store's clock
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from all others, in whatever object it is."""
+        if self.what is None:
+            return self.path.rpartition("/")[2][:45]
+        return f"{self.number:012x}-{self.what.id.hex()}"
 
 
 def record_path(number: int, what: Erasure, namespace: bytes) -> str:
@@ -74,60 +102,123 @@ def record_data(what: Erasure) -> bytes:
 
 
 def read_records(
-    requests: Requests, after: int, known: Container[str], numbers: set[int]
-) -> list[Record]:
-    """Read the records from a number on that are not known, in their order, and add the numbers of
-    all. Raises ``RequestError``."""
+    requests: Requests, known: Container[str] = (), after: int = 0
+) -> tuple[list[Record], int | None]:
+    """Read the records from a number on whose names are not known, in their order; returns the
+    lowest number of all too. Raises ``RequestError``."""
     cursor = f"{ERASED}/{after:012x}" if after else None
-    listed = []
-    for chunk in requests.listing(ERASED, after=cursor):
-        for each in chunk:
+    for _ in range(_MAX_LISTINGS):
+        listed = []
+        lowest: int | None = None
+        for each in chain.from_iterable(requests.listing(ERASED, after=cursor)):
             match = _NAME.fullmatch(each.path.rpartition("/")[2])
-            if match is not None and int(match[1], 16) > MAX_NUMBER:
+            if match is not None and int(match[2], 16) > MAX_NUMBER:
                 _log.report(each.path, "object tier: %s is no record and is ignored", each.path)
             elif match is not None:
-                numbers.add(int(match[1], 16))
-                if each.path not in known:
+                first = int(match[5] if match[4] == "m" and match[5] else match[2], 16)
+                lowest = first if lowest is None else min(lowest, first)
+                if match[1] not in known:
                     listed.append((each, match))
+        with ThreadPoolExecutor(_NUM_READS) as pool:  # its threads begin with the first record
+            found = list(pool.map(lambda record: _read(requests, *record), listed))
+        # One that is gone is in another since, which is listed behind it, or over.
+        if None not in found:
+            return [
+                each for some in found if some for each in some if each.name not in known
+            ], lowest
+    raise RequestError(Failure.UNAVAILABLE, "list showed records that were gone, again and again")
 
-    def read(found: tuple[Listed, re.Match[str]]) -> Record | None:
-        return _record(requests, *found)
 
-    with ThreadPoolExecutor(_NUM_READS) as pool:  # its threads begin with the first record
-        return [each for each in pool.map(read, listed) if each is not None]
+def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Record] | None:
+    """Read an object; None for one that is gone meanwhile."""
+    number, record_id = int(match[2], 16), bytes.fromhex(match[3])
+    kind, digits = match[4], match[5]
+    whats: list[tuple[int, Erasure, float]] = []
+    if len(digits) != _HEX_CHARS.get(kind):
+        pass
+    elif kind in "km":
+        try:
+            is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
+            data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
+        except RequestError as error:
+            if error.failure is not Failure.NOT_FOUND:
+                raise
+            return None
+        whats = list(_unpack(kind, data, number, record_id, listed.modified))
+    else:
+        tenant = bytes.fromhex(digits) if kind == "t" else None
+        whats = [(number, Erasure(None, tenant, record_id, spread=False), listed.modified)]
+    namespace = bytes.fromhex(digits) if kind == "n" and whats else b""
+    return [
+        Record(each, what, namespace, listed.path, modified) for each, what, modified in whats
+    ] or [Record(number, None, b"", listed.path, listed.modified)]
 
 
-def _record(requests: Requests, listed: Listed, match: re.Match[str]) -> Record | None:
-    """Read a record; None for one that is gone meanwhile."""
-    number, record_id = int(match[1], 16), bytes.fromhex(match[2])
-    kind, digits = match[3], match[4]
-    what: Erasure | None = None
-    if len(digits) == _HEX_CHARS.get(kind):
-        if kind == "k":
-            try:
-                is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
-                data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
-            except RequestError as error:
-                if error.failure is not Failure.NOT_FOUND:
-                    raise
-                return None
-            keys = unseal(data, _Keys)
-            if keys is not None and len(keys.keys) % KEY_BYTES == 0:
-                split = range(0, len(keys.keys), KEY_BYTES)
-                each = tuple(keys.keys[at : at + KEY_BYTES] for at in split)
-                what = Erasure(each, None, record_id, spread=False)
-        else:
-            tenant = bytes.fromhex(digits) if kind == "t" else None
-            what = Erasure(None, tenant, record_id, spread=False)
-    namespace = bytes.fromhex(digits) if what is not None and kind == "n" else b""
-    return Record(number, what, namespace, listed.path, listed.modified)
+def _unpack(
+    kind: str, data: bytes, number: int, record_id: bytes, modified: float
+) -> Iterator[tuple[int, Erasure, float]]:
+    """Yield the erasures of an object, with their numbers and times; none if it is damaged."""
+    if kind == "k":
+        single = unseal(data, _Keys)
+        entries = [] if single is None else [_Entry(number, record_id, modified, single.keys)]
+    else:
+        merged = unseal(data, _Merged)
+        entries = [] if merged is None else [_Entry(number, record_id, modified, b"")]
+        entries += merged.entries if merged is not None else []
+    if all(len(entry.keys) % KEY_BYTES == 0 for entry in entries):
+        for entry in entries:
+            split = range(0, len(entry.keys), KEY_BYTES)
+            keys = tuple(entry.keys[at : at + KEY_BYTES] for at in split)
+            yield entry.number, Erasure(keys, None, entry.id, spread=False), entry.unix_s
+
+
+def mergeable(records: Sequence[Record], oldest_s: float) -> Iterator[tuple[str, bytes, list[str]]]:
+    """Yield what of these records, in their order, could be one: its path, its bytes, and the paths
+    that it replaces once it is written. What is in it from before ``oldest_s`` is left out."""
+    batch: dict[str, list[Record]] = {}
+    room = _MAX_MERGED_BYTES
+    for path, found in groupby(records, lambda record: record.path):
+        whole = list(found)
+        size = sum(
+            len(each.what.keys) * KEY_BYTES + _ENTRY_BYTES
+            for each in whole
+            if each.what is not None and each.what.keys is not None
+        )
+        if not size or size > _MAX_MERGED_BYTES // 2:
+            continue
+        if size > room:
+            yield from _merged(batch, oldest_s)
+            batch, room = {}, _MAX_MERGED_BYTES
+        batch[path] = whole
+        room -= size
+    yield from _merged(batch, oldest_s)
+
+
+def _merged(
+    batch: dict[str, list[Record]], oldest_s: float
+) -> Iterator[tuple[str, bytes, list[str]]]:
+    if len(batch) < _MERGED_FROM:
+        return
+    entries = {
+        each.name: _Entry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
+        for each in chain.from_iterable(batch.values())
+        if each.what is not None and each.what.keys and each.modified >= oldest_s
+    }
+    numbers = [entry.number for entry in entries.values()]
+    if entries:
+        path = record_path(max(numbers), Erasure(()), b"")
+        data = seal(_Merged(list(entries.values())))
+        yield f"{path[:-1]}m{min(numbers):012x}", data, list(batch)
 
 
 class _Numbers:
-    """The number below which a stamp is that of a dead page, by what was erased."""
+    """The number below which a stamp is that of a dead page, by what was erased. Of the keys before
+    the last some it has the first eight bytes: another page with the same is a miss, too."""
 
     def __init__(self) -> None:
         self.keys: dict[bytes, int] = {}
+        self.prefixes = np.empty(0, np.uint64)  # sorted
+        self.prefix_numbers = np.empty(0, np.uint32)
         self.tenants: dict[bytes, int] = {}
         self.namespaces: dict[bytes, int] = {}
 
@@ -136,24 +227,49 @@ class _Numbers:
         if what.keys is not None:
             for key in what.keys:
                 _raise(self.keys, key, number)
-            return _fold(self.keys, _MAX_KEYS)
+            return self._pack_keys() if len(self.keys) > _MAX_KEYS else 0
         if what.tenant is not None:
             _raise(self.tenants, what.tenant, number)
             return _fold(self.tenants, _MAX_TENANTS)
         _raise(self.namespaces, namespace, number)
         return 0
 
+    def _pack_keys(self) -> int:
+        prefixes = np.frombuffer(b"".join(self.keys), np.uint64)[:: KEY_BYTES // 8]
+        numbers = np.fromiter(self.keys.values(), np.uint32, len(self.keys))
+        self.keys.clear()
+        prefixes = np.concatenate((self.prefixes, prefixes))
+        numbers = np.concatenate((self.prefix_numbers, numbers))
+        order = np.lexsort((numbers, prefixes))
+        prefixes, numbers = prefixes[order], numbers[order]
+        is_last = np.append(prefixes[1:] != prefixes[:-1], True)  # of its prefix: the highest
+        folded = 0
+        if np.count_nonzero(is_last) > _MAX_PREFIXES:
+            folded = int(np.median(numbers))
+            is_last &= numbers > folded
+        self.prefixes, self.prefix_numbers = prefixes[is_last], numbers[is_last]
+        return folded
+
     def keep_only(self, lowest: int) -> None:
         for numbers in (self.keys, self.tenants, self.namespaces):
             for each in [each for each, number in numbers.items() if number < lowest]:
                 del numbers[each]
+        are_kept = self.prefix_numbers >= lowest
+        self.prefixes, self.prefix_numbers = self.prefixes[are_kept], self.prefix_numbers[are_kept]
 
     def of(self, namespace: bytes, tenant: bytes, key: bytes) -> int:
         return max(
             self.keys.get(key, 0),
+            self._of_prefix(key) if len(self.prefixes) else 0,
             self.tenants.get(tenant, 0),
             self.namespaces.get(namespace, 0),
         )
+
+    def _of_prefix(self, key: bytes) -> int:
+        prefix = np.frombuffer(key, np.uint64, 1)[0]
+        at = int(np.searchsorted(self.prefixes, prefix))
+        is_there = at < len(self.prefixes) and self.prefixes[at] == prefix
+        return int(self.prefix_numbers[at]) if is_there else 0
 
 
 class Erased:
@@ -164,13 +280,13 @@ class Erased:
 
     def __init__(self) -> None:
         self.top = 0  # the highest number
-        self.known: dict[str, int] = {}  # numbers by paths
+        self.known: dict[str, int] = {}  # numbers by names
         self._recorded = _Numbers()
         self._told = _Numbers()
         self._floor = 0
 
     def add(self, record: Record) -> None:
-        self.known[record.path] = record.number
+        self.known[record.name] = record.number
         self.top = max(self.top, record.number)
         folded = record.number
         if record.what is not None:
@@ -184,7 +300,7 @@ class Erased:
 
     def keep_only(self, lowest: int) -> None:
         """Drop what records below a number say: they were removed, and nothing is left of it."""
-        self.known = {path: number for path, number in self.known.items() if number >= lowest}
+        self.known = {name: number for name, number in self.known.items() if number >= lowest}
         for numbers in (self._recorded, self._told):
             numbers.keep_only(lowest)
 

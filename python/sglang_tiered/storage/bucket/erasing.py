@@ -7,6 +7,7 @@ and holds up nobody but itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -16,12 +17,19 @@ from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import JobKind
 from sglang_tiered.storage.bucket.erased import (
     MAX_NUMBER,
+    Record,
     read_records,
     record_data,
     record_path,
 )
 from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse_page
-from sglang_tiered.storage.bucket.pins import PinChange, pack_pin
+from sglang_tiered.storage.bucket.pins import (
+    PinChange,
+    alive,
+    pack_pin,
+    read_pin,
+    write_changed,
+)
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.bucket.state import selects
 from sglang_tiered.storage.promises import all_true, ended, keep
@@ -96,18 +104,16 @@ class Records:
         """Read what is new; ``full``: also what is gone. Raises ``RequestError``."""
         state = self._state
         with self._lock:
-            with state.lock:
-                after, known = (0 if full else state.erased.top), dict(state.erased.known)
-            listed: set[int] = set()
-            records = read_records(self._requests, after, known, listed)
+            erased = state.erased  # its records are learned under this lock alone
+            records, lowest = read_records(self._requests, erased.known, 0 if full else erased.top)
             with state.lock:
                 if state.closed:
                     return
                 for record in records:
                     state.apply(record)
-                if full and listed:
-                    state.erased.keep_only(min(listed))
-                top = state.erased.top
+                if full and lowest is not None:
+                    erased.keep_only(lowest)
+                top = erased.top
             self.tell()
             with state.lock:
                 state.seen = max(state.seen, top)
@@ -185,30 +191,34 @@ class Keeper:
 
     # ---- Erasures ----
 
-    def _erase(self, orders: Sequence[EraseOrder]) -> None:
-        """Make erasures durable, those of tenants and namespaces by one listing: what is listed
-        goes. Of single pages those go that are known here, and others with the next full listing.
-        Raises ``RequestError``."""
+    def _erase(self, orders: list[EraseOrder]) -> None:
+        """Make erasures durable, and those that are asked for before anything is listed for them:
+        what is listed of tenants and namespaces goes, once for all. Of single pages those go that
+        are known to any server, and others with the next full listing. Raises ``RequestError``."""
         if not orders:
             return
         state = self._state
-        try:
-            self._record([order for order in orders if not order.number])
-        finally:
-            with state.lock:
-                state.release(orders)
+        while lacking := [order for order in orders if not order.number]:
+            try:
+                self._record(lacking)
+            finally:
+                with state.lock:
+                    state.release(lacking)
+                    orders += [order for order in state.orders if order not in orders]
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(
                 lambda: state.closed or not any(each in state.uploading for each in under_way)
             )
         self._requests.delete([path for order in orders for path in order.pages])
-        names = {order.namespace for order in orders if order.what.is_everything}
+        everywhere = {order.namespace for order in orders if order.what.is_everything}
         if any(order.what.tenant is not None for order in orders):
             found = (namespace_of(folder) for folder in self._requests.folders(ROOT))
-            names |= {name for name in found if name is not None}
-        for namespace in names:
+            everywhere |= {name for name in found if name is not None}
+        for namespace in everywhere:
             self._delete_dead(Layout(namespace))
+        for namespace in everywhere | {order.namespace for order in orders}:
+            self._clean_pins(Layout(namespace))
         with state.lock:
             state.end(orders)
 
@@ -225,19 +235,20 @@ class Keeper:
             if number + len(orders) > MAX_NUMBER:
                 raise RequestError(Failure.DENIED, "put has no number left: see the last record")
             replaced = [order.path for order in orders if order.path]
+            first, ours = number + 1, set[str]()
             for order in orders:
                 number += 1
                 order.path = record_path(number, order.what, order.namespace)
+                ours.add(Record(number, order.what, b"", "", 0.0).name)
                 self._requests.put(order.path, record_data(order.what))
-            ours = {order.path for order in orders}
-            replaced = [path for path in replaced if path not in ours]  # one whose put failed
-            first = number - len(orders) + 1
+            written = {order.path for order in orders}
+            replaced = [path for path in replaced if path not in written]  # one whose put failed
             self._records.learn()
             if replaced:
                 self._requests.delete(replaced)
             with state.lock:
                 known = state.erased.known
-                is_last = not any(n >= first and path not in ours for path, n in known.items())
+                is_last = not any(n >= first and name not in ours for name, n in known.items())
                 if is_last and ours <= known.keys():
                     for each, order in enumerate(orders):
                         order.number = first + each
@@ -258,6 +269,18 @@ class Keeper:
                 ]
             if gone:
                 self._requests.delete(gone)
+
+    def _clean_pins(self, layout: Layout) -> None:
+        """Rewrite pins that name what was erased, as they note what was there, or delete them.
+        Those that are known as they are listed have been looked at in memory."""
+        state = self._state
+        for listed in itertools.chain.from_iterable(self._requests.listing(layout.pins)):
+            with state.lock:
+                is_known = state.pins.found.get(listed.path, ("",))[0] == listed.tag
+            if not is_known and (found := read_pin(self._requests, listed)) is not None:
+                with state.lock:
+                    pin, stamp = alive(*found, state.erased, layout.namespace), state.erased.top
+                write_changed(self._requests, listed.path, found[0], pin, stamp)
 
     def _delete_doomed(self) -> None:
         state = self._state

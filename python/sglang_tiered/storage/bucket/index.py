@@ -7,6 +7,7 @@ owner's lock guards every call.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_STEPS", "Held", "PageIndex"]
 
 _ROW = struct.Struct("<IIIIQI")
+_PART_KEYS = 10_000
 MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
 
@@ -65,6 +67,8 @@ class PageIndex:
 
     def _reset(self) -> None:
         self._rows: dict[bytes, bytes] = {}  # by age, roughly
+        self._parts: list[tuple[bytes, ...]] = []  # of the keys, as they were put
+        self._latest: list[bytes] = []
         self._shares: list[_Share | None] = []  # None: dead
         self._free: list[int] = []  # dead ones without a row
         self._numbers: dict[bytes, int] = {}  # of the living ones, by tenant
@@ -98,9 +102,22 @@ class PageIndex:
                 found.append(key)
         return found
 
-    def keys(self) -> list[bytes]:
-        """Return all keys, those of rows not swept yet included."""
-        return list(self._rows)
+    def key_parts(self) -> tuple[tuple[bytes, ...], ...]:
+        """Return all keys in parts, and some that are gone: of the table itself no part can be
+        looked at."""
+        self._seal()
+        return tuple(self._parts)
+
+    def replace_keys(self, parts: Sequence[object], keys: tuple[bytes, ...]) -> None:
+        """Have parts that were returned be these, without what is gone and was not put again."""
+        before = self._parts[: len(parts)]
+        if [id(part) for part in before] == [id(part) for part in parts]:
+            self._parts[: len(parts)] = [keys] if keys else []
+
+    def _seal(self) -> None:
+        if self._latest:
+            self._parts.append(tuple(self._latest))
+            self._latest.clear()
 
     def name_of(self, key: bytes, held: Held) -> PageName:
         share = self._shares[held.share]
@@ -148,6 +165,9 @@ class PageIndex:
         assert share is not None
         row = (number, name.unix_s, stored, name.length, name.checksum, name.stamp)
         self._rows[name.key] = _ROW.pack(*row)
+        self._latest.append(name.key)
+        if len(self._latest) >= _PART_KEYS:
+            self._seal()
         self._count(share, 1, stored)
         self._count_pinned(share, stored if self._is_pinned(name.key) else 0)
         if self._max_tenant_bytes is not None and any(name.tenant):
@@ -304,5 +324,7 @@ class PageIndex:
         usage = self.usage()
         shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
         assert shares == found, f"tenants have {shares} of {found}"
+        parts = set(itertools.chain(self._latest, *self._parts))
+        assert self._rows.keys() <= parts, "a row is in no part of the keys"
         keyed = {key for share in self._shares if share is not None for key in share.keys}
         assert keyed <= self._rows.keys(), "a share has keys without rows"

@@ -33,6 +33,7 @@ __all__ = [
     "ROOT",
     "Layout",
     "PageName",
+    "is_page",
     "namespace_of",
     "page_checksum",
     "parse_page",
@@ -112,6 +113,11 @@ def page_checksum(stem: str, parts: Iterable[memoryview | bytes]) -> int:
     for part in parts:
         checksum.update(part)
     return checksum.intdigest()
+
+
+def is_page(path: str, checksum: int, parts: Iterable[memoryview | bytes]) -> bool:
+    """Return whether these bytes were written under this path, whose checksum that is."""
+    return page_checksum(path[:-16], parts) == checksum
 
 
 def parse_page(path: str) -> PageName | None:

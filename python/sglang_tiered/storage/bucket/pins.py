@@ -1,5 +1,5 @@
-"""Pins of a bucket in memory, this server's and others', and their objects. No I/O, no locks: the
-owner's lock guards every call.
+"""Pins of a bucket in memory, this server's and others', and their objects. The owner's lock guards
+every call of ``BucketPins``.
 
 A pin is one object, under the digest of its name: who writes last counts. It carries a stamp as
 pages do. What was erased since is in none, whatever it says.
@@ -14,18 +14,31 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, Pin, PinBook
+from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, MAX_PIN_BYTES, Pin, PinBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erased import Erased
     from sglang_tiered.storage.bucket.index import PageIndex
+    from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["MAX_PINS", "BucketPins", "PinChange", "pack_pin", "pin_share", "unpack_pin"]
+__all__ = [
+    "MAX_PINS",
+    "BucketPins",
+    "PinChange",
+    "alive",
+    "pack_pin",
+    "pin_share",
+    "read_pin",
+    "unpack_pin",
+    "write_changed",
+]
 
 MAX_PINS = 1 << 12
 MAX_KEYS = 1 << 19  # of all pins together: some 200 bytes each
@@ -62,6 +75,27 @@ def unpack_pin(data: bytes) -> tuple[Pin, int] | None:
         return Pin.checked(file.name, keys, file.tenant, file.until_s, file.data), file.stamp
     except ValueError:
         return None
+
+
+def read_pin(requests: Requests, listed: Listed) -> tuple[Pin, int] | None:
+    """Return a pin and its stamp; None where it is gone or does not verify. Raises
+    ``RequestError``."""
+    if listed.size > MAX_PIN_BYTES:
+        return None
+    try:
+        return unpack_pin(bytes(requests.get(listed.path, max(listed.size, 1))))
+    except RequestError as error:
+        if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
+            return None
+        raise
+
+
+def write_changed(requests: Requests, path: str, was: Pin, pin: Pin | None, stamp: int) -> None:
+    """Write what is left of a pin; delete it where that is nothing. Raises ``RequestError``."""
+    if pin is None:
+        requests.delete([path])
+    elif pin is not was:
+        requests.put(path, pack_pin(pin, stamp))
 
 
 def pin_share(capacity_bytes: int | None) -> int:

@@ -12,7 +12,7 @@ from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket.erased import Erased
 from sglang_tiered.storage.bucket.index import PageIndex
 from sglang_tiered.storage.bucket.limits import DailyBudget
-from sglang_tiered.storage.bucket.names import Layout, page_checksum
+from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import Promises
@@ -96,9 +96,6 @@ class PageLoad(NamedTuple):
     @property
     def path(self) -> str:
         return self.name.path(self.load.layout)
-
-    def matches(self, parts: tuple[memoryview, ...]) -> bool:
-        return page_checksum(self.name.stem(self.load.layout), parts) == self.name.checksum
 
 
 def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
@@ -238,7 +235,7 @@ class BucketState:
         """Hide what a record names and was stored without knowing it, and have the owner told."""
         self.erased.add(record)
         what = record.what
-        if what is not None and what.id in self.own:
+        if what is not None and (what.is_empty or what.id in self.own):
             return  # done, and what is held behind it is younger
         if what is not None and what.is_everything and record.namespace != self.namespace:
             self.elsewhere.setdefault(record.namespace, []).append(what)
@@ -254,6 +251,8 @@ class BucketState:
         for key in what.keys:
             held = self.index.get(key)
             if held is not None and held.stamp < record.number:
+                # Its eraser may not know of it.
+                self.doom(self.index.name_of(key, held).path(self.layout))
                 self.num_pages_erased += self.index.drop(key)
 
     def drop_uploads(self, what: Erasure | None) -> None:

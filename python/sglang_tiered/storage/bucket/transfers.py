@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
-from sglang_tiered.storage.bucket.names import Layout, PageName, page_checksum
+from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.bucket.state import Load, PageLoad, Upload
 
@@ -125,7 +125,7 @@ class Transfers:
                 if not allowed:
                     return None
                 is_read = self._requests.get_cached(path, page.page) >= page.stored
-                if is_read and page.matches(page.page):
+                if is_read and is_page(path, page.name.checksum, page.page):
                     return Reason.OK
             if is_read:
                 return self._corrupt(page, path)
@@ -137,7 +137,7 @@ class Transfers:
                     self._state.num_pages_vanished += self._forget(page)
                 return Reason.MISS
             return self._corrupt(page, path) if error.failure is Failure.BAD_RANGE else None
-        if len(stored) == page.stored and page.matches((stored,)):
+        if len(stored) == page.stored and is_page(path, page.name.checksum, (stored,)):
             with self._touching(page.load) as allowed:
                 if not allowed:
                     return None

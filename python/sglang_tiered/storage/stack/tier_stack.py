@@ -276,11 +276,12 @@ class TierStack(TierEngine):
         pause_s = _LOOK_S
         while True:
             held = self.bucket.contains(keys)
-            lacking = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
-            left_s = deadline - self._clock()
             # Whatever its health: NVMe pauses for seconds, and the pages are still there.
-            there = any(self.nvme.view.contains(lacking))
-            if not there or left_s <= 0 or self._closed:
+            if not any(self.nvme.view.contains(_lacking(keys, held))):
+                held = self.bucket.confirm(keys, deadline - self._clock())
+            lacking = _lacking(keys, held)
+            is_late = self._clock() >= deadline or self._closed
+            if is_late or not any(self.nvme.view.contains(lacking)):
                 return held
             begun = self._demoter.prioritize(lacking, NO_TENANT)
             while not begun.wait(_LOOK_S) and self._clock() < deadline:
@@ -394,6 +395,10 @@ class TierStack(TierEngine):
             assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
         staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
+
+
+def _lacking(keys: Sequence[bytes], held: Sequence[bool]) -> list[bytes]:
+    return [key for key, is_held in zip(keys, held, strict=True) if not is_held]
 
 
 def _begun(erase: Callable[[], Future[bool]]) -> Future[bool]:

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = {} if arguments.tier_dir is None else _noted_sizes(arguments.tier_dir)
     target = open_bucket(arguments.place)
     with requests_end(target.url):
-        records = read_records(target.requests, 0, (), set())
+        records, _ = read_records(target.requests)
         erased = Erased()
         for record in records:
             if record.what is not None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             "oldest_age_s": max(_ages(namespaces, "oldest_age_s"), default=None),
             "newest_age_s": min(_ages(namespaces, "newest_age_s"), default=None),
         },
-        "erasures": len(records),
+        "erasures": sum(each.what is None or not each.what.is_empty for each in records),
         "requests": target.requests.requests,
         "notes": target.notes,
     }

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     namespaces: list[dict[str, Any]] = []
     with requests_end(target.url), ThreadPoolExecutor(arguments.jobs) as pool:
         records = _Found()
-        for record in read_records(target.requests, 0, (), set()):
+        for record in read_records(target.requests)[0]:
             if record.what is None:
                 records.problem(record.path, "cannot be read: servers miss all that is older")
         for name in target.namespaces:

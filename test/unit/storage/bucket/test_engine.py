@@ -17,6 +17,7 @@ from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.bucket import index
 from sglang_tiered.storage.bucket.names import PageName
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
@@ -392,16 +393,18 @@ def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun
 def test_a_full_listing_leaves_lookups_the_lock(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(index, "_PART_KEYS", 3)
     engine = make_engine()
     finished(engine.submit_store(make_run(1, [100] * 8)))
-    lock, seen = engine._state.lock, list[bool]()
+    lock, seen, parts = engine._state.lock, list[bool](), engine._state.index.key_parts
+    assert [len(part) for part in parts()] == [3, 3, 2], "no more are taken at once"
 
-    class Keys(list[bytes]):
+    class Keys(tuple[bytes, ...]):
         def __iter__(self) -> Iterator[bytes]:
             seen.append(lock.locked())
             return super().__iter__()
 
-    keys = engine._state.index.keys
-    monkeypatch.setattr(engine._state.index, "keys", lambda: Keys(keys()))
+    monkeypatch.setattr(engine._state.index, "key_parts", lambda: tuple(map(Keys, parts())))
     assert engine.refresh(TIMEOUT_S, full=True)
-    assert seen == [False]
+    assert seen
+    assert not any(seen)

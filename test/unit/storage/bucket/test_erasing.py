@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import NAMESPACE
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
+from sglang_tiered.storage.bucket import discovery, names
 from sglang_tiered.storage.bucket import erased as records
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.erased import Erased, Record
+from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.pins import Pin
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from kit.runs import MakeRun
     from sglang_tiered.storage.bucket import BucketEngine
+    from sglang_tiered.storage.bucket.directory import Listed
 
 MakeEngine = Callable[..., "BucketEngine"]
 
@@ -63,8 +72,23 @@ def test_a_record_kills_what_did_not_know_it(
 def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_MAX_KEYS", 4)
     erased = Erased()
-    for number in range(1, 11):
-        erased.add(Record(number, Erasure.of([bytes([number]) * 32]), b"", f"{number}", 0.0))
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            what = Erasure.of([bytes([number % 40]) * 32])
+            erased.add(Record(number, what, b"", f"{number}", 0.0))
+
+    add(range(1, 53))
+    for number in range(13, 53):
+        key = bytes([number % 40]) * 32
+        assert erased.kills(N, A, key, number - 1)
+        assert not erased.hides(N, A, key, number)
+    assert not erased.hides(N, A, b"x" * 32, 1), "keys before the last are known by 8 bytes"
+    erased.keep_only(20)
+    assert [erased.kills(N, A, bytes([n]) * 32, 0) for n in (15, 25, 5)] == [False, True, True]
+    monkeypatch.setattr(records, "_MAX_PREFIXES", 4)
+    erased = Erased()
+    add(range(1, 11))
     for number in range(1, 11):
         assert erased.hides(N, A, bytes([number]) * 32, number - 1)
     assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
@@ -323,8 +347,122 @@ def test_forgetting_pages_lists_no_others(make_engine: MakeEngine, make_run: Mak
 
     a._requests.listing = listed_by_a  # type: ignore[method-assign, assignment]
     assert is_true(a.erase(Erasure.of([*run.keys[:2], *unknown.keys])), TIMEOUT_S)
-    assert set(prefixes) == {records.ERASED}
+    assert set(prefixes) == {records.ERASED, a._state.layout.pins}
     assert len(listed(b, b._state.layout.pages)) == 1 + 3, "what it knows is gone"
     assert b.refresh(TIMEOUT_S, full=True)
     assert not any(b.contains([*run.keys[:2], *unknown.keys]))
     eventually(lambda: len(listed(b, b._state.layout.pages)) == 1, "the rest stays for ever")
+
+
+def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
+    """Collect as if it were so much later; how many records are left."""
+    clock = time.time() + after_s
+    Collector(engine._requests, CollectorSettings(), clock=lambda: clock).run_once(N)
+    return len(listed(engine, records.ERASED))
+
+
+def test_many_forgets_are_few_requests_of_a_start(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, told, run = make_engine(), list[Erasure](), make_run(1, PAGES)
+    store(a, one(run, 0))
+    forgets = [Erasure.of([bytes([n, n + 1]) * 16]) for n in range(120)]
+    for number, what in enumerate([*forgets, Erasure.of(run.keys[:2]), Erasure(tenant=B)]):
+        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
+    assert a.refresh(TIMEOUT_S)
+    store(a, one(run, 1))
+    assert merged(a) == 2, "all but the last, which gives the next its number"
+    assert a.refresh(TIMEOUT_S, full=True)
+    assert [a.contains(run.keys), merged(a)] == [[False, True, False], 2]
+    b = make_engine()
+    b.report_erased(told.extend)
+    assert b.refresh(TIMEOUT_S)
+    assert b.object_stats().requests["get"] == 1
+    assert b.contains(run.keys) == [False, True, False], "each keeps its number"
+    eventually(lambda: len(told) == 122)
+    assert {what.id for what in forgets} <= {what.id for what in told}, "each keeps its name"
+    assert is_true(b.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
+    assert a.refresh(TIMEOUT_S)
+    assert not any(a.contains(run.keys))
+    assert merged(a, after_s=40 * 86_400.0) == 1
+
+
+def test_records_merged_under_a_reader_are_read(make_engine: MakeEngine) -> None:
+    """By two servers at once, one of which dies before it removes anything."""
+    a, b = make_engine(), make_engine()
+    keys = [bytes([n, n + 1]) * 16 for n in range(100)]
+    for number, key in enumerate(keys):
+        what = Erasure.of([key])
+        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
+    listing, remove = b._requests.listing, a._requests.delete
+
+    def merged_behind(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
+        yield from listing(folder, after=after)
+        if folder == records.ERASED:
+            for delete in (lambda _: None, remove):
+                a._requests.delete = delete  # type: ignore[method-assign, assignment]
+                merged(a)
+
+    b._requests.listing = merged_behind  # type: ignore[method-assign]
+    assert b.refresh(TIMEOUT_S)
+    with b._state.lock:
+        assert all(b._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
+
+
+def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Of pins that the eraser never heard of, here and in other namespaces, and of late ones."""
+    a, b, other = make_engine(), make_engine(), make_engine(namespace=M)
+    run, mine = make_run(1, PAGES), make_run(2, PAGES)
+
+    def notes() -> bytes:
+        paths = [p for n in (NAMESPACE, M) for p in listed(a, names.Layout(n).pins)]
+        return b"".join(bytes(a._requests.get(path, 1 << 20)) for path in paths)
+
+    assert is_true(b.pin("p", run.keys, data=b"tokens"), TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(other.pin("q", mine.keys, A, data=b"theirs"), TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(a.erase(Erasure.of(run.keys[:1])), TIMEOUT_S)
+    assert b"tokens" not in notes()
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert b"theirs" not in notes()
+    path, late = names.Layout(NAMESPACE).pin("p"), Pin("p", NO_TENANT, run.keys, None, b"tokens")
+    a._requests.put(path, pack_pin(late, 0))
+    Collector(a._requests, CollectorSettings()).run_once(NAMESPACE)
+    assert b"tokens" not in notes()
+    assert b.refresh(TIMEOUT_S)
+    assert b.pins()[0].name == "p"
+    assert b._state.pins.book.wanted(run.keys) == list(run.keys[1:])
+
+
+def test_what_another_server_holds_of_a_forget_goes(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_engine(), make_engine()
+    run = make_run(1, PAGES)
+    store(b, run)
+    for name in ("NEAR_S", "LOOK_BACK_S"):  # it is stored since long
+        monkeypatch.setattr(discovery, name, -60.0)
+    assert b.refresh(TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    eventually(lambda: not listed(b, b._state.layout.pages))
+
+
+def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """As a purge: of the tenant, and of those whose tenant is unknown."""
+    a, second = make_engine(), list["Future[bool]"]()
+    store(a, make_run(1, PAGES))
+    put, listing, folders = a._requests.put, a._requests.listing, list[str]()
+
+    def asked_twice(path: str, data: bytes) -> None:
+        if not second:
+            second.append(a.erase(Erasure(tenant=B)))
+        put(path, data)
+
+    def noted(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
+        folders.append(folder)
+        return listing(folder, after=after)
+
+    a._requests.put, a._requests.listing = asked_twice, noted  # type: ignore[method-assign]
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert is_true(second[0], TIMEOUT_S)
+    assert folders.count(a._state.layout.pages) == 1

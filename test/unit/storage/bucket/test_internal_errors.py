@@ -10,7 +10,7 @@ import pytest
 from kit.clock import Clock
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery, state, transfers
+from sglang_tiered.storage.bucket import discovery, transfers
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def test_an_internal_error_ends_only_one_load(
     run = make_run(1, [4096])
     assert engine.refresh(TIMEOUT_S)
     assert finished(engine.submit_store(run)) == [Reason.OK]
-    fail_once(monkeypatch, state, "page_checksum", error)
+    fail_once(monkeypatch, transfers, "is_page", error)
     assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
     check_that_it_serves_again(engine, clock, run, blank(run))
 

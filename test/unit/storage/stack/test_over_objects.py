@@ -77,6 +77,28 @@ def test_what_one_server_flushed_another_serves_and_keeps(
     assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
 
+def test_what_was_collected_is_not_durable(
+    open_engine: Callable[[str], TierStack], make_run: MakeRun
+) -> None:
+    """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
+    first = open_engine("first")
+    run = make_run(1, PAGES)
+    finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
+    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    requests, layout = first.bucket._requests, first.bucket._state.layout
+
+    def collected() -> list[str]:
+        paths = [each.path for chunk in requests.listing(layout.pages) for each in chunk]
+        requests.delete(paths)
+        return paths
+
+    assert len(collected()) == 4
+    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    assert len(collected()) == 4, "what NVMe holds goes up again"
+    assert is_true(first.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
+
+
 def test_a_purge_of_both_tiers_outlives_the_server(
     open_engine: Callable[[str], TierStack], make_run: MakeRun
 ) -> None:
