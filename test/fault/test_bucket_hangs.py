@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +17,8 @@ from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from object_proxy import FaultProxy
     from object_server import ObjectServer
 

@@ -77,10 +77,14 @@ class Transfers:
 
     def run_loads(self) -> None:
         """Read pages: the body of the loading threads."""
-        state = self._state
+        state, directory = self._state, self._requests.directory
         room = memoryview(bytearray(0))  # what a directory is read into
+        page: PageLoad | None = None
+        reason: Reason | None = None
         while True:
             with state.lock:
+                if page is not None:
+                    self._settle(page, reason or Reason.IO_ERROR)
                 while not state.loads and not state.closed:
                     state.load_ready.wait()
                 if not state.loads:
@@ -89,18 +93,20 @@ class Transfers:
                 reason = Reason.CANCELLED if state.closed else None
             if reason is None and page.load.is_open:
                 try:
-                    if self._requests.directory is not None and len(room) < page.stored:
+                    if directory is not None and len(room) < page.stored:
                         room = memoryview(bytearray(page.stored))
                     reason = self._load(page, room if room else None)
                 except BaseException:  # a panic of the library is no Exception
                     self._breaker.fault("loading")
-            with state.lock:
-                load = page.load
-                load.num_left -= 1
-                if load.is_open:
-                    load.job.reasons[page.position] = reason or Reason.IO_ERROR
-                    if not load.num_left:
-                        state.finish_load(load)
+
+    def _settle(self, page: PageLoad, reason: Reason) -> None:
+        """Say what became of a page. Needs the state's lock."""
+        load = page.load
+        load.num_left -= 1
+        if load.is_open:
+            load.job.reasons[page.position] = reason
+            if not load.num_left:
+                self._state.finish_load(load)
 
     @contextlib.contextmanager
     def _touching(self, load: Load) -> Iterator[bool]:

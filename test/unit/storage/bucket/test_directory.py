@@ -204,6 +204,13 @@ def test_a_folder_removed_meanwhile_is_made_anew(
     file = tmp_path / "v2/n/pages/1/a"
     assert file.read_bytes() == b"12"
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
+    room = memoryview(bytearray(2))
+    for data in (b"12", b"34"):
+        folder.write("v2/n/pages/1/a", data)
+        assert (folder.read("v2/n/pages/1/a", room), bytes(room)) == (2, data)
+        Directory(tmp_path).remove("v2/n/pages/1/a")
+        with pytest.raises(FileNotFoundError):
+            folder.read("v2/n/pages/1/a", room)
 
 
 def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
