@@ -1,7 +1,7 @@
 """A small HTTP proxy before an S3 server that does to chosen requests what networks and stores do.
 
 Rules are matched by method, target and count, so that a run is the same every time. Nothing here
-waits for time to pass but ``delay``; what hangs, hangs until it is released or the proxy closes.
+waits for time to pass; what hangs, hangs until it is released or the proxy closes.
 
     with FaultProxy(server.address) as proxy:
         rule = proxy.add("GET", "/objects/", status(503, "SlowDown"), count=2)
@@ -34,14 +34,11 @@ __all__ = [
     "Request",
     "Response",
     "Rule",
-    "delay",
     "drop_upload",
     "expire",
     "flip",
     "hang",
-    "hide",
     "lose_response",
-    "replay",
     "reset",
     "shorten",
     "status",
@@ -168,27 +165,11 @@ def expire(tokens: Iterable[str]) -> Fault:
     return fault
 
 
-def delay(seconds: float) -> Fault:
-    def fault(exchange: Exchange) -> None:
-        response = exchange.forward()
-        exchange.proxy.closing.wait(seconds)
-        exchange.answer(response)
-
-    return fault
-
-
-def hang(
-    released: threading.Event | None = None, *, after_head: bool = False, before: bool = False
-) -> Fault:
+def hang(released: threading.Event | None = None, *, after_head: bool = False) -> Fault:
     """No answer, or only its head, until ``released`` is set or the proxy closes; then the
-    answer. ``before``: the server is not asked until then either."""
+    answer."""
 
     def fault(exchange: Exchange) -> None:
-        if before:
-            body = exchange.client.body(exchange.request.headers)
-            (released or exchange.proxy.closing).wait(_TIMEOUT_S)
-            exchange.answer(exchange.forward(body))
-            return
         response = exchange.forward()
         if after_head:
             exchange.client.send(response.head(exchange.request.method))
@@ -239,37 +220,6 @@ def flip(position: int, bit: int = 0) -> Fault:
             body[position % len(body)] ^= 1 << bit
         response.body = bytes(body)
         exchange.answer(response)
-
-    return fault
-
-
-def hide(pattern: str) -> Fault:
-    """A listing that does not show the keys that match, as if they were too new for it."""
-    wanted = re.compile(pattern)
-
-    def fault(exchange: Exchange) -> None:
-        response = exchange.forward()
-
-        def kept(match: re.Match[str]) -> str:
-            key = re.search("<Key>(.*?)</Key>", match[0])
-            return "" if key and wanted.search(key[1]) else match[0]
-
-        text = re.sub("(?s)<Contents>.*?</Contents>", kept, response.body.decode())
-        response.body = text.encode()
-        exchange.answer(response)
-
-    return fault
-
-
-def replay(recorded: list[Response]) -> Fault:
-    """The first response is kept in ``recorded`` and given from then on, however old: a listing
-    that still shows what is gone."""
-
-    def fault(exchange: Exchange) -> None:
-        response = exchange.forward()
-        if not recorded:
-            recorded.append(response)
-        exchange.answer(recorded[0])
 
     return fault
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
-from object_proxy import delay, hang
+from object_proxy import hang
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
@@ -81,14 +81,6 @@ def test_deadlines_are_kept_while_all_connections_hang(s3_url: str, proxy: Fault
         assert all(job.wait(TIMEOUT_S) for job in jobs)
         assert time.monotonic() - begun < 5
         proxy.close()  # or the engine would wait for its requests to time out
-
-
-def test_a_load_without_deadline_has_the_requests_timeout(s3_url: str, proxy: FaultProxy) -> None:
-    with holding(s3_url) as engine:
-        proxy.add("get", "/pages/", hang())
-        begun = time.monotonic()
-        assert load(engine, run_of(1)) <= {Reason.IO_ERROR, Reason.MISS}
-        assert time.monotonic() - begun < 2 * REQUEST_TIMEOUT_S + 3
 
 
 def test_lookups_never_wait_whatever_hangs(
@@ -183,10 +175,3 @@ def test_a_host_that_stalls_with_its_connections_open(
             object_server.resume()
         eventually(lambda: engine.refresh(TIMEOUT_S) and is_held(engine, run_of(1)), "it is back")
         assert load(engine, run_of(1)) == OK
-
-
-def test_a_slow_store_is_slow_and_right(s3_url: str, proxy: FaultProxy) -> None:
-    with opened(s3_url) as engine:
-        proxy.add("*", "", delay(0.05))
-        assert store(engine, run_of(1), run_of(2)) == OK
-        assert load(engine, run_of(1), deadline_s=10) == load(engine, run_of(2)) == OK

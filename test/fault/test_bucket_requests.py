@@ -80,16 +80,6 @@ def test_a_read_failing_on_serves_no_bytes(s3_url: str, proxy: FaultProxy, fault
         engine.check_integrity()
 
 
-def test_a_flipped_bit_costs_that_page_alone(s3_url: str, proxy: FaultProxy) -> None:
-    with opened(s3_url) as engine:
-        run = run_of(1)
-        assert store(engine, run) == OK
-        proxy.add("get", f"-{run.keys[1].hex()}-", flip(500), count=1)
-        assert load(engine, run) == {Reason.OK, Reason.CORRUPT}
-        assert engine.contains(run.keys) == [True, False, True, True]
-        assert engine.lookup(run.keys).num_hits == 1
-
-
 @pytest.mark.parametrize(
     "fault",
     [status(503, "SlowDown"), reset(), lose_response(), drop_upload(20)],
@@ -157,17 +147,6 @@ def test_a_broken_upload_is_never_seen_in_part(
     assert sum("/pages/" in entry["Key"] for entry in listed["Contents"]) == 1
     uploads = object_server.client.list_multipart_uploads(Bucket=bucket)
     assert not uploads.get("Uploads"), "it was not aborted either"
-
-
-def test_looking_for_others_fails_and_works_again(s3_url: str, proxy: FaultProxy) -> None:
-    with opened(s3_url) as writer, opened(s3_url) as reader:
-        assert store(writer, run_of(1)) == OK
-        rule = proxy.add("list", "", status(503, "SlowDown"))
-        assert not reader.refresh(TIMEOUT_S)
-        assert not is_held(reader, run_of(1))
-        proxy.remove(rule)
-        assert reader.refresh(TIMEOUT_S)
-        assert load(reader, run_of(1)) == OK
 
 
 # -- a bucket that is away ----------------------------------------------------------------------

@@ -126,30 +126,6 @@ def test_no_read_that_waits_fills_the_callers_pages(
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 
 
-@pytest.mark.parametrize("what", ["flipped", "cut", "longer", "another's"])
-def test_damage_costs_its_page_alone(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, what: str
-) -> None:
-    engine, run = stored(make_engine, make_run, tmp_path)
-    file = object_of(tmp_path, run.keys[1])
-    data = bytearray(file.read_bytes())
-    if what == "flipped":
-        data[100] ^= 1
-    elif what == "cut":
-        del data[-1]
-    elif what == "another's":
-        data = bytearray(object_of(tmp_path, run.keys[3]).read_bytes()[: len(data)])
-    file.write_bytes(data + b"?" * (what == "longer"))
-    expected = [Reason.OK] * run.num_pages
-    expected[1] = Reason.OK if what == "longer" else Reason.CORRUPT  # its bytes are there
-    assert finished(engine.submit_load(blank(run))) == expected
-    other = make_engine(url=tmp_path.as_uri())
-    assert other.refresh(TIMEOUT_S)
-    assert other.contains(run.keys) == [
-        position != 1 or what in ("flipped", "another's") for position in range(run.num_pages)
-    ]
-
-
 @pytest.mark.parametrize("part", range(6))
 def test_a_page_under_another_name_is_refused(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, part: int

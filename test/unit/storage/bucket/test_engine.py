@@ -12,14 +12,13 @@ import xxhash
 
 from kit.clock import Clock
 from kit.runs import NAMESPACE
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.base import Health, Reason, Run, Stop
+from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.bucket import index
 from sglang_tiered.storage.bucket.names import PageName
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,24 +55,6 @@ class Gate:
         return self._inner(*arguments, **named)
 
 
-def fail(
-    engine: BucketEngine, monkeypatch: pytest.MonkeyPatch, kind: str, failure: Failure
-) -> list[bool]:
-    """Let every request of a kind fail, until the list is emptied."""
-    inner, failing = getattr(engine._requests, kind), [True]
-
-    def request(*arguments: Any, **named: Any) -> Any:
-        if not failing:
-            return inner(*arguments, **named)
-        error = RequestError(failure, "get was answered with status 503")
-        if kind != "put":
-            engine._breaker.note(None if failure is Failure.NOT_FOUND else error)
-        raise error
-
-    monkeypatch.setattr(engine._requests, kind, request)
-    return failing
-
-
 def test_a_page_is_one_object_and_nothing_else(
     make_engine: MakeEngine, make_run: MakeRun, page_data: PageData
 ) -> None:
@@ -101,50 +82,6 @@ def poll_until(condition: Callable[[], bool]) -> None:
     pytest.fail("it did not come to pass")
 
 
-def test_stores_beyond_staging_are_rejected_at_once(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
-    engine = make_engine()
-    gate = Gate(engine, "put")
-    jobs = [engine.submit_store(make_run(seed, [250_000])) for seed in range(40)]
-    rejected = [job for job in jobs if job.done]
-    assert all(job.reasons == [Reason.REJECTED] for job in rejected)
-    assert 20 <= len(rejected) < 40
-    assert engine.stats().queued_store_bytes <= 4 << 20
-    gate.opened.set()
-    assert drained(engine, TIMEOUT_S)
-    assert {job.reasons[0] for job in jobs} == {Reason.OK, Reason.REJECTED}
-    assert engine.stats().queued_store_bytes == 0
-
-
-def test_a_store_beyond_staging_keeps_its_leading_pages(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
-    engine = make_engine()
-    run = make_run(1, [250_000] * 20)
-    assert finished(engine.submit_store(run)) == [Reason.OK] * 16 + [Reason.REJECTED] * 4
-    assert finished(engine.submit_store(run)) == [Reason.DUPLICATE] * 16 + [Reason.OK] * 4
-
-
-def test_a_late_load_leaves_its_buffers_untouched(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    engine = make_engine()
-    run = make_run(1, [4096] * 4)
-    finished(engine.submit_store(run))
-    gate = Gate(engine, "get")
-    target = blank(run)
-    job = engine.submit_load(target, deadline_s=0.05)
-    assert gate.reached.wait(TIMEOUT_S)
-    assert finished(job) == [Reason.IO_ERROR] * 4
-    gate.opened.set()
-    again = blank(run)
-    assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * 4
-    poll_until(lambda: not engine._state.open_loads)
-    assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
-    assert finished(engine.submit_load(target, deadline_s=0.0)) == [Reason.IO_ERROR] * 4
-
-
 def test_a_deadline_does_not_cost_what_already_arrived(
     make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
@@ -170,45 +107,6 @@ def test_a_deadline_does_not_cost_what_already_arrived(
     assert page_data(target)[0] == page_data(first)[0]
 
 
-def test_failing_requests_are_errors_then_misses_until_recovery(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    run = make_run(1, [4096])
-    finished(engine.submit_store(run))
-    assert engine.refresh(TIMEOUT_S)
-    failing = fail(engine, monkeypatch, "get", Failure.UNAVAILABLE)
-    for _ in range(3):
-        assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
-    stats = engine.stats()
-    assert stats.health is Health.MISS_ONLY
-    assert "503" in stats.health_reason
-    assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
-    assert engine.contains(run.keys) == [False]
-    assert finished(engine.submit_load(blank(run))) == [Reason.MISS]
-    assert finished(engine.submit_store(make_run(2, [4096]))) == [Reason.REJECTED]
-    failing.clear()
-    poll_until(lambda: engine.stats().health is Health.RUNNING)  # by its own probe
-    assert finished(engine.submit_load(blank(run))) == [Reason.OK]
-    assert engine.object_stats().num_breaker_opened == 1
-
-
-def test_failed_uploads_are_errors_and_pause_stores_only(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    held = make_run(1, [4096])
-    finished(engine.submit_store(held))
-    failing = fail(engine, monkeypatch, "put", Failure.UNAVAILABLE)
-    run = make_run(2, [4096])
-    assert finished(engine.submit_store(run)) == [Reason.IO_ERROR]
-    assert finished(engine.submit_store(run)) == [Reason.REJECTED]
-    assert engine.lookup(run.keys).stop is Stop.MISS
-    assert finished(engine.submit_load(blank(held))) == [Reason.OK]
-    failing.clear()
-    poll_until(lambda: finished(engine.submit_store(run)) == [Reason.OK])
-
-
 def test_the_budgets_of_a_day_reject_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
     engine = make_engine(writes_per_day=500_000)  # bursts of a tenth
     assert finished(engine.submit_store(make_run(1, [40_000]))) == [Reason.OK]
@@ -229,28 +127,6 @@ def test_a_directory_that_cannot_be_made_only_misses(
     poll_until(lambda: engine.stats().health is Health.RUNNING)
     assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.OK]
     assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
-
-
-def test_closing_is_bounded_while_a_request_hangs(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    engine = make_engine(request_timeout_s=0.2)
-    run = make_run(1, [4096])
-    finished(engine.submit_store(run))
-    gets, puts = Gate(engine, "get"), Gate(engine, "put")
-    target = blank(run)
-    load, store = engine.submit_load(target), engine.submit_store(make_run(2, [4096]))
-    assert gets.reached.wait(TIMEOUT_S)
-    assert puts.reached.wait(TIMEOUT_S)
-    engine.close()
-    assert load.done
-    assert store.done
-    assert store.reasons == [Reason.CANCELLED]
-    gets.opened.set()
-    puts.opened.set()
-    for thread in engine._workers._threads:
-        thread.join(TIMEOUT_S)
-    assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 
 
 def test_pages_past_their_time_to_live_are_misses(
@@ -337,20 +213,6 @@ def test_coded_pages_live_apart_from_exact_ones(
     assert b.stats().stored_bytes < run.num_bytes
 
 
-def test_a_first_start_takes_no_get(make_engine: MakeEngine, make_run: MakeRun) -> None:
-    a = make_engine(staging_bytes=64 << 20)
-    runs = [make_run(seed, [10] * 100) for seed in range(25)]
-    for job in [a.submit_store(run) for run in runs]:
-        finished(job)
-    b = make_engine()
-    assert b.refresh(TIMEOUT_S, full=True)
-    assert all(all(b.contains(run.keys)) for run in runs)
-    assert "get" not in b.object_stats().requests
-    seen = b.object_stats().requests["list"]
-    assert b.refresh(TIMEOUT_S)
-    assert b.object_stats().requests["list"] - seen <= 8, "a pass lists everything again"
-
-
 def test_a_clock_that_is_off_hides_no_page(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """Wrong when it starts, or set while it runs: others list from a time on."""
     clock, wall = Clock(1000.0), Clock(time.time() - 3600.0)
@@ -377,6 +239,7 @@ def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun
     b = make_engine(clocks={"clock": clock})
     assert b.refresh(TIMEOUT_S)
     assert b.has_listed
+    assert "get" not in b.object_stats().requests, "names say it all"
     for seconds, least, most in ((5.0, 3, 4), (61.0, 6, 9), (5.0, 3, 4)):
         clock.now += seconds
         before = b.object_stats().requests["list"]

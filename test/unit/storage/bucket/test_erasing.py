@@ -153,24 +153,6 @@ def test_a_start_tells_many_records_at_once(make_engine: MakeEngine) -> None:
     assert sum(map(len, told)) == 20, "they are told again"
 
 
-def test_an_erasure_of_everything_is_of_its_namespace(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
-    a, b = make_engine(namespace=N), make_engine(namespace=M)
-    run = make_run(1, PAGES)
-    told: list[Erasure] = []
-    b.report_erased(told.extend)
-    for engine in (a, b):
-        store(engine, run)
-    assert is_true(a.erase(Erasure()), TIMEOUT_S)
-    assert b.refresh(TIMEOUT_S)
-    assert all(b.contains(run.keys))
-    assert not told
-    b.set_namespace(N)
-    assert b.refresh(TIMEOUT_S)
-    assert [what.is_everything for what in told] == [True], "its own pages of then"
-
-
 def test_what_peers_tell_hides_before_its_record(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:

@@ -26,16 +26,6 @@ def test_it_opens_after_three_failures_and_says_why() -> None:
     assert not breaker.accepts_stores()
 
 
-def test_an_answer_in_between_keeps_it_closed() -> None:
-    breaker = Breaker(Clock(1000.0))
-    for _ in range(10):
-        breaker.note(None)
-        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
-        breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
-    assert not breaker.is_open
-    assert breaker.diagnosis() == (Health.RUNNING, "")
-
-
 def test_a_bucket_that_never_answered_opens_at_once() -> None:
     breaker = Breaker(Clock(1000.0))
     breaker.note(RequestError(Failure.UNAVAILABLE, "list found no connection"))
@@ -67,17 +57,6 @@ def test_pauses_double_to_a_minute_until_a_success() -> None:
         breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert breaker.wait_s() == 1.0
     assert breaker.num_opened == 2
-
-
-def test_failed_stores_pause_stores_only() -> None:
-    clock = Clock(1000.0)
-    breaker = Breaker(clock)
-    breaker.note(None)
-    breaker.store_failed()
-    assert not breaker.accepts_stores()
-    assert not breaker.is_open
-    clock.now += 1.1
-    assert breaker.accepts_stores()
 
 
 def test_a_day_never_sees_more_than_its_budget() -> None:

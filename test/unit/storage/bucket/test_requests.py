@@ -120,19 +120,6 @@ def test_the_same_requests_everywhere(
     assert client.troubles == {}
 
 
-def test_encryption_of_the_environment_reaches_the_bucket(
-    bucket: Any, environment: pytest.MonkeyPatch
-) -> None:
-    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
-    opened("s3://tier-test").put("v1/plain", b"1")
-    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
-    environment.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
-    opened("s3://tier-test").put("v1/kms", b"1")
-    assert bucket.Object("v1/plain").server_side_encryption == "AES256"
-    assert bucket.Object("v1/kms").server_side_encryption == "aws:kms"
-    assert bucket.Object("v1/kms").ssekms_key_id == "key-1"
-
-
 def test_unknown_encryption_is_refused_before_a_request(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "rot13")
     with pytest.raises(ConfigError, match="variables in the environment"):
