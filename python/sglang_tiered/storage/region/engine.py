@@ -53,7 +53,6 @@ from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
-from sglang_tiered.storage.region.relocation import Relocator
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import ExtentWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
@@ -158,12 +157,9 @@ class RegionEngine(TierEngine):
         common = Common(directory, device, health, state, log, is_held)
         self._reader = reader = RegionReader(device, health)
         barrier = Barrier(device, health)
-        relocator = Relocator(common, barrier, reader)
-        self._reclaimer = reclaimer = Reclaimer(
-            common, relocator, capacity_bytes, io_timeout_s, clock
-        )
+        self._reclaimer = reclaimer = Reclaimer(common, reader, capacity_bytes, io_timeout_s, clock)
         writer = RegionWriter(
-            common, reclaimer, relocator, region_bytes, report.next_sequence, max_tenant_bytes
+            common, reclaimer, barrier, region_bytes, report.next_sequence, max_tenant_bytes
         )
         erase_log = EraseLog(common, reclaimer, report.erased)
         self._workers = workers = Workers()

@@ -23,6 +23,7 @@ __all__ = [
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
+    "MAX_EXTENT_BYTES",
     "Note",
     "Part",
     "Piece",
@@ -35,6 +36,7 @@ __all__ = [
     "plan_spans",
 ]
 
+MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 _SPAN_BYTES = 1 << 20  # one read: large enough for bandwidth, small enough to spread a run
 _ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()

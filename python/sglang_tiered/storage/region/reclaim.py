@@ -1,26 +1,43 @@
 """Which region to evict, what to save from it, and its eviction. Evicts before anything is created,
-so the cap holds at every moment."""
+so the cap holds at every moment.
+
+What is saved goes back into the log as stores do. Of pinned pages the new copy is found only once
+it is durable, and the region's file goes only then, as far as there is room for both: whenever the
+process dies, a sync fails or the power goes, one copy is found.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections import Counter
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from sglang_tiered.storage.backoff import Backoff
-from sglang_tiered.storage.base import Health, Job, JobKind, Run
+from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
+from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.format import MAX_EXTENT_PAGES, padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.relocation import pages_of
+from sglang_tiered.storage.region.pending import (
+    MAX_EXTENT_BYTES,
+    StoreTicket,
+    Wanted,
+    plan_spans,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import numpy.typing as npt
+
+    from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.part import Common
+    from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Region
-    from sglang_tiered.storage.region.relocation import Relocator
 
 __all__ = [
     "REINSERTION_SHARE",
@@ -107,14 +124,6 @@ class ReinsertionCredit:
         self._bytes -= num_bytes
 
 
-class _Saved(NamedTuple):
-    """Verified pages of a victim, all of one tenant, in memory of their own."""
-
-    job: Job
-    namespace: bytes
-    generation: int
-
-
 class Reclaimer(StorePart):
     """Makes room under the cap. Called by the writer thread only, without the lock held.
 
@@ -126,13 +135,13 @@ class Reclaimer(StorePart):
     def __init__(
         self,
         common: Common,
-        relocator: Relocator,
+        reader: RegionReader,
         capacity_bytes: int,
         pin_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(common)
-        self._relocator = relocator
+        self._reader = reader
         self._capacity_bytes = capacity_bytes
         self._pin_timeout_s = pin_timeout_s
         self._clock = clock
@@ -312,7 +321,7 @@ class Reclaimer(StorePart):
             return False
         return not self._state.holds_unread(region)
 
-    def _save(self, victim: Region, besides: bytes | None = None) -> list[_Saved] | None:
+    def _save(self, victim: Region, besides: bytes | None = None) -> list[StoreTicket] | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches,
         and all that are pinned or not of the tenant ``besides``; what does not verify is left
         behind. None where pinned pages cannot be read now."""
@@ -320,29 +329,92 @@ class Reclaimer(StorePart):
         credit_bytes = self._credit.earn(victim.nbytes)
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
             return None if self.has_pinned(victim) else []
-        with state.lock:
-            index = state.index
-            rows = index.hot_rows(victim.slot, credit_bytes)
-            self._credit.spend(index.padded_bytes(rows))
+
+        def rows(index: PageIndex) -> npt.NDArray[np.int64]:
+            hot = index.hot_rows(victim.slot, credit_bytes)
+            self._credit.spend(index.padded_bytes(hot))
             if besides is not None:
                 live = index.live_rows(victim.slot)
                 foreign = [tenant != besides for tenant in index.tenants_of(live)]
-                rows = np.union1d(rows, live[foreign])
-            rows = index.in_order(np.union1d(rows, index.pinned_rows(victim.slot)))
-            pages = pages_of(index, rows, victim)
-            namespace, generation = state.namespace, state.generation
-        saved = []
+                hot = np.union1d(hot, live[foreign])
+            return np.union1d(hot, index.pinned_rows(victim.slot))
+
+        saved: list[StoreTicket] = []
         try:
-            for tenant, wanted in pages.items():
-                good = self._relocator.read(namespace, wanted)
-                if good:
-                    run = Run(tuple(w.key for w in good), tuple(w.page for w in good), tenant)
-                    saved.append(_Saved(Job(JobKind.STORE, run), namespace, generation))
+            saved.extend(self.copies(victim, rows))
         except OSError:
             if self.has_pinned(victim):
                 return None
         with state.lock:
             return None if state.holds_unread(victim) else saved
+
+    def copies(
+        self, victim: Region, rows: Callable[[PageIndex], npt.NDArray[np.int64]]
+    ) -> Iterator[StoreTicket]:
+        """Read these pages of a region, as much at a time as an extent holds, into memory of their
+        own: stores to be reinserted. What does not verify is hidden. Raises ``OSError`` when the
+        device fails."""
+        groups: list[tuple[bytes, list[Wanted]]] = []
+        last: dict[bytes, list[Wanted]] = {}
+        sizes = Counter[bytes]()  # of the last group of each tenant
+        with self._state.lock:
+            index, namespace = self._state.index, self._state.namespace
+            generation = self._state.generation
+            found = index.in_order(rows(index))
+            places = index.places(found)
+            columns = (
+                index.tenants_of(found),
+                index.keys(found),
+                places.offsets,
+                places.lengths,
+                places.checksums,
+            )
+            for tenant, key, offset, length, checksum in zip(*columns, strict=True):
+                group, size = last.get(tenant), padded(length)
+                is_full = sizes[tenant] + size > MAX_EXTENT_BYTES
+                if group is None or is_full or len(group) == MAX_EXTENT_PAGES:
+                    last[tenant] = group = []
+                    sizes[tenant] = 0
+                    groups.append((tenant, group))
+                group.append(Wanted(0, key, victim, offset, length, checksum, ()))
+                sizes[tenant] += size
+        for tenant, group in groups:
+            good = self._read(namespace, group)
+            run = Run(tuple(w.key for w in good), tuple(w.page for w in good), tenant)
+            yield StoreTicket(
+                Job(JobKind.STORE, run), namespace, generation, [], 0, reinserted=True
+            )
+
+    def _read(self, namespace: bytes, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return the pages that verify, in memory of their own; the others are hidden. Raises
+        ``OSError`` when the device fails."""
+        memory = aligned_buffer(sum(padded(item.length) for item in wanted))
+        left, start = [], 0
+        for item in wanted:
+            left.append(item._replace(page=(memory[start : start + item.length],)))
+            start += padded(item.length)
+        good: list[Wanted] = []
+        while left:
+            span = plan_spans(left)[0]
+            if self._health.state() is not Health.RUNNING:
+                raise OSError(errno.EIO, "pages that are to be moved cannot be read")
+            reasons, error = self._reader.read(namespace, span)
+            if error is None:
+                self._health.read_succeeded()
+            else:
+                self._health.read_failed(error)
+            num_done = 0
+            with self._state.lock:
+                for item, reason in zip(span, reasons, strict=True):
+                    num_done += 1
+                    if reason is Reason.OK:
+                        good.append(item)
+                        continue
+                    self._state.hide(item, reason)
+                    if reason is Reason.IO_ERROR:
+                        break  # those behind it were not tried again, and are now
+            del left[:num_done]
+        return good
 
     def remove(self, region: Region) -> bool:
         """Evict a region as it is; false when its file or its readers keep its space."""
@@ -368,13 +440,15 @@ class Reclaimer(StorePart):
             self._log.settle("remove")
         return True
 
-    def _retire(self, region: Region, saved: Sequence[_Saved] = ()) -> bool:
+    def _retire(self, region: Region, saved: Sequence[StoreTicket] = ()) -> bool:
         """Forget the keys of a region whose file is gone, but for those saved, which are on their
         way back from the same moment. I/O running on it still finishes, and is waited for, because
         the disk gets its space back only then; false when that took too long."""
         with self._state.lock:
-            for item in reversed(saved):
-                self._state.queue_reinsertion(*item, region.slot)
+            for ticket in reversed(saved if not self._state.closed else ()):
+                self._state.reinsert(ticket, region.slot)
+                if ticket.positions:
+                    self._state.stores.appendleft(ticket)
             self.num_pages_evicted += self._state.index.drop_region(region.slot)
             unused = self._state.regions.retire(region)
         if unused:

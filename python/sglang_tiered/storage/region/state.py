@@ -290,18 +290,14 @@ class StoreState:
         self.stores.append(ticket)
         self.store_ready.notify()
 
-    def queue_reinsertion(self, job: Job, namespace: bytes, generation: int, slot: int) -> None:
-        """Put pages of a region that is about to be reclaimed back into the log, ahead of all
-        stores; but for those that were forgotten or stored again since they were read."""
-        if generation != self.generation or self.closed:
-            return
-        keys = job.run.keys
-        held = self.index.are_in(slot, key_words(keys))
-        positions = [i for i, key in enumerate(keys) if held[i] and key not in self.pending]
-        ticket = StoreTicket(job, namespace, generation, positions, 0, reinserted=True)
-        self.pending.update((keys[position], ticket) for position in positions)
-        if positions:
-            self.stores.appendleft(ticket)
+    def reinsert(self, ticket: StoreTicket, slot: int) -> None:
+        """Note that pages of a region are on their way back into the log, but for those that were
+        forgotten or stored again since they were read."""
+        keys = ticket.job.run.keys
+        if ticket.generation == self.generation and keys:
+            held = self.index.are_in(slot, key_words(keys))
+            ticket.positions = [i for i, k in enumerate(keys) if held[i] and k not in self.pending]
+            self.pending.update((keys[position], ticket) for position in ticket.positions)
 
     def queue_extent(self, write: ExtentWrite) -> None:
         """Hand a placed extent to the extent writers."""

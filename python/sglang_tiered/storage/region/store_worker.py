@@ -161,15 +161,8 @@ class StoreWorker(StorePart):
             # What is being written occupies the only region that could go.
             self._out_of_space = True
             return
-        if not parts:
-            return
-        try:
+        if parts:
             self._writer.place(parts)
-        except Exception:
-            with state.lock:
-                state.placing = []
-                state.fail_parts(parts, Reason.IO_ERROR)
-            raise
 
     def _has_share(self, head: StoreTicket) -> bool:
         """Make room for a store within its tenant's share, at the tenant's own cost, or drop what
@@ -224,8 +217,7 @@ class StoreWorker(StorePart):
     def _take(self) -> list[Part]:
         """Take pages for the next extent; empty when the first does not fit the region."""
         with self._state.lock:
-            self._state.placing = self._writer.take()
-            return self._state.placing
+            return self._writer.take(self._state.stores)
 
     def _settle(self, write: ExtentWrite) -> None:
         """Settle the oldest extent under way, which the extent writers have handled."""
@@ -258,12 +250,7 @@ class StoreWorker(StorePart):
             return
         withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried
         reason = Reason.CANCELLED if withdrawn else self._failed(error)
-        with state.lock:
-            for write in failed:
-                state.writes.remove(write)
-                write.region.num_writing -= 1
-                state.fail_parts(write.parts, reason)
-        self._writer.rewind(first)
+        self._writer.rewind(failed, reason)
 
     def _failed(self, error: OSError) -> Reason:
         self._health.store_failed()

@@ -13,9 +13,10 @@ import errno
 import math
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.base import NO_TENANT
+from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.erase_log import Bound
@@ -37,24 +38,25 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, StoreTicket
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.part import Common
+    from sglang_tiered.storage.region.pending import EraseOrder
     from sglang_tiered.storage.region.reclaim import Reclaimer
-    from sglang_tiered.storage.region.relocation import Relocator
 
 __all__ = [
-    "MAX_EXTENT_BYTES",
     "RegionWriter",
     "padded_bytes",
     "write_footer",
 ]
 
-MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
 _MAX_WRITE_FAILURES = 3
 
 
@@ -77,14 +79,14 @@ class RegionWriter(StorePart):
         self,
         common: Common,
         reclaimer: Reclaimer,
-        relocator: Relocator,
+        barrier: Barrier,
         region_bytes: int,
         next_sequence: int,
         max_tenant_bytes: int | None = None,
     ) -> None:
         super().__init__(common)
         self._reclaimer = reclaimer
-        self._relocator = relocator
+        self._barrier = barrier
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._max_tenant_bytes = max_tenant_bytes
@@ -110,7 +112,7 @@ class RegionWriter(StorePart):
         # The first took the room that is kept for this. As the next ones free more than they
         # take, there is an empty region for stores in the end, however large their pages are.
         while leaving is not None:
-            if not self._copy_pinned(leaving, self._region) or not self._reclaimer.evict(leaving):
+            if not self._relocate(leaving, self._region) or not self._reclaimer.evict(leaving):
                 break
             if self._reclaimer.has_room(self._region_bytes):
                 break
@@ -123,27 +125,58 @@ class RegionWriter(StorePart):
             self.open_region()
             region = self._region
             assert region is not None
-            if self._reclaimer.has_pinned(victim) and not self._copy_pinned(victim, region):
+            if self._reclaimer.has_pinned(victim) and not self._relocate(victim, region):
                 self.roll()
 
-    def _copy_pinned(self, victim: Region, region: Region) -> bool:
-        """Copy the pinned pages of a region as far as they fit; true when none is left there."""
+    def _relocate(self, victim: Region, region: Region) -> bool:
+        """Write the pinned pages of a region again, as far as they fit behind the extents of the
+        open one, which has none under way; true when none is left. They are found in their new
+        place once they are durable there. Raises ``OSError``: nothing has moved then, and the open
+        region takes no more."""
+        state = self._state
+        writes: list[ExtentWrite] = []
+        failure: Exception | None = None
         try:
-            self._relocator.copy(victim, region)
-        except OSError:
+            for ticket in self._reclaimer.copies(victim, lambda i: i.pinned_rows(victim.slot)):
+                with state.lock:
+                    state.reinsert(ticket, victim.slot)
+                    wanted = ticket.num_left
+                    parts = self.take(deque([ticket]))
+                    state.drop_rest(ticket, Reason.NO_SPACE)
+                if parts:
+                    writes.append(self.place(parts))
+                if ticket.num_placed < wanted:
+                    break
+        except Exception as error:
+            failure = error
+        with state.lock:
+            while not all(write.done for write in writes):
+                state.store_ready.wait()
+        failure = failure or next((write.error for write in writes if write.error), None)
+        try:
+            if writes and failure is None:
+                self._barrier.sync(region)
+                self._barrier.sync_names([region])
+        except OSError as error:
+            failure = error
+        if failure is not None:
+            self.rewind(writes, Reason.IO_ERROR)
             self.roll()
-            raise
-        self._num_pages = sum(len(extent.pages) for extent in region.extents)
+            raise failure
+        with state.lock:
+            for write in writes:
+                state.writes.remove(write)
+                state.publish(write)
+            region.durable_tail = max(region.durable_tail, region.published_tail)
         return not self._reclaimer.has_pinned(victim)
 
-    def take(self) -> list[Part]:
-        """Take the leading pages of the queued stores that fit the open region as one extent; the
-        list is empty when the first does not fit. The caller holds the lock."""
+    def take(self, stores: deque[StoreTicket | EraseOrder]) -> list[Part]:
+        """Take the leading pages of these stores that fit the open region as one extent; the list
+        is empty when the first does not fit. The caller holds the lock."""
         region = self._region
         assert region is not None
         parts: list[Part] = []
         count = payload = 0
-        stores = self._state.stores
         while stores:
             ticket = stores[0]
             if not isinstance(ticket, StoreTicket):
@@ -163,6 +196,7 @@ class RegionWriter(StorePart):
             if ticket.num_left:
                 break
             stores.popleft()
+        self._state.placing = parts
         return parts
 
     def share_left(self, ticket: StoreTicket) -> float:
@@ -182,7 +216,17 @@ class RegionWriter(StorePart):
         return fits_region(region.nbytes, end, len(region.extents) + 1, self._num_pages + count)
 
     def place(self, parts: list[Part]) -> ExtentWrite:
-        """Append the pages to the open region and hand them to the extent writers."""
+        """Append the pages to the open region and hand them to the extent writers. Where that
+        fails, they fail too."""
+        try:
+            return self._place(parts)
+        except Exception:
+            with self._state.lock:
+                self._state.placing = []
+                self._state.fail_parts(parts, Reason.IO_ERROR)
+            raise
+
+    def _place(self, parts: list[Part]) -> ExtentWrite:
         region = self._region
         assert region is not None
         pages: list[Page] = []
@@ -204,17 +248,24 @@ class RegionWriter(StorePart):
         self._num_pages += len(records)
         return write
 
-    def rewind(self, write: ExtentWrite) -> None:
-        """Forget an extent that could not be written, and all behind it in its region. Bytes they
-        left behind are taken for data only if they verify under this region's nonce at their
-        ordinal, and then they are what was stored under their keys."""
-        region = write.region
+    def rewind(self, writes: Sequence[ExtentWrite], reason: Reason) -> None:
+        """Forget extents of one region that nothing is under way of, the first of which could not
+        be written, and all behind them. Bytes they left behind are taken for data only if they
+        verify under this region's nonce at their ordinal, and then they are what was stored under
+        their keys."""
+        if not writes:
+            return
+        region, tail = writes[0].region, writes[0].extent.offset
         with self._state.lock:
+            for write in writes:
+                self._state.writes.remove(write)
+                region.num_writing -= 1
+                self._state.fail_parts(write.parts, reason)
             for extent in region.extents:
-                if extent.offset >= write.extent.offset:
+                if extent.offset >= tail:
                     self._state.regions.charge(region, extent.tenant, -extent.payload_bytes)
-            region.extents = [e for e in region.extents if e.offset < write.extent.offset]
-            region.tail = write.extent.offset
+            region.extents = [e for e in region.extents if e.offset < tail]
+            region.tail = tail
             if region.sealed:
                 self._hand_over(region)
         if region is self._region:

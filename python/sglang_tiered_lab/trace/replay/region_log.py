@@ -24,8 +24,8 @@ from sglang_tiered.storage.region.format import (
     padded,
 )
 from sglang_tiered.storage.region.index import choose_reinsertion
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES
 from sglang_tiered.storage.region.reclaim import ReinsertionCredit
-from sglang_tiered.storage.region.writer import MAX_EXTENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
