@@ -331,7 +331,7 @@ class RegionEngine(TierEngine):
                 bytes_reinserted=state.bytes_reinserted,
                 queued_store_bytes=state.queued_store_bytes,
                 num_inflight_jobs=state.jobs.num_inflight,
-                num_tenants=state.index.num_tenants,
+                num_tenants=len(state.index.tenants),
                 num_pages_erased=state.num_pages_erased,
                 num_regions_stuck=self._reclaimer.num_stuck,
                 reasons=dict(state.jobs.outcomes),
@@ -342,7 +342,7 @@ class RegionEngine(TierEngine):
     def tenants(self, limit: int) -> list[TenantUsage]:
         state = self._state
         with state.lock:
-            held, taken = state.index.usage(), state.regions.tenant_bytes.copy()
+            held, taken = state.index.tenants.usage(), state.regions.tenant_bytes.copy()
         names = sorted(held.keys() | taken.keys(), key=lambda name: -taken[name])
         return [TenantUsage(name, *held.get(name, (0, 0)), taken[name]) for name in names[:limit]]
 

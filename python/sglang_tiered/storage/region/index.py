@@ -1,4 +1,4 @@
-"""key -> where the page is, in 65 bytes of columns and 8 to 16 of hash table per page. No I/O.
+"""key -> where the page is, in 66 bytes of columns and 8 to 16 of hash table per page. No I/O.
 
 An open-addressing hash table (linear probing, at most 60% full) of row numbers, over columns with
 one row per page. Every operation takes a whole run and works on arrays, so that a chain of a
@@ -46,11 +46,10 @@ class Places(NamedTuple):
 
 
 class PageIndex:
-    """Pages by key, with the live count of every region slot kept in step. Offsets are kept as
-    multiples of ``block_bytes``."""
+    """Pages by key, with the live count and the pinned bytes of every region slot kept in step.
+    ``tenants`` counts the pages of each; ``pinned_bytes`` is what all pinned pages take, padded."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self) -> None:
         self._table = np.full(_MIN_TABLE, _EMPTY, np.int32)
         self._num_deleted = 0  # places in the table
         self._num_rows = 0  # rows ever used; those on _free are unused again
@@ -62,21 +61,23 @@ class PageIndex:
         self._slots = np.zeros(0, np.int32)  # -1: the row is free
         self._hits = np.zeros(0, np.uint8)
         self._owners = np.zeros(0, np.int32)  # places of the tenants
-        self._tenants = TenantTable()
+        self._pinned = np.zeros(0, np.bool_)
+        self.tenants = TenantTable()
         self._swept = 0  # where the next sweep of erased rows goes on
         self._live = np.zeros(0, np.int64)  # by region slot
+        self._pinned_in = np.zeros(0, np.int64)  # by region slot: bytes, padded
         # Rows by the region slot they were put in; they may be of another region by now, or free.
         self._rows_put: dict[int, list[npt.NDArray[np.int32]]] = {}
         self._num_pages = 0
         self._stored_bytes = 0
-        self._marks = PinMarks()
+        self.pinned_bytes = 0
 
     def __len__(self) -> int:
-        return self._num_pages - self._tenants.dead_totals()[0]
+        return self._num_pages - self.tenants.dead_totals()[0]
 
     @property
     def stored_bytes(self) -> int:
-        return self._stored_bytes - self._tenants.dead_totals()[1]
+        return self._stored_bytes - self.tenants.dead_totals()[1]
 
     def __contains__(self, key: bytes) -> bool:
         return bool(self.find(key_words([key]))[0] >= 0)
@@ -101,8 +102,8 @@ class PageIndex:
     def find(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Return the row of each key, -1 where it is not held."""
         rows = self._find(words, hash_words(words))
-        if self._tenants.any_dead:
-            rows[self._tenants.is_dead(self._owners[rows])] = -1
+        if self.tenants.any_dead:
+            rows[self.tenants.is_dead(self._owners[rows])] = -1
         return rows
 
     def _find(
@@ -127,7 +128,7 @@ class PageIndex:
         """Return where the pages of these rows are."""
         return Places(
             self._slots[rows].tolist(),
-            (self._blocks[rows].astype(np.int64) * self._block_bytes).tolist(),
+            (self._blocks[rows].astype(np.int64) * BLOCK_BYTES).tolist(),
             self._lengths[rows].tolist(),
             self._checksums[rows].tolist(),
         )
@@ -147,12 +148,12 @@ class PageIndex:
         owners: npt.NDArray[np.int32] | int | None = None,
     ) -> None:
         """Point keys at pages of a region, or of several one after the other, whatever they pointed
-        at before. Where a key occurs twice the later page counts. ``owners`` are what ``place_of``
-        said of their tenants."""
+        at before. Where a key occurs twice the later page counts. ``owners`` are what
+        ``tenants.place_of`` said of their tenants."""
         if not len(words):
             return
         if owners is None:
-            owners = self.place_of(NO_TENANT)
+            owners = self.tenants.place_of(NO_TENANT)
         named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
         holders = np.broadcast_to(np.asarray(slots, np.int32), len(words))
         hashes = hash_words(words)
@@ -173,7 +174,7 @@ class PageIndex:
             self._enter(rows[new], hashes[new])
         self._num_pages += len(rows)
         self._checksums[rows] = checksums
-        self._blocks[rows] = offsets // self._block_bytes
+        self._blocks[rows] = offsets // BLOCK_BYTES
         self._lengths[rows] = lengths
         self._slots[rows] = holders
         self._hits[rows] = 0
@@ -183,8 +184,8 @@ class PageIndex:
             self._note_rows(slot, put.astype(np.int32))
         self._stored_bytes += int(lengths.sum(dtype=np.int64))
         self._owners[rows] = placed
-        self._tenants.add(placed, lengths.astype(np.int64))
-        self._tenants.free_empty(np.concatenate([before, named]))
+        self.tenants.add(placed, lengths.astype(np.int64))
+        self.tenants.free_empty(np.concatenate([before, named]))
 
     def _note_rows(self, slot: int, rows: npt.NDArray[np.int32]) -> None:
         put = self._rows_put.setdefault(slot, [])
@@ -198,7 +199,7 @@ class PageIndex:
         if rows[0] < 0:
             return
         row = rows[0]
-        if self._slots[row] == slot and int(self._blocks[row]) * self._block_bytes == offset:
+        if self._slots[row] == slot and int(self._blocks[row]) * BLOCK_BYTES == offset:
             self._remove(rows)
 
     def some_rows(self, limit: int) -> npt.NDArray[np.int64]:
@@ -217,7 +218,7 @@ class PageIndex:
     def live_rows(self, slot: int) -> npt.NDArray[np.int64]:
         """Return the rows of the pages in a region that a lookup can hit."""
         rows = self.rows_of(slot)
-        return rows[~self._tenants.is_dead(self._owners[rows])]
+        return rows[~self.tenants.is_dead(self._owners[rows])]
 
     def are_in(self, slot: int, words: npt.NDArray[np.uint64]) -> list[bool]:
         """Return whether each key could be hit in that region."""
@@ -242,7 +243,7 @@ class PageIndex:
 
     def _padded(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lengths: npt.NDArray[np.int64] = self._lengths[rows].astype(np.int64)
-        return -(-lengths // self._block_bytes) * self._block_bytes
+        return -(-lengths // BLOCK_BYTES) * BLOCK_BYTES
 
     def keys(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
         return [words.tobytes() for words in self._words[rows]]
@@ -252,8 +253,8 @@ class PageIndex:
         the last row is ``num_rows`` at most."""
         stop = min(stop, self._num_rows)
         used = self._slots[start:stop] >= 0
-        if self._tenants.any_dead:
-            used &= ~self._tenants.is_dead(self._owners[start:stop])
+        if self.tenants.any_dead:
+            used &= ~self.tenants.is_dead(self._owners[start:stop])
         return self._words[start:stop, 0][used]
 
     @property
@@ -262,76 +263,46 @@ class PageIndex:
         return self._num_rows
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        return self._tenants.names(self._owners[rows])
+        return self.tenants.names(self._owners[rows])
 
     def drop_region(self, slot: int) -> int:
         """Forget every key that points into the region; returns how many could be hit."""
-        return self.drop_regions([slot])
-
-    def drop_regions(self, slots: Sequence[int]) -> int:
-        """Do ``drop_region`` for several."""
-        each = map(self.rows_of, dict.fromkeys(slots))
-        rows = np.concatenate([_NO_ROWS, *each]).astype(np.int64)
-        for slot in slots:
-            self._rows_put.pop(slot, None)
-        num_live = int((~self._tenants.is_dead(self._owners[rows])).sum())
+        rows = self.rows_of(slot)
+        self._rows_put.pop(slot, None)
+        num_live = int((~self.tenants.is_dead(self._owners[rows])).sum())
         self._remove(rows)
         return num_live
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
-        live = self._live
-        self.__init__(self._block_bytes)  # type: ignore[misc]
-        self._live = np.zeros_like(live)
-
-    # ---- Tenants ----
-
-    def place_of(self, tenant: bytes) -> int:
-        """Return the place of a tenant, for ``put``, which must follow with a page of it."""
-        return self._tenants.place_of(tenant)
-
-    def drop_tenant(self, tenant: bytes) -> int:
-        """Hide all pages of a tenant, until ``sweep`` has removed them; returns how many. Pages put
-        from now on stay visible."""
-        return self._tenants.drop(tenant)
+        num_slots = len(self._live)
+        self.__init__()  # type: ignore[misc]
+        self._live, self._pinned_in = np.zeros((2, num_slots), np.int64)
 
     def sweep(self, max_rows: int) -> bool:
         """Look at some rows and remove those of erased tenants; true when all are removed."""
-        if self._tenants.any_dead:
+        if self.tenants.any_dead:
             rows = np.arange(self._swept, min(self._swept + max_rows, self._num_rows))
             self._swept += max_rows
             if self._swept >= self._num_rows:
                 self._swept = 0
             rows = rows[self._slots[rows] >= 0]
-            self._remove(rows[self._tenants.is_dead(self._owners[rows])])
-        return not self._tenants.any_dead
-
-    @property
-    def num_tenants(self) -> int:
-        return len(self._tenants)
-
-    def usage(self) -> dict[bytes, tuple[int, int]]:
-        """Return the pages and payload bytes of every tenant that has any."""
-        return self._tenants.usage()
+            self._remove(rows[self.tenants.is_dead(self._owners[rows])])
+        return not self.tenants.any_dead
 
     # ---- Pins ----
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Return what all pinned pages take, with padding."""
-        return self._marks.num_bytes
-
     def pinned_in(self, slot: int) -> int:
         """Return what the pinned pages in a region take, with padding."""
-        return self._marks.bytes_in(slot)
+        return int(self._pinned_in[slot]) if slot < len(self._pinned_in) else 0
 
     def pinned_rows(self, slot: int) -> npt.NDArray[np.int64]:
         """Return the rows of the pinned pages in a region that a lookup can hit, in the order of
         their offsets."""
-        if not self._marks.bytes_in(slot):
+        if not self.pinned_in(slot):
             return np.zeros(0, np.int64)
         rows = self.live_rows(slot)
-        return self.in_order(rows[self._marks.of(rows)])
+        return self.in_order(rows[self._pinned[rows]])
 
     def pinned_bytes_of(self, slot: int, tenant: bytes) -> int:
         """Return what the pinned pages of a tenant in a region take, with padding."""
@@ -339,38 +310,36 @@ class PageIndex:
         own = [name == tenant for name in self.tenants_of(rows)]
         return self.padded_bytes(rows[np.array(own, np.bool_)])
 
-    def unpinned_bytes(self, words: npt.NDArray[np.uint64]) -> int:
-        """Return what those of these pages take that are held and not pinned; every key once."""
+    def held_bytes(self, words: npt.NDArray[np.uint64], *, pinned: bool) -> int:
+        """Return what those of these pages take that are held, and pinned or not; every key
+        once."""
         rows = self.find(words)
         rows = rows[rows >= 0]
-        return self.padded_bytes(rows[~self._marks.of(rows)])
-
-    def padded_pinned(self, words: npt.NDArray[np.uint64]) -> int:
-        """Return what those of these pages take that are pinned; every key once."""
-        rows = self.find(words)
-        rows = rows[rows >= 0]
-        return self.padded_bytes(rows[self._marks.of(rows)])
+        return self.padded_bytes(rows[self._pinned[rows] == pinned])
 
     def pin(self, words: npt.NDArray[np.uint64], max_bytes: int) -> list[int]:
         """Pin those of these pages that are held, as far as ``max_bytes`` reach; returns which
         are left out. Every key once."""
         found = self.find(words)
         places = np.flatnonzero(found >= 0)
-        places = places[~self._marks.of(found[places])]
+        places = places[~self._pinned[found[places]]]
         rows = found[places]
         fits = np.cumsum(self._padded(rows)) <= max_bytes
-        self._mark(rows[fits], pinned=True)
+        self._pin(rows[fits], pinned=True)
         left_out: list[int] = places[~fits].tolist()
         return left_out
 
     def unpin(self, words: npt.NDArray[np.uint64]) -> None:
         """Unpin those of these pages that are pinned. Every key once."""
         rows = self.find(words)
-        rows = rows[rows >= 0]
-        self._mark(rows[self._marks.of(rows)], pinned=False)
+        self._pin(rows[rows >= 0], pinned=False)
 
-    def _mark(self, rows: npt.NDArray[np.int64], *, pinned: bool) -> None:
-        self._marks.set(rows, self._slots[rows], self._padded(rows), pinned=pinned)
+    def _pin(self, rows: npt.NDArray[np.int64], *, pinned: bool) -> None:
+        rows = rows[self._pinned[rows] != pinned]
+        self._pinned[rows] = pinned
+        sizes = self._padded(rows) * (1 if pinned else -1)
+        np.add.at(self._pinned_in, self._slots[rows], sizes)
+        self.pinned_bytes += int(sizes.sum())
 
     def discard(self, words: npt.NDArray[np.uint64]) -> int:
         """Forget keys; returns how many could be hit. Every key once."""
@@ -382,21 +351,21 @@ class PageIndex:
     def _uncount(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Take rows out of all counts; returns the places of their tenants, which may be empty
         now."""
-        if self._marks.num_rows:
-            self._mark(rows[self._marks.of(rows)], pinned=False)
+        if self.pinned_bytes:
+            self._pin(rows, pinned=False)
         gone = np.bincount(self._slots[rows], minlength=len(self._live))
         self._live -= gone
         lengths = self._lengths[rows].astype(np.int64)
         self._stored_bytes -= int(lengths.sum())
         self._num_pages -= len(rows)
         owners = self._owners[rows]
-        self._tenants.remove(owners, lengths)
+        self.tenants.remove(owners, lengths)
         return owners
 
     def _remove(self, rows: npt.NDArray[np.int64]) -> None:
         if not rows.size:
             return
-        self._tenants.free_empty(self._uncount(rows))
+        self.tenants.free_empty(self._uncount(rows))
         mask = len(self._table) - 1
         left = rows
         place = (hash_words(self._words[rows]) & np.uint64(mask)).astype(np.int64)
@@ -439,6 +408,7 @@ class PageIndex:
         """Make room for more pages, in the columns and in the table."""
         if slot >= len(self._live):
             self._live = np.concatenate([self._live, np.zeros(slot + 64, np.int64)])
+            self._pinned_in = np.append(self._pinned_in, np.zeros(slot + 64, np.int64))
         needed = self._num_rows + count
         if needed > len(self._slots):
             size = max(needed, int(len(self._slots) * _GROWTH), 1024)
@@ -446,7 +416,7 @@ class PageIndex:
             # column leaves this class.
             self._words.resize((size, 4), refcheck=False)
             columns = (self._checksums, self._blocks, self._lengths, self._slots, self._hits)
-            for column in (*columns, self._owners):
+            for column in (*columns, self._owners, self._pinned):
                 column.resize(size, refcheck=False)
         if self._num_pages + self._num_deleted + count > _MAX_FILL * len(self._table):
             self._rebuild(self._num_pages + count)
@@ -468,14 +438,19 @@ class PageIndex:
         assert len(rows) == self._num_pages, f"{len(rows)} rows in use, counted {self._num_pages}"
         stored = int(self._lengths[rows].sum(dtype=np.int64))
         assert stored == self._stored_bytes, f"rows hold {stored}, counted {self._stored_bytes}"
-        self._tenants.check_integrity(self._owners[rows], self._lengths[rows])
-        self._marks.check_integrity(rows, self._slots[rows], self._padded(rows))
+        self.tenants.check_integrity(self._owners[rows], self._lengths[rows])
+        pinned = rows[self._pinned[rows]]
+        assert len(pinned) == self._pinned.sum(), "a row without a page is pinned"
+        sizes = np.zeros_like(self._pinned_in)
+        np.add.at(sizes, self._slots[pinned], self._padded(pinned))
+        assert (sizes == self._pinned_in).all(), f"pinned {sizes}, counted {self._pinned_in}"
+        assert sizes.sum() == self.pinned_bytes, f"{self.pinned_bytes} counted as pinned"
         for slot, live in enumerate(np.bincount(self._slots[rows], minlength=len(self._live))):
             counted = self.num_live(slot)
             assert live == counted, f"region slot {slot}: {live} rows, counted {counted}"
             assert live == 0 or slot in slots, f"{live} rows point into unused region slot {slot}"
         for row in rows:
-            end = int(self._blocks[row]) * self._block_bytes + int(self._lengths[row])
+            end = int(self._blocks[row]) * BLOCK_BYTES + int(self._lengths[row])
             slot = int(self._slots[row])
             assert end <= slots[slot], f"a page ends at {end} in region slot {slot}"
         if rows.size:
@@ -486,70 +461,6 @@ class PageIndex:
         assert occupied == self._num_pages, f"{occupied} places taken for {self._num_pages} pages"
         deleted = int((self._table == _DELETED).sum())
         assert deleted == self._num_deleted, f"{deleted} deleted, counted {self._num_deleted}"
-
-
-class PinMarks:
-    """Which rows are pinned, and their padded bytes by region slot. Flags are allocated with the
-    first pin."""
-
-    def __init__(self) -> None:
-        self._flags = np.zeros(0, np.bool_)
-        self._by_slot: dict[int, int] = {}
-        self.num_rows = 0
-        self.num_bytes = 0
-
-    def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which of these rows are pinned."""
-        flags = np.zeros(len(rows), np.bool_)
-        known = rows < len(self._flags)
-        flags[known] = self._flags[rows[known]]
-        return flags
-
-    def bytes_in(self, slot: int) -> int:
-        return self._by_slot.get(slot, 0)
-
-    def set(
-        self,
-        rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int32],
-        sizes: npt.NDArray[np.int64],
-        *,
-        pinned: bool,
-    ) -> None:
-        """Pin rows that are not, or unpin rows that are, each once."""
-        if not rows.size:
-            return
-        needed = int(rows.max()) + 1
-        if needed > len(self._flags):
-            self._flags.resize(max(needed, 2 * len(self._flags)), refcheck=False)
-        self._flags[rows] = pinned
-        sign = 1 if pinned else -1
-        self.num_rows += sign * len(rows)
-        self.num_bytes += sign * int(sizes.sum())
-        for slot in np.unique(slots).tolist():
-            left = self._by_slot.get(slot, 0) + sign * int(sizes[slots == slot].sum())
-            self._by_slot[slot] = left
-            if not left:
-                del self._by_slot[slot]
-
-    def check_integrity(
-        self,
-        rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int32],
-        sizes: npt.NDArray[np.int64],
-    ) -> None:
-        """Recount; given are all rows in use."""
-        pinned = self.of(rows)
-        assert int(pinned.sum()) == self.num_rows == int(self._flags.sum()), (
-            f"{pinned.sum()} rows in use are pinned, counted {self.num_rows}"
-        )
-        total = int(sizes[pinned].sum())
-        assert total == self.num_bytes, f"pinned rows take {total}, counted {self.num_bytes}"
-        by_slot = {
-            slot: int(sizes[pinned & (slots == slot)].sum())
-            for slot in np.unique(slots[pinned]).tolist()
-        }
-        assert by_slot == self._by_slot, f"pinned by slot {by_slot}, counted {self._by_slot}"
 
 
 _MULTIPLIERS = np.array(

@@ -419,7 +419,7 @@ class _Recovery:
         places = np.full(len(names), -1, np.int32)
         by_page = np.repeat(inverse, num_pages)
         for number in np.flatnonzero(np.bincount(by_page[ours], minlength=len(names))):
-            places[number] = found_pages.index.place_of(names[number].tobytes())
+            places[number] = found_pages.index.tenants.place_of(names[number].tobytes())
         owners = places[by_page]
         if not ours.all():
             pages, offsets, owners = pages[ours], offsets[ours], owners[ours]

@@ -229,7 +229,8 @@ class TenantTable:
             self._free.append(place)
 
     def drop(self, tenant: bytes) -> int:
-        """Declare the tenant's place dead; returns the pages in it."""
+        """Hide all pages of a tenant, whose place is dead; returns how many. Pages of it that come
+        from now on have another place."""
         place = self._places.pop(tenant, None)
         if place is None:
             return 0

@@ -140,7 +140,7 @@ class StoreState:
             self.num_pages_erased += len(self.index)
             self.hide_all(keep=False)
         else:
-            self.num_pages_erased += self.index.drop_tenant(tenant)
+            self.num_pages_erased += self.index.tenants.drop(tenant)
         queued = self._queued()
         under_way = (*queued, *self._placed())
         gone = {ticket for ticket in under_way if tenant in (None, ticket.tenant)}
@@ -203,8 +203,10 @@ class StoreState:
         beyond a bound."""
         book, before = self.pins, self.pins.get(pin.name)
         only_before = book.wanted_by(before, but=pin) if before is not None else []
-        asked = self.index.unpinned_bytes(key_words(pin.keys))
-        pinned = self.index.pinned_bytes - self.index.padded_pinned(key_words(only_before))
+        asked = self.index.held_bytes(key_words(pin.keys), pinned=False)
+        pinned = self.index.pinned_bytes - self.index.held_bytes(
+            key_words(only_before), pinned=True
+        )
         bound = book.bound_bytes
         num_keys = book.num_keys - len(only_before)
         notes_bytes = book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
@@ -386,7 +388,7 @@ class StoreState:
             offsets,
             pages["length"],
             pages["checksum"],
-            self.index.place_of(tenant),
+            self.index.tenants.place_of(tenant),
         )
         if len(self.pins) and (wanted := self.pins.wanted(keys)):
             self._pin_pages(wanted)

@@ -122,7 +122,7 @@ def test_the_later_region_wins_however_indexed(
     newest = max(regions, key=lambda region: region.sequence)
     assert set(slots) == {newest.slot}
     assert len(index) == 9
-    assert index.usage()[b"t" * 16][0] == 3
+    assert index.tenants.usage()[b"t" * 16][0] == 3
     for region in regions:
         device.close(region.fd)
 
