@@ -11,7 +11,7 @@ import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun
 from kit.waiting import finished
-from sglang_tiered.errors import StoreError, StoreFormatError
+from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
@@ -122,19 +122,6 @@ def test_a_flipped_bit_costs_what_it_must(
         assert bool(region_files(directory)) == (cost != NONE), "useless, and still there"
 
 
-@pytest.mark.parametrize("kind", ["sealed", "unsealed"])
-def test_a_cut_region_keeps_its_whole_extents(
-    tmp_path: Path, runs: list[Run], blank: Blank, kind: str, request: pytest.FixtureRequest
-) -> None:
-    source: Path = request.getfixturevalue(kind)
-    for number in range(REGION // BLOCK_BYTES + 1):
-        directory = tmp_path / f"cut-{number}"
-        shutil.copytree(source, directory)
-        os.truncate(region_files(directory)[0], max(number * BLOCK_BYTES - number % 3, 0))
-        whole = min(max((number * BLOCK_BYTES - number % 3 - BLOCK_BYTES) // EXTENT, 0), 4)
-        assert pages_after(directory, runs, blank) == ALL[:whole] + NONE[whole:]
-
-
 @pytest.mark.parametrize("harm", ["delete", "truncate", "remove directory"])
 def test_files_harmed_while_running(
     tmp_path: Path, make_run: MakeRun, blank: Blank, harm: str
@@ -232,12 +219,6 @@ def test_foreign_names_in_the_shard_are_left_alone(
     assert pages_after(sealed, runs, blank) == ALL
     assert (sealed / "notes.txt").read_text() == "mine"
     assert (sealed / "region-7.kv").read_text() == "mine too"
-
-
-def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="another --tier-dir"):
-        open_engine(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["region-0000000000000009.kv", "CHECKPOINT"])

@@ -503,11 +503,3 @@ def test_bounds_of_keys_survive_packing() -> None:
     assert not made.tenants, "a bound at the first extent of a region says nothing of it"
     assert not len(made.rows)
     assert (made.everyone, made.next_sequence()) == (Bound(5, 0), 5)
-
-
-def test_forgetting_checks_its_keys(tmp_path: Path) -> None:
-    with running(tmp_path, SimulatedDevice()) as engine:
-        with pytest.raises(ValueError, match="a key has 1 bytes, expected 32"):
-            engine.erase(Erasure.of([b"k"]))
-        assert is_true(engine.erase(Erasure.of([])), 0.0)
-    assert not is_true(engine.erase(Erasure.of(OF_A)), 0.0), "closed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Health, Reason, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -34,69 +33,6 @@ def open_engine(directory: Path, device: FaultyDevice | None = None, **kwargs: A
 def faulty(directory: Path, *faults: Fault, **kwargs: Any) -> FaultyDevice:
     directory.mkdir(mode=0o700, exist_ok=True)
     return FaultyDevice(FileDevice(directory, direct=False), faults, **kwargs)
-
-
-def check_loaded(run: Run, target: Run, reasons: list[Reason]) -> None:
-    for expected, page, reason in zip(run.pages, target.pages, reasons, strict=True):
-        if reason is Reason.OK:
-            assert b"".join(page) == b"".join(expected), "wrong bytes were served"
-
-
-def workload(engine: RegionEngine, runs: list[Run], blank: Blank) -> None:
-    """Enough to create, seal, read and evict regions."""
-    for run in runs:
-        finished(engine.submit_store(run))
-        target = blank(run)
-        check_loaded(run, target, finished(engine.submit_load(target)))
-    for run in runs:
-        target = blank(run)
-        check_loaded(run, target, finished(engine.submit_load(target)))
-    engine.flush(TIMEOUT_S)  # whatever it says: nothing runs in the background any more
-
-
-def make_runs(make_run: MakeRun) -> list[Run]:
-    return [make_run(seed, [4096, 5000, 12_288]) for seed in range(9)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_device_failing_at_random(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, seed: int
-) -> None:
-    clock = Clock(100.0)
-    device = faulty(tmp_path / "s", seed=seed)
-    engine = open_engine(tmp_path / "s", device, clock=clock)
-    device.failure_rate = 0.2
-    for _ in range(3):
-        workload(engine, make_runs(make_run), blank)
-        clock.now += 100.0
-    device.failure_rate = 0.0
-    run = make_run(77, [4096] * 2)
-    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
-    assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2
-    engine.check_integrity()
-    engine.close()
-
-
-def test_a_full_disk_drops_stores_until_retried(
-    tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock(100.0)
-    device = faulty(tmp_path / "s", writable_bytes=0)
-    engine = open_engine(tmp_path / "s", device, clock=clock)
-    run = make_run(1, [4096] * 2)
-    assert finished(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
-    assert finished(engine.submit_store(run)) == [Reason.REJECTED] * 2
-    clock.now += 1.5
-    assert finished(engine.submit_store(run)) == [Reason.NO_SPACE] * 2
-    clock.now += 1.5
-    assert finished(engine.submit_store(run)) == [Reason.REJECTED] * 2, "the pause did not double"
-    assert engine.stats().health is Health.RUNNING
-    device.writable_bytes = None
-    clock.now += 1.0
-    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
-    warnings = [r for r in caplog.records if "no room" in r.message]
-    assert len(warnings) == 1, "one cause is logged once"
-    engine.close()
 
 
 def test_write_failure_indexes_nothing_and_loads_go_on(
@@ -260,23 +196,6 @@ def test_callers_close_no_file_on_hanging_disks(
     eventually(lambda: regions.physical_bytes == sum(region.nbytes for region in regions))
     assert {name[:11] for name in device.closed_by} == {"tier-reader"}
     engine.check_integrity()
-    engine.close()
-
-
-def test_corruption_is_logged_once_per_region(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    device = faulty(tmp_path / "s")
-    engine = open_engine(tmp_path / "s", device)
-    run = make_run(1, [4096] * 4)
-    finished(engine.submit_store(run))
-    device.faults = [Fault(0, "readv", times=100, flip_bit=3)]
-    assert finished(engine.submit_load(blank(run))) == [Reason.CORRUPT] + [Reason.OK] * 3
-    assert (
-        finished(engine.submit_load(blank(run))) == [Reason.MISS, Reason.CORRUPT] + [Reason.OK] * 2
-    )
-    assert len([r for r in caplog.records if "damaged" in r.message]) == 1
     engine.close()
 
 

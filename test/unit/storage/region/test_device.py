@@ -91,15 +91,6 @@ def test_reading_past_the_end_is_short(device: FileDevice) -> None:
     device.close(fd)
 
 
-def test_parts_of_blocks_raise(device: FileDevice) -> None:
-    fd = device.create("f", 8192)
-    with pytest.raises(AssertionError, match="not on a block"):
-        device.readv(fd, [aligned_buffer(4096)], 512)
-    with pytest.raises(AssertionError, match="not whole blocks"):
-        device.writev(fd, [memoryview(bytearray(100))], 0)
-    device.close(fd)
-
-
 def test_created_files_are_private_reserved_and_new(device: FileDevice, tmp_path: Path) -> None:
     fd = device.create("f", SIZE)
     status = (tmp_path / "f").stat()
@@ -148,11 +139,6 @@ def test_refused_direct_io_falls_back(tmp_path: Path, monkeypatch: pytest.Monkey
     device.close(device.create("f", 8192))
 
 
-def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    FileDevice(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_intact_notices_deletion_and_truncation(device: FileDevice, tmp_path: Path) -> None:
     fd = device.create("f", 8192)
     assert device.is_intact(fd, 8192)
@@ -169,16 +155,3 @@ def test_symlinks_are_not_opened(device: FileDevice, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic"):
         device.open("link")
-
-
-def test_sync_and_free_bytes(device: FileDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    fd = device.create("f", 8192)
-    synced: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", synced.append)
-        device.sync(fd)
-    assert synced == [fd]
-    device.sync_directory()
-    assert device.free_bytes() > 0
-    assert device.list_names() == ["f"]
-    device.close(fd)

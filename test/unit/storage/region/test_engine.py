@@ -10,8 +10,7 @@ import pytest
 
 from kit.faulty import FaultyDevice
 from kit.waiting import drained
-from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run, Stop
-from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -86,18 +85,6 @@ def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"region_bytes|namespace|readers"):
         RegionEngine(tmp_path / "s", **options(**wrong))
     assert not (tmp_path / "s").exists()
-
-
-def test_queue_is_bounded_by_bytes(gated: RegionEngine, gate: Gate, make_run: MakeRun) -> None:
-    first = gated.submit_store(make_run(1, [12_000]))
-    assert gate.entered.wait(TIMEOUT_S)
-    assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.REJECTED]
-    small = gated.submit_store(make_run(3, [4096]))
-    assert not small.done
-    gate.opened.set()
-    assert done(first) == [Reason.OK]
-    assert done(small) == [Reason.OK]
-    assert done(gated.submit_store(make_run(2, [12_000]))) == [Reason.OK]
 
 
 def test_an_empty_queue_takes_a_larger_store_whole(
@@ -176,19 +163,6 @@ def test_loads_do_not_wait_behind_stores(
     assert not waiting.done
 
 
-def test_cancelled_before_it_began(gated: RegionEngine, gate: Gate, make_run: MakeRun) -> None:
-    first = gated.submit_store(make_run(1, [4096]))
-    assert gate.entered.wait(TIMEOUT_S)
-    second_run = make_run(2, [4096])
-    second = gated.submit_store(second_run)
-    second.cancel()
-    gate.opened.set()
-    assert done(first) == [Reason.OK]
-    assert done(second) == [Reason.CANCELLED]
-    assert gated.lookup(second_run.keys) == (0, Stop.MISS)
-    assert done(gated.submit_store(second_run)) == [Reason.OK]
-
-
 def test_a_store_of_the_old_namespace_stays_invisible(
     gated: RegionEngine, gate: Gate, make_run: MakeRun, blank: Blank, tmp_path: Path
 ) -> None:
@@ -213,22 +187,6 @@ def test_a_store_of_the_old_namespace_stays_invisible(
     assert done(reopened.submit_load(target)) == [Reason.OK]
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
     reopened.close()
-
-
-def test_clear_spares_the_store_that_comes_after(
-    gated: RegionEngine, gate: Gate, make_run: MakeRun
-) -> None:
-    before, after = make_run(1, [4096]), make_run(2, [4096])
-    job = gated.submit_store(before)
-    assert gate.entered.wait(TIMEOUT_S)
-    clearing = gated.erase(Erasure())
-    assert not clearing.done()
-    gate.opened.set()
-    assert is_true(clearing, TIMEOUT_S)
-    done(job)
-    assert gated.lookup(before.keys).num_hits == 0
-    assert done(gated.submit_store(after)) == [Reason.OK]
-    assert gated.lookup(after.keys).num_hits == 1
 
 
 def test_close_cancels_what_has_not_begun(
@@ -259,20 +217,6 @@ def test_close_finishes_what_is_being_written(
     assert done(job) == [Reason.OK]
 
 
-def test_run_longer_than_an_extent_and_a_region(
-    tmp_path: Path, make_run: MakeRun, blank: Blank
-) -> None:
-    engine = RegionEngine(tmp_path, **options(capacity_bytes=64 * REGION))
-    run = make_run(1, [100] * 300)
-    assert set(done(engine.submit_store(run))) == {Reason.OK}
-    target = blank(run)
-    assert set(done(engine.submit_load(target))) == {Reason.OK}
-    assert [bytes(page[0]) for page in target.pages] == [bytes(page[0]) for page in run.pages]
-    assert len(list(tmp_path.glob("*.kv"))) > 10
-    engine.check_integrity()
-    engine.close()
-
-
 def test_largest_page_and_one_byte_more(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
     engine = RegionEngine(tmp_path, **options())
     largest = REGION - 4 * 4096
@@ -294,20 +238,3 @@ def test_capacity_of_a_single_region(tmp_path: Path, make_run: MakeRun, blank: B
         assert engine.stats().physical_bytes == REGION
     engine.check_integrity()
     engine.close()
-
-
-def test_closing_without_a_store_leaves_no_region(tmp_path: Path) -> None:
-    engine = RegionEngine(tmp_path, **options())
-    engine.close()
-    assert list(tmp_path.glob("*.kv")) == []
-
-
-def test_no_descriptor_is_left_open(tmp_path: Path, make_run: MakeRun) -> None:
-    import os
-
-    before = len(os.listdir("/proc/self/fd"))
-    engine = RegionEngine(tmp_path, **options())
-    for seed in range(8):
-        done(engine.submit_store(make_run(seed, [12_288] * 3)))
-    engine.close()
-    assert len(os.listdir("/proc/self/fd")) == before

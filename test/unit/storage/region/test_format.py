@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -18,18 +17,10 @@ from sglang_tiered.storage.region.format import (
     min_region_bytes,
     other_version,
     pack_region_header,
-    padded,
     page_table,
     parse_region_name,
-    peek_extent_header_bytes,
-    region_name,
     unpack_region_header,
 )
-
-
-@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
-def test_padding(nbytes: int, expected: int) -> None:
-    assert padded(nbytes) == expected
 
 
 def test_a_block_holds_the_header_of_90_pages() -> None:
@@ -56,12 +47,6 @@ def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent
     return Extent(offset, namespace, page_table((b"k" * 32, length, 0) for length in lengths))
 
 
-def test_pages_follow_each_other_in_blocks() -> None:
-    extent = extent_of(8192, b"n" * 32, (1, 4097, 9))
-    assert extent.page_offsets().tolist() == [12_288, 16_384, 24_576]
-    assert extent.end == 28_672
-
-
 def test_contents_place_pages_as_their_extents_do() -> None:
     extents = [
         extent_of(4096, b"n" * 32, (1, 4097)),
@@ -73,18 +58,6 @@ def test_contents_place_pages_as_their_extents_do() -> None:
     assert contents.page_offsets().tolist() == expected
     assert contents.payload_bytes().tolist() == [extent.payload_bytes for extent in extents]
     assert contents.of_namespace(b"m" * 32).tolist() == [False, True, False]
-
-
-def test_a_region_without_extents_has_no_pages() -> None:
-    contents = Contents.of([])
-    assert contents.page_offsets().tolist() == []
-    assert contents.of_namespace(b"m" * 32).tolist() == []
-    assert contents.payload_bytes().tolist() == []
-
-
-@pytest.mark.parametrize("sequence", [0, 1, 2**63 - 1])
-def test_names_round_trip(sequence: int) -> None:
-    assert parse_region_name(region_name(sequence)) == sequence
 
 
 @pytest.mark.parametrize(
@@ -103,14 +76,6 @@ def test_other_names_are_not_ours(name: str) -> None:
     assert parse_region_name(name) is None
 
 
-def test_a_checksum_binds_namespace_key_and_bytes_only() -> None:
-    base = page_checksum(b"n" * 32, b"k" * 32, [b"hello"])
-    assert page_checksum(b"n" * 32, b"k" * 32, [b"he", b"", b"llo"]) == base
-    assert page_checksum(b"m" * 32, b"k" * 32, [b"hello"]) != base
-    assert page_checksum(b"n" * 32, b"l" * 32, [b"hello"]) != base
-    assert page_checksum(b"n" * 32, b"k" * 32, [b"hellp"]) != base
-
-
 def test_another_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_format, "FORMAT_VERSION", 5)
     block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 0, b"n" * 16, 0))
@@ -118,9 +83,3 @@ def test_another_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) ->
     assert other_version(block) == 5
     assert unpack_region_header(block) is None
     assert other_version(block[:100]) is None
-
-
-def test_absurd_header_length_is_not_followed() -> None:
-    block = bytearray(BLOCK_BYTES)
-    block[:16] = b"SGLTEXTN" + (2).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little")
-    assert peek_extent_header_bytes(block) is None

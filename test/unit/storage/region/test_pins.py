@@ -12,8 +12,8 @@ from kit.waiting import drained
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log, pins
-from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
-from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region.pins import Pin, PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,26 +220,6 @@ def test_room_that_an_unpin_frees_is_used(tmp_path: Path, make_run: MakeRun) -> 
     close(engine)
 
 
-def test_pins_are_told_as_they_were_made(tmp_path: Path, make_run: MakeRun) -> None:
-    engine = open_engine(tmp_path / "s")
-    run = of_tenant(make_run(1, [PAGE, 100, 5000]), A)
-    store(engine, run)
-    until = time.time() + 3600
-    pin(engine, "gespräch/1\n", run.keys, tenant=A, until_s=until, data=b'{"tokens": 192}')
-    told = [PinInfo("gespräch/1\n", A, 3, 4 * PAGE, until, b'{"tokens": 192}')]
-    assert engine.pins() == told
-    close(engine)
-    engine = open_engine(tmp_path / "s")
-    assert engine.pins() == told
-    assert is_true(engine.unpin("gespräch/1\n"), TIMEOUT_S)
-    assert is_true(engine.unpin("never there"), TIMEOUT_S)
-    close(engine)
-    assert not [path for path in (tmp_path / "s").iterdir() if is_pin_name(path.name)]
-    engine = open_engine(tmp_path / "s")
-    assert engine.pins() == []
-    close(engine)
-
-
 def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -> None:
     """A tenant at its share, with pinned pages in each of its regions, still stores."""
     engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
@@ -278,34 +258,6 @@ def test_what_no_pin_can_be(tmp_path: Path, change: dict[str, Any], message: str
     close(engine)
 
 
-@pytest.mark.parametrize("share", [-0.1, 0.51])
-def test_a_share_of_pins_that_cannot_work(tmp_path: Path, share: float) -> None:
-    with pytest.raises(ValueError, match=r"pin_share is .*, must be 0 to 0.5"):
-        open_engine(tmp_path / "s", pin_share=share)
-
-
-def test_a_pin_file_is_what_was_packed() -> None:
-    made = Pin("n", A, (bytes(32), b"k" * 32), None, b"note")
-    assert pins.unpack(pins.pack(made)) == made
-    timed = Pin("n", A, (bytes(32),), 12.5)
-    assert pins.unpack(pins.pack(timed)) == timed
-    assert pins.file_of("n") != pins.file_of("m")
-    assert is_pin_name(pins.file_of("../n"))
-
-
-def test_a_book_counts_pages_of_several_pins() -> None:
-    made = pins.PinBook(1, lambda: 5.0)
-    k, m = b"k" * 32, b"m" * 32
-    made.add(Pin("a", A, (k, m), 9.0))
-    made.add(Pin("b", B, (k,), 7.0))
-    assert made.pause_s() == 2.0
-    assert made.remove("a") == [m]
-    assert made.wanted([k, m]) == [k]
-    assert made.remove("b") == [k]
-    assert made.remove("b") == []
-    assert made.pause_s() is None
-
-
 def test_pages_that_many_pins_share_cost_linear_time() -> None:
     """Lookups wait for it: as conversations share a system prompt, that is the usual case."""
 
@@ -326,29 +278,3 @@ def test_pages_that_many_pins_share_cost_linear_time() -> None:
 
     few = min(cost(500) for _ in range(3))
     assert cost(4000) < 30 * few, "8 is linear, 64 quadratic"
-
-
-def test_removing_many_pins_takes_linear_time() -> None:
-    """A start, and whoever erases a tenant, holds up lookups for as long."""
-    looks = 0
-
-    class Watched:
-        tenant, data = A, b""
-
-        def __init__(self, number: int) -> None:
-            self.name, self.keys = str(number), (number.to_bytes(32, "big"),)
-
-        @property
-        def until_s(self) -> float:
-            nonlocal looks
-            looks += 1
-            return float(self.name)
-
-    made = pins.PinBook(1, lambda: 0.0)
-    many: list[Any] = [Watched(number) for number in range(1000)]
-    for each in many:
-        made.add(each)
-    for each in many:
-        made.remove(each.name)
-    assert looks < 10_000
-    assert made.pause_s() is None

@@ -90,17 +90,6 @@ def test_errors_of_this_process_cost_no_data(directory: Path, code: int) -> None
     assert run_recovery(directory).num_pages == 9
 
 
-def test_unreadable_header_is_no_damage(directory: Path) -> None:
-    device = FaultyDevice(FileDevice(directory), [Fault(0, "readv", times=3, error=errno.EIO)])
-    regions, index = RegionTable(), PageIndex()
-    report = recover(device, NAMESPACE, CAPACITY, regions, index)
-    assert (report.num_damaged, report.num_unread, report.num_pages) == (0, 1, 6)
-    assert len(list(directory.glob("*.kv"))) == 3
-    assert regions.aside_bytes == REGION
-    for region in regions:
-        device.close(region.fd)
-
-
 @pytest.mark.parametrize("pages_at_once", [1, 4, 1 << 15])
 def test_the_later_region_wins_however_indexed(
     directory: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pages_at_once: int

@@ -101,14 +101,6 @@ def bench(tmp_path: Path, make_run: MakeRun) -> Iterator[Bench]:
     bench.engine.close()
 
 
-def test_pages_follow_the_header(bench: Bench) -> None:
-    run, job = bench.submit(1, 2, 5000)
-    assert job.wait(TIMEOUT_S)
-    data = bench.files()[0].read_bytes()
-    assert data[8192:13_192] == bytes(run.pages[0][0])
-    assert data[16_384:21_384] == bytes(run.pages[1][0])
-
-
 def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     """14 blocks between header and trailer: 1 footer, so 12 pages of a block beside 1 header."""
     assert bench.store(1, 14) == [Reason.OK] * 14
@@ -138,55 +130,6 @@ def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
     assert bench.contents(0).extents["num_pages"].tolist() == [4]
 
 
-@pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": 8192}])
-def test_a_failed_writes_offset_is_used_again(bench: Bench, kind: dict[str, int]) -> None:
-    assert bench.store(1) == [Reason.OK]
-    bench.fail("writev", **kind)
-    assert bench.store(2, 2) == [Reason.IO_ERROR] * 2
-    assert bench.store(3) == [Reason.OK]
-    bench.engine.close()
-    offsets = bench.contents(0).extents["offset"].tolist()
-    assert offsets == [BLOCK_BYTES, 2 * BLOCK_BYTES + HEADER]
-
-
-def test_a_hole_fails_what_was_placed_behind(tmp_path: Path, make_run: MakeRun) -> None:
-    """An extent that was written behind one that was not could not be found again."""
-    region_bytes, page = 48 << 20, 8 << 20
-    device = FaultyDevice(FileDevice(tmp_path))
-    engine = RegionEngine(
-        tmp_path,
-        namespace=NAMESPACE,
-        capacity_bytes=2 * region_bytes,
-        region_bytes=region_bytes,
-        num_writers=1,
-        device=device,
-    )
-    entered, release = threading.Event(), threading.Event()
-
-    def hold(operation: str) -> None:
-        if operation == "writev" and threading.current_thread().name.startswith("tier-extent"):
-            entered.set()
-            assert release.wait(TIMEOUT_S)
-
-    device.before = hold
-    run = make_run(1, [page] * 3)  # an extent each, all in work at once
-    job = engine.submit_store(run)
-    assert entered.wait(TIMEOUT_S)
-    # The chunk that is held is the first of five; the sixth after it is of the second extent.
-    device.faults = [Fault(device.calls.count("writev") + 5, "writev", error=errno.EIO)]
-    release.set()
-    assert job.wait(TIMEOUT_S)
-    assert job.reasons == [Reason.OK, Reason.IO_ERROR, Reason.IO_ERROR]
-    assert engine.lookup(run.keys).num_hits == 1
-    engine.check_integrity()
-    engine.close()
-    reopened = RegionEngine(
-        tmp_path, namespace=NAMESPACE, capacity_bytes=2 * region_bytes, region_bytes=region_bytes
-    )
-    assert reopened.stats().num_pages == 1
-    reopened.close()
-
-
 def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert bench.store(1) == [Reason.OK]
     bench.fail("writev", times=3, error=errno.EIO)
@@ -194,16 +137,6 @@ def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
         assert bench.store(seed) == [Reason.IO_ERROR]
     assert bench.store(5) == [Reason.OK]
     assert len(bench.files()) == 2
-
-
-@pytest.mark.parametrize("operation", ["create", "writev"])
-def test_failed_creation_leaves_books_and_directory_clean(bench: Bench, operation: str) -> None:
-    bench.fail(operation, error=errno.EIO)
-    assert bench.store(1) == [Reason.IO_ERROR]
-    assert bench.files() == []
-    assert bench.engine.stats().physical_bytes == 0
-    assert bench.store(1) == [Reason.OK]
-    assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
 
 
 def test_a_full_readonly_disk_fails_only_the_store(
@@ -235,56 +168,6 @@ def test_an_irremovable_file_keeps_its_room(bench: Bench) -> None:
     assert bench.store(1) == [Reason.OK]
     assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
     assert bench.engine.stats().physical_bytes == REGION
-
-
-def test_failed_footer_keeps_the_region_in_service(bench: Bench) -> None:
-    bench.fail("writev", after=2, error=errno.EIO)  # after the header and the extent
-    run, job = bench.submit(1, 12)
-    assert job.wait(TIMEOUT_S)
-    second, job = bench.submit(2, 1)
-    assert job.wait(TIMEOUT_S)
-    bench.engine.flush(TIMEOUT_S)
-    bench.device.faults = []
-    assert bench.engine.lookup(run.keys).num_hits == 12
-    assert bench.engine.flush(TIMEOUT_S)
-    bench.engine.close()
-    reopened = Bench(bench.directory, bench.make_run)
-    assert reopened.engine.lookup(run.keys).num_hits == 12
-    reopened.engine.close()
-
-
-def test_barriers_stay_refused_while_unsynced_pages_remain(
-    bench: Bench,
-) -> None:
-    """Linux reports a failed write-back once; the next fsync succeeds without the lost pages."""
-    bench.fail("sync", error=errno.EIO)
-    run, job = bench.submit(1, 2)
-    assert job.wait(TIMEOUT_S)
-    assert not bench.engine.flush(TIMEOUT_S)
-    bench.device.faults = []
-    assert not bench.engine.flush(TIMEOUT_S), "a lost sync was forgotten"
-    assert bench.engine.lookup(run.keys).num_hits == 2
-    assert bench.store(2) == [Reason.OK]
-    assert len(bench.files()) == 2, "the suspect region is still appended to"
-    for seed in range(3, 9):
-        assert bench.store(seed, 12) == [Reason.OK] * 12
-    assert bench.engine.lookup(run.keys).num_hits == 0
-    assert bench.engine.flush(TIMEOUT_S), "no suspect page is held"
-
-
-def test_an_irremovable_victim_stays_in_service(tmp_path: Path, make_run: MakeRun) -> None:
-    bench = Bench(tmp_path, make_run, num_regions=1)
-    assert bench.store(1, 12) == [Reason.OK] * 12
-    bench.fail("unlink", error=errno.EROFS)
-    assert bench.store(2) == [Reason.NO_SPACE]
-    assert bench.engine.stats().num_pages == 12
-    assert bench.engine.stats().physical_bytes == REGION
-    assert bench.engine.stats().num_regions_stuck == 1
-    bench.engine.check_integrity()
-    assert bench.store(3) == [Reason.OK]
-    assert bench.engine.stats().num_pages == 1
-    assert bench.engine.stats().num_regions_stuck == 0
-    bench.engine.close()
 
 
 class StickyDevice(FaultyDevice):
@@ -347,12 +230,6 @@ def test_a_purge_removes_regions_beside_an_irremovable_one(
     assert is_true(bench.engine.erase(Erasure(tenant=NO_TENANT)), TIMEOUT_S)
     assert [file.name for file in bench.files()] == [region_name(0), region_name(2)], "2 is open"
     bench.engine.close()
-
-
-def test_closing_seals(bench: Bench) -> None:
-    bench.store(1)
-    bench.engine.close()
-    assert len(bench.contents(0).pages) == 1
 
 
 def test_closing_removes_a_region_without_pages(bench: Bench) -> None:
