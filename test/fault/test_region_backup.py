@@ -44,14 +44,6 @@ def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
     return Ledger().load(engine, wanted).count(Reason.OK)
 
 
-def test_copy_of_a_stopped_store_is_whole(tmp_path: Path) -> None:
-    with running(tmp_path / "store") as engine:
-        store(engine, BEFORE)
-    shutil.copytree(tmp_path / "store", tmp_path / "copy")
-    with running(tmp_path / "copy") as engine:
-        assert held(engine, BEFORE) == len(BEFORE)
-
-
 def test_copy_of_a_busy_store_has_durable_pages(tmp_path: Path) -> None:
     with running(tmp_path / "store") as engine:
         store(engine, BEFORE)

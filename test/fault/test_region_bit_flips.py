@@ -9,9 +9,10 @@ nobody thought of.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Files = dict[str, bytes]
+Damage = dict[str, bytes | None]  # what a file holds instead; None: it is gone
 
 CHECKPOINT = "CHECKPOINT"
 NUM_BLOCKS = REGION // BLOCK_BYTES
@@ -101,20 +103,8 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def with_block(data: bytes, block: int, new: bytes) -> bytes:
-    return data[: block * BLOCK_BYTES] + new + data[(block + 1) * BLOCK_BYTES :]
-
-
 def block_of(data: bytes, block: int) -> bytes:
     return data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-
-
-def bits_of_block(source: random.Random, block: int) -> Iterator[int]:
-    """Where fields are, where the checksum is, and anywhere."""
-    start = block * BLOCK_BYTES * 8
-    yield start + source.randrange(128 * 8)
-    yield start + source.randrange((BLOCK_BYTES - 8) * 8, BLOCK_BYTES * 8)
-    yield start + source.randrange(BLOCK_BYTES * 8)
 
 
 def test_the_corpus_has_every_structure(tmp_path: Path, corpus: Corpus) -> None:
@@ -128,101 +118,75 @@ def test_the_corpus_has_every_structure(tmp_path: Path, corpus: Corpus) -> None:
     assert check(tmp_path, corpus, corpus.files, corpus.ledger.acknowledged)
 
 
-@pytest.mark.parametrize("block", range(NUM_BLOCKS))
-def test_a_flipped_bit_costs_no_other_regions_page(
-    tmp_path: Path, corpus: Corpus, block: int
-) -> None:
-    source = random.Random(block)
-    for name in corpus.regions:
-        for bit in bits_of_block(source, block):
-            files = corpus.files | {name: flipped(corpus.files[name], bit)}
-            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=bit % 4 == 0)
-
-
-def test_many_flipped_bits_at_once(tmp_path: Path, corpus: Corpus) -> None:
-    for seed in range(30):
-        source = random.Random(seed)
+def flips(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iterator[Damage]:
+    """Where fields are, where the checksum is, and anywhere; then many bits at once."""
+    for name, block in itertools.product(corpus.regions, range(NUM_BLOCKS)):
+        start, size = block * BLOCK_BYTES * 8, BLOCK_BYTES * 8
+        for first, stop in ((0, 128 * 8), (size - 64, size), (0, size)):
+            yield {name: flipped(corpus.files[name], start + source.randrange(first, stop))}
+    for _ in range(30):
         files = dict(corpus.files)
         for _ in range(source.randint(2, 40)):
             name = source.choice(sorted(files))
             files[name] = flipped(files[name], source.randrange(len(files[name]) * 8))
-        touched = [name for name in files if files[name] != corpus.files[name]]
-        check(tmp_path, corpus, files, corpus.elsewhere(*touched))
+        yield files
 
 
-@pytest.mark.parametrize("damage", ["zeros", "noise", "misdirected", "lost write"])
-def test_a_block_that_holds_something_else(tmp_path: Path, corpus: Corpus, damage: str) -> None:
-    """Also blocks that are valid in themselves, but of another place, file or time."""
-    source = random.Random(damage)
+def blocks(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iterator[Damage]:
+    """That hold something else, valid in itself but of another place, file, time or store: of that
+    only nonces tell."""
     for number, name in enumerate(corpus.regions):
+        data = corpus.files[name]
         for block in range(number % 2, NUM_BLOCKS, 2):
-            data = corpus.files[name]
-            if damage == "zeros":
-                new = bytes(BLOCK_BYTES)
-            elif damage == "noise":
-                new = source.randbytes(BLOCK_BYTES)
-            elif damage == "misdirected":
-                other = source.choice(corpus.regions)
-                new = block_of(corpus.files[other], source.randrange(NUM_BLOCKS))
-            else:
-                new = block_of(corpus.earlier.get(name, bytes(REGION)), block)
-            if new != block_of(data, block):
-                files = corpus.files | {name: with_block(data, block, new)}
-                check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
+            other = source.choice(corpus.regions)
+            for new in (
+                bytes(BLOCK_BYTES),
+                source.randbytes(BLOCK_BYTES),
+                block_of(corpus.files[other], source.randrange(NUM_BLOCKS)),
+                block_of(corpus.earlier.get(name, bytes(REGION)), block),
+                block_of(stranger.files[name], block),
+            ):
+                if new != block_of(data, block):
+                    end = (block + 1) * BLOCK_BYTES
+                    yield {name: data[: block * BLOCK_BYTES] + new + data[end:]}
 
 
-def test_the_same_block_of_another_store(tmp_path: Path, corpus: Corpus, stranger: Corpus) -> None:
-    """Same sequence, same offsets, same keys; another nonce."""
+def sizes(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iterator[Damage]:
+    """Cut anywhere, or grown."""
     for number, name in enumerate(corpus.regions):
-        for block in range(number % 2, NUM_BLOCKS, 2):
-            new = block_of(stranger.files[name], block)
-            files = corpus.files | {name: with_block(corpus.files[name], block, new)}
-            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
-
-
-def test_a_region_cut_at_any_length(tmp_path: Path, corpus: Corpus) -> None:
-    source = random.Random(1)
-    for number, name in enumerate(corpus.regions):
+        data = corpus.files[name]
         for block in range(NUM_BLOCKS):
             odd = (number + block) % 2 * source.randrange(1, BLOCK_BYTES)
-            files = corpus.files | {name: corpus.files[name][: block * BLOCK_BYTES + odd]}
-            check(tmp_path, corpus, files, corpus.elsewhere(name), twice=block % 4 == 1)
+            yield {name: data[: block * BLOCK_BYTES + odd]}
+        for tail in (bytes(1), bytes(REGION), source.randbytes(5000), data, data[BLOCK_BYTES:]):
+            yield {name: data + tail}
 
 
-def test_a_region_that_grew(tmp_path: Path, corpus: Corpus) -> None:
-    source = random.Random(2)
+def whole_files(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iterator[Damage]:
+    """Restored from an earlier time, under another number, or gone."""
     for name in corpus.regions:
-        data = corpus.files[name]
-        tails = (bytes(1), bytes(REGION), source.randbytes(5000), data, data[BLOCK_BYTES:])
-        for tail in tails:
-            files = corpus.files | {name: data + tail}
-            check(tmp_path, corpus, files, corpus.elsewhere(name))
+        yield {name: corpus.earlier.get(name)}
+        yield {name: None}
+        for copy in map(region_name, (0, 3, 77)):
+            if copy != name:
+                yield {copy: corpus.files[name]}
 
 
-def test_a_region_rolled_back(tmp_path: Path, corpus: Corpus) -> None:
-    """One file restored from an earlier time: what a checkpoint says about it is too new."""
-    for name in corpus.earlier.keys() & set(corpus.regions):
-        files = corpus.files | {name: corpus.earlier[name]}
-        check(tmp_path, corpus, files, corpus.elsewhere(name))
+@pytest.mark.parametrize("damages", [flips, blocks, sizes, whole_files])
+def test_damage_costs_no_other_regions_page(
+    tmp_path: Path, corpus: Corpus, stranger: Corpus, damages: Any
+) -> None:
+    for number, damage in enumerate(damages(corpus, stranger, random.Random(1))):
+        files = {name: data for name, data in (corpus.files | damage).items() if data is not None}
+        touched = {name for name in files | damage if files.get(name) != corpus.files.get(name)}
+        check(tmp_path, corpus, files, corpus.elsewhere(*touched), twice=number % 4 == 0)
+
+
+def test_a_checkpoint_newer_than_its_regions(tmp_path: Path, corpus: Corpus) -> None:
     files = corpus.earlier | {CHECKPOINT: corpus.files[CHECKPOINT]}
     held = b"".join(corpus.earlier.values())
     early = {key for key in corpus.homes if content(corpus.ledger.namespace, key) in held}
     assert check(tmp_path, corpus, files, early) == early
-
-
-def test_a_copy_under_another_number_is_nobodys_page(tmp_path: Path, corpus: Corpus) -> None:
-    for name in corpus.regions:
-        for number in (0, 3, 77):
-            copy = region_name(number)
-            if copy != name:
-                files = corpus.files | {copy: corpus.files[name]}
-                check(tmp_path, corpus, files, corpus.elsewhere(copy))
-
-
-def test_a_region_is_gone(tmp_path: Path, corpus: Corpus) -> None:
-    for gone in corpus.regions:
-        files = {name: data for name, data in corpus.files.items() if name != gone}
-        assert check(tmp_path, corpus, files, corpus.elsewhere(gone)) == corpus.elsewhere(gone)
 
 
 def checkpoints(corpus: Corpus, stranger: Corpus) -> Iterator[tuple[str, bytes]]:

@@ -14,7 +14,6 @@ from simulation.engine import REGION, running
 from simulation.ledger import Ledger, keys
 
 from kit.clock import Clock
-from kit.faulty import FaultyDevice
 from sglang_tiered.storage.base import Health, Reason
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -108,16 +107,3 @@ def test_the_disk_fills_up_at_any_store(tmp_path: Path, sparse: bool) -> None:
             device.capacity_bytes = None
             expect_room_again(engine, ledger, clock)
         assert not device.misuse, device.misuse
-
-
-def test_any_quota(tmp_path: Path) -> None:
-    """The same by the count of the fault device, which gives space back for deleted files only."""
-    for writable in range(0, 6 * REGION + 1, REGION // 2):
-        clock, ledger = Clock(1000.0), Ledger()
-        device = FaultyDevice(SimulatedDevice(), writable_bytes=writable)
-        with running(tmp_path, device, clock=clock, **LIMITS) as engine:
-            assert fill(engine, ledger, clock, ROUNDS) <= EXPECTED
-            assert engine.stats().physical_bytes <= writable
-            ledger.check(engine)
-            device.writable_bytes = None
-            expect_room_again(engine, ledger, clock)

@@ -382,8 +382,10 @@ def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
 # ---- Single pages ----
 
 
-def test_what_was_under_way_never_lands(tmp_path: Path) -> None:
-    """One store is being written, two have no place yet, and one comes after the call."""
+@pytest.mark.parametrize("is_of_before", [False, True])
+def test_what_was_under_way_never_lands(tmp_path: Path, is_of_before: bool) -> None:
+    """One store is being written, two have no place yet, and one comes after the call. Those of a
+    namespace before may be of use to a later process."""
     writing, go_on = threading.Event(), threading.Event()
     armed = False
 
@@ -396,53 +398,27 @@ def test_what_was_under_way_never_lands(tmp_path: Path) -> None:
     with running(tmp_path, FaultyDevice(inner, before=before)) as engine:
         fill(engine)
         armed = True
-        first = submit(engine, LATER[:2])
-        assert writing.wait(TIMEOUT_S)
-        queued = [submit(engine, LATER[2:4]), submit(engine, [LATER[4]])]
-        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4], GONE[0]]))
-        wanted = [*LATER[:5], GONE[0]]
-        assert not any(engine.contains(wanted))
-        assert engine.lookup([LATER[0]]).stop is Stop.MISS
-        again = submit(engine, [LATER[0], GONE[0]])
-        armed = False
-        go_on.set()
-        assert is_true(durable, TIMEOUT_S)
-        for job in (first, *queued, again):
-            assert job.wait(TIMEOUT_S)
-        assert again.reasons == [Reason.OK] * 2
-        expected = [True, True, False, True, False, True]
-        assert engine.contains(wanted) == expected
-        assert drained(engine, TIMEOUT_S)
-        engine.check_integrity()
-    with running(tmp_path, inner.restart()) as engine:
-        assert engine.contains(wanted) == expected
-        assert held(engine, wanted) == 4
-
-
-def test_stores_of_a_namespace_before_are_forgotten_too(tmp_path: Path) -> None:
-    """They are on their way still when the namespace has changed, and may be of use to a later
-    process: what is forgotten of them must not be there then."""
-    writing, go_on = threading.Event(), threading.Event()
-
-    def before(operation: str) -> None:
-        if operation == "writev":
-            writing.set()
-            assert go_on.wait(TIMEOUT_S)
-
-    inner = SimulatedDevice()
-    with running(tmp_path, FaultyDevice(inner, before=before)) as engine:
         jobs = [submit(engine, LATER[:2])]
         assert writing.wait(TIMEOUT_S)
         jobs += [submit(engine, LATER[2:4]), submit(engine, [LATER[4]])]
-        engine.set_namespace(b"\x77" * 32)
-        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4]]))
+        if is_of_before:
+            engine.set_namespace(b"\x77" * 32)
+        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4], GONE[0]]))
+        assert not any(engine.contains([*LATER[:5], GONE[0]]))
+        assert engine.lookup([LATER[0]]).stop is Stop.MISS
+        expected = [False, True, False, True, False, False]
+        if not is_of_before:
+            jobs.append(submit(engine, [LATER[0], GONE[0]]))
+            expected[0] = expected[5] = True
+        armed = False
         go_on.set()
         assert is_true(durable, TIMEOUT_S)
         assert all(job.wait(TIMEOUT_S) for job in jobs)
         assert drained(engine, TIMEOUT_S)
         engine.check_integrity()
     with running(tmp_path, inner.restart()) as engine:
-        assert engine.contains(LATER[:5]) == [False, True, False, True, False]
+        assert engine.contains([*LATER[:5], GONE[0]]) == expected
+        assert held(engine, [*LATER[:5], GONE[0]]) == sum(expected)
 
 
 def test_pages_being_rescued_are_forgotten_too(tmp_path: Path) -> None:

@@ -154,34 +154,33 @@ def test_the_workload_uses_every_operation(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("times", "stride"), [(1, 1), (3, 5)])
-def test_operation_n_answers_with_an_io_error(tmp_path: Path, times: int, stride: int) -> None:
-    for at in range(0, len(calls_without_faults(tmp_path)), stride):
-        expect_survival(tmp_path, Fault(at, times=times, error=errno.EIO))
+FAULTS: dict[str, tuple[Any, int, Any]] = {  # operation, stride, and what the fault at N is
+    "EIO": (None, 1, lambda at: {"error": errno.EIO}),
+    "EIO, three times": (None, 5, lambda at: {"error": errno.EIO, "times": 3}),
+    **{
+        f"{operation} finds the disk full": (operation, 1, lambda at: {"error": errno.ENOSPC})
+        for operation in ("create", "writev", "sync", "sync_directory")
+    },
+    **{
+        f"{operation} comes short": (operation, 2, lambda at: {"short_bytes": at % 3 * BLOCK_BYTES})
+        for operation in ("readv", "writev")
+    },
+    "readv is damaged on its way": ("readv", 2, lambda at: {"flip_bit": 7919 * at}),
+    # Permission taken away, filesystem remounted read-only, no descriptors left, a signal.
+    **{
+        errno.errorcode[code]: (None, 11, lambda at, code=code: {"error": code})
+        for code in (errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR)
+    },
+}
 
 
-@pytest.mark.parametrize("operation", ["create", "writev", "sync", "sync_directory"])
-def test_operation_n_finds_the_disk_full(tmp_path: Path, operation: Any) -> None:
-    for at in range(calls_without_faults(tmp_path).count(operation)):
-        expect_survival(tmp_path, Fault(at, operation, error=errno.ENOSPC))
-
-
-@pytest.mark.parametrize("operation", ["writev", "readv"])
-def test_transfer_n_comes_short(tmp_path: Path, operation: Any) -> None:
-    for at in range(0, calls_without_faults(tmp_path).count(operation), 2):
-        expect_survival(tmp_path, Fault(at, operation, short_bytes=at % 3 * BLOCK_BYTES))
-
-
-def test_read_n_is_damaged_on_its_way(tmp_path: Path) -> None:
-    for at in range(1, calls_without_faults(tmp_path).count("readv"), 2):
-        expect_survival(tmp_path, Fault(at, "readv", flip_bit=7919 * at))
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR])
-def test_operation_n_is_refused(tmp_path: Path, code: int) -> None:
-    """Permission taken away, filesystem remounted read-only, no descriptors left, a signal."""
-    for at in range(code % 11, len(calls_without_faults(tmp_path)), 11):
-        expect_survival(tmp_path, Fault(at, error=code))
+@pytest.mark.parametrize("name", FAULTS)
+def test_operation_n_fails(tmp_path: Path, name: str) -> None:
+    operation, stride, kind = FAULTS[name]
+    calls = calls_without_faults(tmp_path)
+    num_calls = len(calls) if operation is None else calls.count(operation)
+    for at in range(len(name) % stride, num_calls, stride):
+        expect_survival(tmp_path, Fault(at, operation, **kind(at)))
 
 
 def below_capacity(directory: Path, device: FaultyDevice) -> None:

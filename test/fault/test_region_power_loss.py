@@ -80,14 +80,6 @@ def test_power_may_go_at_any_change(tmp_path: Path, workload: Workload) -> None:
     assert at > 20, "the workload is too small to mean anything"
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_closed_store_needs_no_power(tmp_path: Path, workload: Workload) -> None:
-    device, ledger = SimulatedDevice(), Ledger()
-    run(tmp_path, device, ledger, workload)
-    for mode, seed in CRASHES:
-        assert check_after(tmp_path, device.crash(mode, seed), ledger, ledger.acknowledged)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_power_may_fail_anywhere_in_a_recovery(tmp_path: Path, mode: CrashMode) -> None:
     for first_at in range(5, 45, 13):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING
 
@@ -54,22 +53,6 @@ def test_the_second_process_is_told_the_holder(tmp_path: Path) -> None:
     ledger = Ledger(submitted={*run_keys(0), *run_keys(1)})
     ledger.check(engine, ledger.submitted)
     engine.close()
-
-
-def test_only_one_of_many_gets_it(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        rivals = [stack.enter_context(Child(tmp_path)) for _ in range(NUM_RIVALS)]
-        for rival in rivals:
-            assert rival.line() == "opening"
-        answers = {rival.pid: rival.line() for rival in rivals}
-        winners = [pid for pid, answer in answers.items() if answer == "open"]
-        assert len(winners) == 1, answers
-        for pid, answer in answers.items():
-            if pid not in winners:
-                # The winner takes the lock an instant before it can sign it.
-                assert re.search(r"^locked .* in use by process (\d+|unknown);", answer)
-        winner = next(rival for rival in rivals if rival.pid in winners)
-        assert served(winner, 0)
 
 
 def test_a_kill_frees_the_lock_despite_children(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from kit.clock import Clock
-from sglang_tiered.storage.backoff import Backoff, OnceLog
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.region.health import HealthMonitor
 
@@ -95,17 +93,3 @@ def test_watch_forgets_io_that_failed(health: HealthMonitor, clock: Clock) -> No
         raise OSError("no")
     clock.now += 100.0
     assert health.state() is Health.RUNNING
-
-
-def test_a_cause_is_logged_once_until_settled(caplog: pytest.LogCaptureFixture) -> None:
-    log = OnceLog(logging.getLogger("test"))
-    for _ in range(3):
-        log.report("disk", "disk %s", "full")
-    log.report("other", "other")
-    log.settle("disk")
-    log.report("disk", "disk again")
-    assert [record.getMessage() for record in caplog.records] == [
-        "disk full",
-        "other",
-        "disk again",
-    ]
