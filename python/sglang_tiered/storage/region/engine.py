@@ -528,7 +528,7 @@ class RegionEngine(TierEngine):
         state = self._state
         with state.lock:
             state.check_integrity()
-            known = {region.name for region in state.regions} | set(state.regions.leftovers)
+            known = {region.name for region in state.regions}
             physical_bytes = state.regions.physical_bytes
         cap = self._capacity_bytes
         assert physical_bytes <= cap, f"physical {physical_bytes} > cap {cap}"

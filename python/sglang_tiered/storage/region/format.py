@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_BYTES",
+    "CHECKSUM_BYTES",
     "EXTENT_DTYPE",
     "FORMAT_VERSION",
     "MAX_EXTENT_HEADER_BYTES",
@@ -66,6 +67,7 @@ __all__ = [
 
 FORMAT_VERSION = 3
 BLOCK_BYTES = 4096
+CHECKSUM_BYTES = 8
 NONCE_BYTES = 16
 NAMESPACE_BYTES = 32
 MAX_EXTENT_PAGES = 512
@@ -157,7 +159,7 @@ class Contents(NamedTuple):
         lengths = _padded_lengths(self.pages)
         before = np.cumsum(lengths) - lengths
         first_page = np.cumsum(num_pages) - num_pages
-        fixed = _EXTENT.size + _CHECKSUM.size
+        fixed = _EXTENT.size + CHECKSUM_BYTES
         headers = -(-(fixed + num_pages * PAGE_DTYPE.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
         payload = self.extents["offset"].astype(np.int64) + headers
         shift: npt.NDArray[np.int64] = np.repeat(payload - before[first_page], num_pages)
@@ -194,12 +196,12 @@ def page_table(records: Iterable[tuple[bytes, int, int]]) -> npt.NDArray[Any]:
 
 
 def extent_header_bytes(num_pages: int) -> int:
-    return padded(_EXTENT.size + num_pages * PAGE_DTYPE.itemsize + _CHECKSUM.size)
+    return padded(_EXTENT.size + num_pages * PAGE_DTYPE.itemsize + CHECKSUM_BYTES)
 
 
 def footer_bytes(num_extents: int, num_pages: int) -> int:
     tables = num_extents * EXTENT_DTYPE.itemsize + num_pages * PAGE_DTYPE.itemsize
-    return padded(_FOOTER.size + tables + _CHECKSUM.size)
+    return padded(_FOOTER.size + tables + CHECKSUM_BYTES)
 
 
 def fits_region(region_bytes: int, end: int, num_extents: int, num_pages: int) -> bool:
@@ -242,14 +244,14 @@ def check_namespace(namespace: bytes) -> None:
 
 def with_checksum(fields: bytes, nbytes: int) -> bytes:
     """Zero-pad to ``nbytes`` with the checksum of all before it in the last eight bytes."""
-    body = fields.ljust(nbytes - _CHECKSUM.size, b"\0")
+    body = fields.ljust(nbytes - CHECKSUM_BYTES, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def verifies(block: Buffer) -> bool:
     view = memoryview(block)
-    (stored,) = _CHECKSUM.unpack(view[-_CHECKSUM.size :])
-    return bool(stored == xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size]))
+    (stored,) = _CHECKSUM.unpack(view[-CHECKSUM_BYTES:])
+    return bool(stored == xxhash.xxh3_64_intdigest(view[:-CHECKSUM_BYTES]))
 
 
 def other_version(block: Buffer) -> int | None:
@@ -400,16 +402,14 @@ class CheckpointEntry(NamedTuple):
 def pack_checkpoint(entries: Iterable[CheckpointEntry]) -> bytes:
     rows = [_SYNCED.pack(*entry) for entry in entries]
     body = _CHECKPOINT.pack(CHECKPOINT_MAGIC, FORMAT_VERSION, len(rows), 0) + b"".join(rows)
-    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+    return with_checksum(body, len(body) + CHECKSUM_BYTES)
 
 
 def unpack_checkpoint(data: bytes) -> list[CheckpointEntry] | None:
     """Unpack a checkpoint; ``None`` for bytes that do not verify."""
-    if len(data) < _CHECKPOINT.size + _CHECKSUM.size:
+    if len(data) < _CHECKPOINT.size + CHECKSUM_BYTES or not verifies(data):
         return None
-    body = data[: -_CHECKSUM.size]
-    if _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0] != xxhash.xxh3_64_intdigest(body):
-        return None
+    body = data[:-CHECKSUM_BYTES]
     magic, version, num_regions, _ = _CHECKPOINT.unpack_from(body)
     if (magic, version) != (CHECKPOINT_MAGIC, FORMAT_VERSION):
         return None

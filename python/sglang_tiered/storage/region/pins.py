@@ -11,8 +11,6 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
 from sglang_tiered.storage.base import (
     KEY_BYTES,
     TENANT_BYTES,
@@ -21,6 +19,7 @@ from sglang_tiered.storage.base import (
     unique_keys,
 )
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
+from sglang_tiered.storage.region.format import CHECKSUM_BYTES, verifies, with_checksum
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ MAX_DATA_BYTES = 17 << 20  # four million tokens, and whose they are
 VERSION = 1
 MAGIC = b"SGLTPINS"
 _HEADER = struct.Struct("<8sII16sdII")  # magic version num_keys tenant until name_bytes data_bytes
-_CHECKSUM = struct.Struct("<Q")
 _MAGIC_VERSION = struct.Struct("<8sI")
 MAX_PIN_BYTES = 64 << 20
 MAX_PINS = 1 << 14
@@ -102,15 +100,12 @@ def pack(pin: Pin) -> bytes:
         MAGIC, VERSION, len(pin.keys), pin.tenant, until, len(name), len(pin.data)
     )
     body = b"".join((fields, name, pin.data, *pin.keys))
-    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+    return with_checksum(body, len(body) + CHECKSUM_BYTES)
 
 
 def _verified(data: bytes) -> bytes | None:
-    if len(data) < _HEADER.size + _CHECKSUM.size or not data.startswith(MAGIC):
-        return None
-    body = data[: -_CHECKSUM.size]
-    matches = _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0] == xxhash.xxh3_64_intdigest(body)
-    return body if matches else None
+    is_whole = len(data) >= _HEADER.size + CHECKSUM_BYTES and verifies(data)
+    return data[:-CHECKSUM_BYTES] if is_whole and data.startswith(MAGIC) else None
 
 
 def unpack(data: bytes) -> Pin | None:

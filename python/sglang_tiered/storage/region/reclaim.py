@@ -146,7 +146,7 @@ class Reclaimer(StorePart):
         self._pin_timeout_s = pin_timeout_s
         self._clock = clock
         self._credit = ReinsertionCredit()
-        self._leaving: Region | None = None  # goes once its pinned pages are in the next region
+        self.leaving: Region | None = None  # goes once its pinned pages are in the region made last
         self._overdue: Region | None = None  # goes though it is mostly pinned
         self._num_reserved = 0
         self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
@@ -160,9 +160,8 @@ class Reclaimer(StorePart):
     def reserve(self, nbytes: int) -> bool:
         """Reserve room for a new region, evicting as needed; false when nothing can go. While there
         are pins, room for one more stays free, so that pinned pages are written again before their
-        region goes: where that is all there is, ``take_leaving`` names the region."""
-        self._remove_leftovers()
-        self._leaving = None
+        region goes: where that is all there is, ``leaving`` is the region."""
+        self.leaving = None
         self._num_reserved += 1
         with self._state.lock:
             is_turn = self._num_reserved % _OVERDUE_EVERY == 0
@@ -173,8 +172,8 @@ class Reclaimer(StorePart):
                     self._state.regions.reserve(nbytes)
                     return True
                 if self._state.pins.bound_bytes and self._room() >= nbytes:
-                    self._leaving = self._next_leaving()
-                    if self._leaving is not None:
+                    self.leaving = self._next_leaving()
+                    if self.leaving is not None:
                         self._state.regions.reserve(nbytes)
                         return True
             if not self.evict_one():
@@ -191,11 +190,6 @@ class Reclaimer(StorePart):
 
     def _room(self) -> int:
         return self._capacity_bytes - self._state.regions.physical_bytes
-
-    def take_leaving(self) -> Region | None:
-        """Return the region whose pinned pages go to the one that room was reserved for last."""
-        region, self._leaving = self._leaving, None
-        return region
 
     def next_leaving(self) -> Region | None:
         """Return the best victim, if it has pinned pages."""
@@ -232,23 +226,6 @@ class Reclaimer(StorePart):
     def unreserve(self, nbytes: int) -> None:
         with self._state.lock:
             self._state.regions.unreserve(nbytes)
-
-    def leave_behind(self, name: str, nbytes: int) -> None:
-        """Keep the room of a file that could not be removed, of a region that was never created,
-        reserved until it can be removed."""
-        with self._state.lock:
-            self._state.regions.leftovers[name] = nbytes
-
-    def _remove_leftovers(self) -> None:
-        for name, nbytes in list(self._state.regions.leftovers.items()):
-            try:
-                with self._health.watch(), contextlib.suppress(FileNotFoundError):
-                    self._device.unlink(name)
-            except OSError:
-                continue
-            with self._state.lock:
-                del self._state.regions.leftovers[name]
-                self._state.regions.unreserve(nbytes)
 
     def evict_one(self) -> bool:
         """Remove the best victim that can be removed, one without pinned pages if there is any, and

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -71,17 +70,15 @@ from sglang_tiered.storage.region.writer import write_footer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
-    from types import TracebackType
 
     import numpy.typing as npt
-    from rich.progress import Progress
 
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["LateProgress", "RecoveryReport", "read_checkpoint", "recover"]
+__all__ = ["RecoveryReport", "read_checkpoint", "recover"]
 
 logger = logging.getLogger(__name__)
 
@@ -171,13 +168,9 @@ class _Recovery:
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread
         report.next_sequence = max(report.next_sequence, self._next_erased_sequence())
-        with (
-            LateProgress(2 * len(sequences)) as progress,
-            ThreadPoolExecutor(self.num_threads) as pool,
-        ):
+        with ThreadPoolExecutor(self.num_threads) as pool:
             # 2
-            for _ in pool.map(self._open, sequences):
-                progress.advance()
+            list(pool.map(self._open, sequences))  # which raises what they do
             self.found.sort(key=lambda found: found.region.sequence)
             for item in self.found:
                 entry = known.get((item.region.sequence, item.region.nonce))
@@ -206,7 +199,6 @@ class _Recovery:
                     item.contents = Contents.of([])
                 self._index(item, item.contents, namespace, regions, pages)  # 7
                 item.contents = None  # those of all together may take as much as the index
-                progress.advance()
             pages.put()
         self._settle_erased(names)
         report.num_regions, report.num_pages = len(regions), len(index)
@@ -493,40 +485,3 @@ def _unlink(device: Device, name: str) -> None:
         return
     except OSError as error:
         logger.warning("%s could not be removed (%s); it is skipped", name, error.strerror)
-
-
-_PROGRESS_AFTER_S = 1.0
-
-
-class LateProgress:
-    """A bar on stderr that shows itself only when recovery takes longer than a second."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._started = time.monotonic()
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> LateProgress:
-        return self
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._progress is None and time.monotonic() - self._started > _PROGRESS_AFTER_S:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress = Progress(console=Console(stderr=True), transient=True)
-            self._progress.add_task("recovering regions", total=self._total)
-            self._progress.start()
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=self._done)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()

@@ -57,9 +57,9 @@ class Region:
 class RegionTable:
     """The regions that exist, and the bytes they take on the disk.
 
-    ``physical_bytes`` also counts room reserved for a region about to be created, files left over
-    from failed attempts, files that cannot be read, and regions already unlinked that a thread
-    still holds open: the disk has not got those back yet.
+    ``physical_bytes`` also counts room reserved for a region about to be created, files that cannot
+    be read, and regions already unlinked that a thread still holds open: the disk has not got those
+    back yet.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,6 @@ class RegionTable:
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
         self.retiring_bytes = 0
-        self.leftovers: dict[str, int] = {}  # files that could not be removed yet, with their bytes
         self.aside_bytes = 0  # of files that cannot be read: neither served nor removed
         self.tenant_bytes: Counter[bytes] = Counter()  # the regions' together
 
@@ -141,8 +140,7 @@ class RegionTable:
         self.physical_bytes -= region.nbytes
 
     def check_integrity(self, *, idle: bool) -> None:
-        taken = sum(region.nbytes for region in self) + sum(self.leftovers.values())
-        taken += self.aside_bytes
+        taken = sum(region.nbytes for region in self) + self.aside_bytes
         assert self.physical_bytes >= taken + self.retiring_bytes, (
             f"physical {self.physical_bytes} < regions {taken} + retiring {self.retiring_bytes}"
         )

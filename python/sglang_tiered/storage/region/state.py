@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,8 +40,6 @@ from sglang_tiered.storage.region.regions import RegionTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
-
-    import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure, Job, Run
     from sglang_tiered.storage.region.pending import Note, Part
@@ -354,7 +352,17 @@ class StoreState:
                     places, entries = places[seen], entries[seen]
                 for key in keys:
                     del self.pending[key]
-                self.put_pages(keys, region, places, entries, ticket.tenant)
+                if keys:
+                    self.index.put(
+                        key_words(keys),
+                        region.slot,
+                        places,
+                        entries["length"],
+                        entries["checksum"],
+                        self.index.tenants.place_of(ticket.tenant),
+                    )
+                if len(self.pins) and (wanted := self.pins.wanted(keys)):
+                    self._pin_pages(wanted)
             elif ticket.generation != _ERASED:
                 region.num_foreign += part.num_pages  # perhaps: of the namespace before
             if ticket.reinserted:
@@ -370,28 +378,6 @@ class StoreState:
         if not self.any_dirty:
             self.any_dirty = True
             self.sync_ready.notify()
-
-    def put_pages(
-        self,
-        keys: Sequence[bytes],
-        region: Region,
-        offsets: npt.NDArray[np.int64],
-        pages: npt.NDArray[Any],
-        tenant: bytes,
-    ) -> None:
-        """Make pages of one tenant visible in their region, pinned where a pin wants them."""
-        if not keys:
-            return
-        self.index.put(
-            key_words(keys),
-            region.slot,
-            offsets,
-            pages["length"],
-            pages["checksum"],
-            self.index.tenants.place_of(tenant),
-        )
-        if len(self.pins) and (wanted := self.pins.wanted(keys)):
-            self._pin_pages(wanted)
 
     def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""

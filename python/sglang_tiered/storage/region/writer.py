@@ -8,7 +8,6 @@ write the log is rewound to where the failed extent began.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
@@ -108,7 +107,7 @@ class RegionWriter(StorePart):
         self._region = self._create()
         self._num_pages = self._num_failures = 0
         self._is_rewound = False
-        leaving = self._reclaimer.take_leaving()
+        leaving = self._reclaimer.leaving
         # The first took the room that is kept for this. As the next ones free more than they
         # take, there is an empty region for stores in the end, however large their pages are.
         while leaving is not None:
@@ -347,22 +346,16 @@ class RegionWriter(StorePart):
         except OSError:
             self._reclaimer.unreserve(self._region_bytes)
             raise
-        try:
-            self.write(fd, [memoryview(pack_region_header(header))], 0)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._device.close(fd)
-            try:
-                self._device.unlink(name)
-            except OSError:
-                self._reclaimer.leave_behind(name, self._region_bytes)
-            else:
-                self._reclaimer.unreserve(self._region_bytes)
-            raise
         region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
         region.published_tail = BLOCK_BYTES
         with self._state.lock:
             self._state.regions.add(region)
+        try:
+            self.write(fd, [memoryview(pack_region_header(header))], 0)
+        except OSError:
+            region.sealed = True  # and useless: where it cannot go now, it goes before all others
+            self._reclaimer.remove(region)
+            raise
         return region
 
 

@@ -136,16 +136,3 @@ def test_contents_of_regions_do_not_pile_up(
     assert run_recovery(tmp_path).num_regions == 7
     assert len(held) == 7
     assert max(held) <= 3  # the one in hand, and two that its only thread has read ahead
-
-
-def test_the_bar_shows_only_when_recovery_takes_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_recovery(directory)
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(recovery, "_PROGRESS_AFTER_S", -1.0)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    run_recovery(directory)
-    captured = capfd.readouterr()
-    assert "recovering regions" in captured.err
-    assert captured.out == ""

@@ -166,8 +166,11 @@ def test_an_irremovable_file_keeps_its_room(bench: Bench) -> None:
     bench.engine.check_integrity()
     bench.device.faults = []
     assert bench.store(1) == [Reason.OK]
-    assert [file.name for file in bench.files()] == ["region-0000000000000001.kv"]
-    assert bench.engine.stats().physical_bytes == REGION
+    assert bench.engine.stats().physical_bytes == 2 * REGION
+    for seed in range(2, 5):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    assert region_name(0) not in {file.name for file in bench.files()}, "it goes before all others"
+    assert bench.engine.stats().num_pages_evicted == 0
 
 
 class StickyDevice(FaultyDevice):
