@@ -3,16 +3,13 @@ bounds, and reclaim at work."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import struct
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import xxhash
 from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
@@ -20,12 +17,12 @@ from simulation.ledger import TIMEOUT_S, Ledger, content, keys
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained
-from sglang_tiered.errors import StoreError, StoreFormatError
+from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
+from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NAMES
 from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.pins import PinRefusal
 
@@ -86,73 +83,33 @@ def test_clear_is_durable_though_files_cannot_go(tmp_path: Path) -> None:
         assert store(engine, OF_A, A) == [Reason.OK] * 12
 
 
-def older(what: Erasure, bound: Bound) -> bytes:
-    """What earlier programs wrote to ``PURGES``."""
-    rows, keys_of = b"", b""
-    if what.keys is None:
-        rows = struct.pack("<16sQQ", what.tenant, *bound)
-    else:
-        rows_of = (struct.pack("<32sQQ", each, *bound) for each in sorted(what.keys))
-        keys_of = struct.pack("<Q", len(what.keys)) + b"".join(rows_of)
-    head = struct.pack("<8sIIQQ", b"SGLTPURG", 4 if keys_of else 3, len(rows) // 32, 0, 0)
-    body = head + rows + keys_of
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
-
-
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "older"])
-@pytest.mark.parametrize("name", [ERASED_NAME, PURGES_NAME])
 @pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(GONE)], ids=["tenant", "pages"])
-def test_damage_brings_nothing_erased_back(
-    tmp_path: Path, what: Erasure, name: str, harm: str
-) -> None:
+def test_damage_brings_nothing_erased_back(tmp_path: Path, what: Erasure, harm: str) -> None:
+    """Nor does what earlier programs erased, in a file that is not read any more."""
     device = SimulatedDevice()
     with running(tmp_path, device) as engine:
         fill(engine)
         assert is_true(engine.erase(what), TIMEOUT_S)
         assert is_true(engine.note_erased([], [NOTE]), TIMEOUT_S)
     files = device.crash("kill")
-    good = files.pop(ERASED_NAME) if name == ERASED_NAME else older(what, Bound(9, 4096))
-    bits = range(0, 8 * len(good), 13 if name == PURGES_NAME else 577)
-    for bit in bits if harm == "flip" else [0]:
+    good = files[ERASED_NAME]
+    for bit in range(0, 8 * len(good), 577) if harm == "flip" else [0]:
         bad = bytearray(good)
-        if harm == "flip":
-            bad[bit // 8] ^= 1 << bit % 8
-        else:
-            bad = {"cut": bad[:-1], "empty": bytearray(), "older": bytearray(b"SGLTPURG")}[harm]
-        device = SimulatedDevice(files | {name: bytes(bad)})
+        bad[bit // 8] ^= 1 << bit % 8
+        name = OLDER_NAMES[0] if harm == "older" else ERASED_NAME
+        new = {"flip": bytes(bad), "cut": good[:-1], "empty": b"", "older": b"SGLTPURG"}[harm]
+        device = SimulatedDevice(files | {name: new})
         with running(tmp_path, device) as engine:
-            if 28 * 8 <= bit < 8 * 4096 and name == ERASED_NAME:  # padding, that says nothing
+            if 28 * 8 <= bit < 8 * 4096:  # padding, that says nothing
                 assert held(engine, what.keys or OF_A) == 0
                 continue
             assert held(engine, OF_A + OF_B) == 0, "everything may be what was erased"
             assert store(engine, OF_A, A) == [Reason.OK] * 12
-        with running(tmp_path, device.restart()) as engine:
+        device = device.restart()
+        assert OLDER_NAMES[0] not in device.list_names()
+        with running(tmp_path, device) as engine:
             assert held(engine, OF_A) == 12, "damage is paid for once"
-
-
-@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(GONE)], ids=["tenant", "pages"])
-def test_what_earlier_programs_erased_stays_so(tmp_path: Path, what: Erasure) -> None:
-    """Over a loss of power while it is taken over, too."""
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        assert is_true(engine.erase(Erasure.of(LATER)), TIMEOUT_S)
-    files = device.crash("kill") | {PURGES_NAME: older(what, Bound(9, 4096))}
-    at = 0
-    while True:
-        device = SimulatedDevice(files, power_off_at=at)
-        with contextlib.suppress(StoreError), running(tmp_path, device):
-            pass
-        for seed in range(3):
-            after = device.crash("reorder", seed)
-            with running(tmp_path, SimulatedDevice(after)) as engine:
-                assert held(engine, what.keys or OF_A) == 0, at
-                assert held(engine, [*STAYS, *OF_B]) == (20 if what.keys else 12), at
-        if device.powered:
-            break
-        at += 1
-    assert at > 2
-    assert PURGES_NAME not in device.list_names()
 
 
 def test_a_newer_log_refuses_the_store_untouched(
@@ -162,21 +119,14 @@ def test_a_newer_log_refuses_the_store_untouched(
     with running(tmp_path, device) as engine:
         fill(engine)
     monkeypatch.setattr(erase_log, "VERSION", 77)
-    data = erase_log.pack(Erased())
+    files = device.crash("kill") | {ERASED_NAME: erase_log.pack(Erased())}
     monkeypatch.undo()
-    for name, newer in ((ERASED_NAME, data), (PURGES_NAME, older_version(5))):
-        files = device.crash("kill") | {name: newer}
-        with (
-            pytest.raises(StoreFormatError, match=r"format (77|5), newer than"),
-            running(tmp_path, opened := SimulatedDevice(files)),
-        ):
-            pass
-        assert opened.crash("kill") == files
-
-
-def older_version(version: int) -> bytes:
-    body = struct.pack("<8sIIQQ", b"SGLTPURG", version, 0, 0, 0)
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+    with (
+        pytest.raises(StoreFormatError, match=r"format 77, newer than"),
+        running(tmp_path, opened := SimulatedDevice(files)),
+    ):
+        pass
+    assert opened.crash("kill") == files
 
 
 def test_a_torn_append_costs_nothing() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.region.files import ERASED_NAME, PURGES_NAME
+from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NAMES
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     padded,
@@ -40,7 +40,7 @@ from sglang_tiered.storage.region.walk import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -87,9 +87,6 @@ _NOTES = struct.Struct("<8sQQ")  # magic record_bytes num_notes
 _CHECKSUM = struct.Struct("<Q")
 _SLACK_BYTES = 1 << 20  # of records, beyond twice what is needed, before the file is written anew
 
-OLDER_MAGIC, OLDER_WITH_KEYS = b"SGLTPURG", 4  # 3 without keys
-_OLDER = struct.Struct("<8sIIQQ")  # magic version num_tenants, bound of all
-
 _TENANTS: np.dtype[Any] = np.dtype([("tenant", "V16"), ("sequence", "<u8"), ("offset", "<u8")])
 _KEYS: np.dtype[Any] = np.dtype([("key", "S32"), ("sequence", "<u8"), ("offset", "<u8")])
 _NOTE: np.dtype[Any] = np.dtype([("id", "V16"), ("until", "<f8"), ("nbytes", "<u4")])
@@ -119,7 +116,7 @@ class Erased:
     ids: dict[int, None] = field(default_factory=dict)  # the oldest first
     notes: dict[bytes, Note] = field(default_factory=dict)  # by name, the oldest first
     notes_bytes: int = 0
-    damaged: str = ""  # the file that is, if one is: everything is dead
+    damaged: str = ""  # which file is, if one is: everything is dead
     num_bytes: int = 0  # of the file, up to where the next record goes; 0: it must be written anew
     parts: list[npt.NDArray[Any]] = field(default_factory=lambda: [np.zeros(0, _KEYS)])
 
@@ -369,7 +366,10 @@ def unpack(data: bytes) -> Erased | None:
     if magic != MAGIC:
         return None
     if version > VERSION:
-        raise _newer(ERASED_NAME, version, VERSION)
+        raise StoreFormatError(
+            f"{ERASED_NAME} was written in format {version}, newer than {VERSION}, which this "
+            "version reads; upgrade sglang-tiered or pass another --tier-dir"
+        )
     erased, view, at = Erased(), memoryview(data), BLOCK_BYTES
     while (found := _unpack_record(view[at:]) or _unpack_notes(view[at:])) is not None:
         erased.merge(found[0])
@@ -389,57 +389,24 @@ def _is_sane(erased: Erased) -> bool:
     )
 
 
-def _unpack_older(data: bytes) -> Erased | None:
-    """Unpack what earlier programs wrote, as ``unpack`` does."""
-    body = data[: -_CHECKSUM.size]
-    if len(body) < _OLDER.size or not verifies(data) or body[:8] != OLDER_MAGIC:
-        return None
-    _, version, num_tenants, *everyone = _OLDER.unpack_from(body)
-    if version > OLDER_WITH_KEYS:
-        raise _newer(PURGES_NAME, version, OLDER_WITH_KEYS)
-    end = _OLDER.size + num_tenants * _TENANTS.itemsize
-    has_keys = version == OLDER_WITH_KEYS and len(body) >= end + 8
-    num_keys = int.from_bytes(body[end : end + 8], "little") if has_keys else 0
-    if len(body) != end + 8 * has_keys + num_keys * _KEYS.itemsize:
-        return None
-    tenants = np.frombuffer(body, _TENANTS, num_tenants, _OLDER.size)
-    erased = Erased(_bounds(tenants), Bound(*everyone))
-    erased.parts.append(np.frombuffer(body, _KEYS, num_keys, end + 8 * has_keys).copy())
-    return erased if _is_sane(erased) else None
-
-
-def _newer(name: str, version: int, known: int) -> StoreFormatError:
-    return StoreFormatError(
-        f"{name} was written in format {version}, newer than {known}, which this version reads; "
-        "upgrade sglang-tiered or pass another --tier-dir"
-    )
-
-
 def read(device: Device) -> Erased:
-    """Return what the files say. One that is damaged erases everything there is, and says so.
-    Raises ``OSError`` for one that cannot be read and for conditions of this process, and
-    ``StoreFormatError`` for one of a newer version."""
-    erased = _read(device, ERASED_NAME, unpack)
-    older = _read(device, PURGES_NAME, _unpack_older)
-    if not older.is_empty:
-        erased.merge(older)
-        erased.num_bytes = 0
-    return erased
-
-
-def _read(device: Device, name: str, unpack: Callable[[bytes], Erased | None]) -> Erased:
+    """Return what the file says. One that is damaged erases everything there is, and says so, as
+    does one of an earlier program. Raises ``OSError`` for one that cannot be read and for
+    conditions of this process, and ``StoreFormatError`` for one of a newer version."""
+    if OLDER_NAMES[0] in device.list_names():
+        return Erased(everyone=_EVERYWHERE, damaged=f"{OLDER_NAMES[0]} is of an earlier version")
     try:
-        data = persist(lambda: device.read_file(name))
+        data = persist(lambda: device.read_file(ERASED_NAME))
     except FileNotFoundError:
         return Erased()
     except OSError as error:
         if error.errno in UNREADABLE_ERRNOS:
-            why = f"{name}, which says what was erased, cannot be read: {error.strerror}"
+            why = f"{ERASED_NAME}, which says what was erased, cannot be read: {error.strerror}"
             raise OSError(error.errno, why) from error
         if error.errno not in NOT_A_FILE_ERRNOS:
             raise
         data = b""
-    return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=name)
+    return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=f"{ERASED_NAME} is damaged")
 
 
 def drop_gone(device: Device, erased: Erased) -> None:

@@ -21,11 +21,10 @@ __all__ = [
     "MANIFEST_NAME",
     "NAMESPACE_NAME",
     "NOTE_NAMES",
-    "OLDER_NOTE_NAMES",
+    "OLDER_NAMES",
     "PAGE_SIZES_NAME",
     "PIN_PREFIX",
     "PROBE_NAME",
-    "PURGES_NAME",
     "SHARD_PREFIX",
     "TEMPORARY_SUFFIX",
     "WARM_NAME",
@@ -48,18 +47,16 @@ LOCK_NAME = "LOCK"  # of a shard too
 # Of a shard, beside its regions.
 CHECKPOINT_NAME = "CHECKPOINT"
 ERASED_NAME = "ERASED"
-PURGES_NAME = "PURGES"  # of earlier programs, in its place
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
-OLDER_NOTE_NAMES = ("APPLIED-FORGETS", "APPLIED-PURGES")  # of earlier programs: removed
+OLDER_NAMES = ("PURGES", "APPLIED-FORGETS", "APPLIED-PURGES")  # of earlier programs: removed
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
 WARM_NAME = "WARM"
 TEMPORARY_SUFFIX = ".tmp"
 
 NOTE_NAMES = (
-    *OLDER_NOTE_NAMES,
     NAMESPACE_NAME,
     PAGE_SIZES_NAME,
     WARM_NAME,
@@ -68,7 +65,7 @@ LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
         LENDING_NAME,
-        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, PURGES_NAME, *NOTE_NAMES)),
+        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES, *NOTE_NAMES)),
     }
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
@@ -80,7 +77,7 @@ _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
 _SHARD_NAMES = frozenset(
-    {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, PURGES_NAME, *NOTE_NAMES, *LEFTOVER_NAMES}
+    {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES, *NOTE_NAMES, *LEFTOVER_NAMES}
 )
 
 

@@ -41,8 +41,7 @@ from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
     ERASED_NAME,
-    OLDER_NOTE_NAMES,
-    PURGES_NAME,
+    OLDER_NAMES,
 )
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -222,20 +221,20 @@ class _Recovery:
         """Leave a file that verifies and says no more than it must, and none of earlier
         programs."""
         erased, device = self.report.erased, self.device
-        older = [name for name in (PURGES_NAME, *OLDER_NOTE_NAMES) if name in names]
         if erased.damaged:
-            logger.warning("%s is damaged; all stored pages are erased", erased.damaged)
+            logger.warning("%s: all stored pages are erased", erased.damaged)
             erased.everyone = Bound(self.report.next_sequence, 0)
         try:
             erase_log.drop_gone(device, erased)
-            has_file = ERASED_NAME in names or PURGES_NAME in names
+            has_file = ERASED_NAME in names or erased.damaged
             if has_file and erased.num_bytes != erased.packed_bytes:
                 erase_log.rewrite(device, erased)
         except OSError as error:
             logger.warning("%s cannot be written (%s); it stays as it was", ERASED_NAME, error)
             return
-        for name in older:
-            _unlink(device, name)
+        for name in OLDER_NAMES:
+            if name in names:
+                _unlink(device, name)
 
     def _remove(self, item: _Found) -> None:
         self.found.remove(item)

@@ -14,7 +14,7 @@ from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
     ERASED_NAME,
     MANIFEST_NAME,
-    PURGES_NAME,
+    OLDER_NAMES,
     SHARD_PREFIX,
     is_shard_file,
 )
@@ -101,7 +101,7 @@ def resolve(path: Path) -> Target:
 def _is_shard(path: Path, names: Sequence[str]) -> bool:
     if MANIFEST_NAME in names or any(name.startswith(SHARD_PREFIX) for name in names):
         return False
-    ours = (CHECKPOINT_NAME, ERASED_NAME, PURGES_NAME)
+    ours = (CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES)
     if any(name in ours or parse_region_name(name) is not None for name in names):
         return True
     return path.resolve().name.startswith(SHARD_PREFIX) and all(map(is_shard_file, names))
