@@ -79,9 +79,6 @@ class PageIndex:
     def stored_bytes(self) -> int:
         return self._stored_bytes - self.tenants.dead_totals()[1]
 
-    def __contains__(self, key: bytes) -> bool:
-        return bool(self.find(key_words([key]))[0] >= 0)
-
     def num_live(self, slot: int) -> int:
         """Return how many pages are in the region of that slot."""
         return int(self._live[slot]) if slot < len(self._live) else 0
