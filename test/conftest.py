@@ -13,6 +13,10 @@ from kit import coverage_figure
 from kit.runs import blank, make_run, page_data
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zygote import Zygotes
+
     from kit.runs import Blank, MakeRun, PageData
 
 
@@ -33,11 +37,35 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def environment_of_nobody() -> Iterator[None]:
+    """A developer's SGLANG_* variables must not decide what a test sees, nor those that SGLang sets
+    as tests are collected: what fixtures start and what tests start would have two environments,
+    and so two zygotes."""
+    with pytest.MonkeyPatch.context() as patch:
+        _clean(patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's SGLANG_* variables must not decide what a test sees."""
+    """Nor those that another test leaves."""
+    _clean(monkeypatch)
+
+
+def _clean(patch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SGLANG_")]:
-        monkeypatch.delenv(name)
+        patch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
+    """For programs that import SGLang, once for all of them."""
+    from zygote import Zygotes
+
+    made = Zygotes(tmp_path_factory.mktemp("zygotes") / "log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(name="make_run")

@@ -142,7 +142,8 @@ def main(folder: Path) -> None:
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0] * NUM_RANKS
-    print(json.dumps([answer for _, answer in sorted(said.get() for _ in ranks)]), flush=True)
+    answers = [answer for _, answer in sorted(said.get() for _ in ranks)]
+    print(json.dumps({"ranks": answers}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zygote import Zygotes
 
 __all__ = ["FOLDER", "WHEN_WAITED_FOR", "environment", "run"]
 
@@ -30,20 +32,17 @@ def environment(report: Path | None = None, *, seed: int = 1, **settings: str) -
     }
 
 
-def run(script: str, *arguments: str, timeout_s: float, **more: str) -> Any:
-    """Run a script of this folder, which looks for no garbage: it imports SGLang and ends soon.
-    Returns what the JSON of its last line says."""
-    begin = (
-        "import gc, runpy, sys; gc.disable(); del sys.argv[0]; sys.path[0] = sys.argv[1]; "
-        "del sys.argv[1]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", begin, str(FOLDER / script), str(FOLDER), *arguments],
-        env={**os.environ, **more},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+def run(zygotes: Zygotes, script: str, *arguments: str, timeout_s: float, **more: str) -> Any:
+    """Run a script of this folder, forked from a process that has imported SGLang. Returns what the
+    JSON of its last line says."""
+    with tempfile.NamedTemporaryFile() as output:
+        log = Path(output.name)
+        process = zygotes.fork([str(FOLDER / script), *arguments], {**os.environ, **more}, log)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    assert code == 0 and lines, text[-9000:]
+    return json.loads(lines[-1])

@@ -39,19 +39,23 @@ class Bed:
         assert off <= PARTS, f"ASYNC_PLATFORM_OFF={','.join(off)}; there are {', '.join(PARTS)}"
         self.parts = PARTS - off
         self.report = Report(environment.get("ASYNC_PLATFORM_REPORT"))
-        delays = Delays(
-            seed=int(environment.get("ASYNC_PLATFORM_SEED", "0")),
-            mode=environment.get("ASYNC_PLATFORM_MODE", "random"),
-            horizon_s=float(environment.get("ASYNC_PLATFORM_HORIZON_S", "0.15")),
-        )
-        self.device = Device(delays, self.report.violation)
+        self.device = Device(_delays(environment), self.report.violation)
         self.lessons = Lessons(self.report)
         self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
     def reread(self, environment: Mapping[str, str]) -> None:
-        """Of a process that was forked for a server: its own files, all else as before."""
+        """Of a process that was forked: its own files and delays, the same parts."""
         self.report.path = environment.get("ASYNC_PLATFORM_REPORT")
         self.rest.orders = environment.get("ASYNC_PLATFORM_DRAIN")
+        self.device.delays = _delays(environment)
+
+
+def _delays(environment: Mapping[str, str]) -> Delays:
+    return Delays(
+        seed=int(environment.get("ASYNC_PLATFORM_SEED", "0")),
+        mode=environment.get("ASYNC_PLATFORM_MODE", "random"),
+        horizon_s=float(environment.get("ASYNC_PLATFORM_HORIZON_S", "0.15")),
+    )
 
 
 BED = Bed(os.environ)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from device_handoff import FAULTS
 from platform_process import WHEN_WAITED_FOR, environment, run
 
+if TYPE_CHECKING:
+    from zygote import Zygotes
+
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
-    return run("device_handoff.py", timeout_s=240, **environment(**WHEN_WAITED_FOR))
+def said(zygotes: Zygotes) -> Any:
+    return run(zygotes, "device_handoff.py", timeout_s=240, **environment(**WHEN_WAITED_FOR))
 
 
 def test_pages_arrive_however_late_copies_end(said: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from planted_faults import FAULTS
 from platform_process import WHEN_WAITED_FOR, environment, run
 
+if TYPE_CHECKING:
+    from zygote import Zygotes
+
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
-    return run("planted_faults.py", timeout_s=500, **environment(**WHEN_WAITED_FOR))
+def said(zygotes: Zygotes) -> Any:
+    return run(zygotes, "planted_faults.py", timeout_s=500, **environment(**WHEN_WAITED_FOR))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -3,12 +3,17 @@ and whatever is broken on purpose is noticed."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from platform_process import environment, run
 
 from kit.small_model import write_small_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zygote import Zygotes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -23,15 +28,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(model: str) -> Any:
+def expected(zygotes: Zygotes, model: str) -> Any:
     """What the same scheduler answers where copies are done when their calls return."""
-    said = run("scheduler_rounds.py", model, "none", timeout_s=500)
+    said = run(zygotes, "scheduler_rounds.py", model, "none", timeout_s=500)
     assert "error" not in said, said["error"]
     return said["rounds"]
 
 
-def rounds(model: str, mutation: str = "none", **settings: str) -> Any:
-    return run("scheduler_rounds.py", model, mutation, timeout_s=500, **environment(**settings))
+@pytest.fixture
+def rounds(zygotes: Zygotes, model: str) -> Callable[..., Any]:
+    """``rounds(mutation, **settings)``: what the scheduler says on the platform."""
+
+    def rounds(mutation: str = "none", **settings: str) -> Any:
+        more = environment(**settings)
+        return run(zygotes, "scheduler_rounds.py", model, mutation, timeout_s=500, **more)
+
+    return rounds
 
 
 @pytest.mark.parametrize(
@@ -42,8 +54,10 @@ def rounds(model: str, mutation: str = "none", **settings: str) -> Any:
         pytest.param("late-forward", marks=pytest.mark.slow),
     ],
 )
-def test_delays_change_no_answer_and_violate_nothing(model: str, expected: Any, mode: str) -> None:
-    said = rounds(model, MODE=mode)
+def test_delays_change_no_answer_and_violate_nothing(
+    rounds: Callable[..., Any], expected: Any, mode: str
+) -> None:
+    said = rounds(MODE=mode)
     assert "error" not in said, said["error"]
     assert said["violations"] == []
     assert said["rounds"] == expected
@@ -66,12 +80,16 @@ def test_delays_change_no_answer_and_violate_nothing(model: str, expected: Any, 
         ("prefills_teach_twice", "random", "too-many-lessons"),
     ],
 )
-def test_a_mutation_is_noticed(model: str, mutation: str, mode: str, noticed: str) -> None:
-    assert noticed in rounds(model, mutation, MODE=mode)["violations"]
+def test_a_mutation_is_noticed(
+    rounds: Callable[..., Any], mutation: str, mode: str, noticed: str
+) -> None:
+    assert noticed in rounds(mutation, MODE=mode)["violations"]
 
 
 @pytest.mark.slow
-def test_early_copies_behind_their_fence_violate_nothing(model: str, expected: Any) -> None:
-    said = rounds(model, "copies_begin_at_once", MODE="late-forward")
+def test_early_copies_behind_their_fence_violate_nothing(
+    rounds: Callable[..., Any], expected: Any
+) -> None:
+    said = rounds("copies_begin_at_once", MODE="late-forward")
     assert said["violations"] == []
     assert said["rounds"] == expected

@@ -10,18 +10,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import platform_process
 import pytest
 import report
-from zygote import ForkedProcess, Zygotes
 
 from kit.openapi import check_answer
 from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
 from server_process import Server
 from sglang_tiered.demo.model import SHAPES, write_model
+
+if TYPE_CHECKING:
+    from zygote import ForkedProcess, Zygotes
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
@@ -87,13 +89,6 @@ FORKED = {
 """Modules whose servers are forked from a process that has imported SGLang (``zygote``), as is the
 one without tiers that all share. Those of the others, and what ``scripts/demo`` starts, start as a
 user's do."""
-
-
-@pytest.fixture(scope="session")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
-    made = Zygotes(tmp_path_factory.mktemp("zygotes") / "log")
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,6 +35,8 @@ SLOW_DISK = Path(__file__).resolve().parent / "slow_disk"
 
 READ_LATE = (
     "ASYNC_PLATFORM_DRAIN",
+    "ASYNC_PLATFORM_HORIZON_S",
+    "ASYNC_PLATFORM_MODE",
     "ASYNC_PLATFORM_REPORT",
     "AWS_",
     "PYTEST_CURRENT_TEST",
@@ -195,6 +197,7 @@ def _become_program(request: dict[str, Any], set_by_imports: dict[str, str]) -> 
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command
+        sys.path[0] = str(Path(command[0]).parent)
         runpy.run_path(command[0], run_name="__main__")
 
 

@@ -28,6 +28,8 @@ from sglang_tiered.storage.base import Tier
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zygote import Zygotes
+
 DEADLINE_S = 240.0
 
 
@@ -110,11 +112,13 @@ def test_failed_attach_can_be_repeated_later(cache: Any, tmp_path: Path) -> None
     store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
 
 
-def test_ranks_attach_tiers_and_load_together(tmp_path: Path) -> None:
+def test_ranks_attach_tiers_and_load_together(zygotes: Zygotes, tmp_path: Path) -> None:
     """Else the ranks' next exchange, longer with the tiers, ends the server; those of another DP
     rank would wait for nobody when they are attached again; and a load that one rank begins waits
     for the others for ever."""
-    ranks = run("attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **environment())
+    more = environment()
+    said = run(zygotes, "attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **more)
+    ranks = said["ranks"]
     for rank in ranks:
         assert [attached for attached, _ in rank["refused"]] == [False, False]
         assert rank["held while refused"] == [False, False]

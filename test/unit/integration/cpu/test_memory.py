@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +17,9 @@ from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
 from sglang_tiered.integration.identity.model import one_copy
 from sglang_tiered.integration.launch import accelerator
+
+if TYPE_CHECKING:
+    from zygote import Zygotes
 
 ROOT = Path(__file__).parents[4]
 HOST_FRACTION = 0.8 * 0.95
@@ -95,8 +100,9 @@ def test_weights_count_with_their_size_in_memory(
     assert memory._widening(model) == factor
 
 
-def test_scheduler_refusal_is_one_sentence_and_code_2() -> None:
-    program = (
+def test_scheduler_refusal_is_one_sentence_and_code_2(zygotes: Zygotes, tmp_path: Path) -> None:
+    script, log = tmp_path / "refuses.py", tmp_path / "log"
+    script.write_text(
         "from types import SimpleNamespace\n"
         "from sglang_tiered.errors import ConfigError\n"
         "from sglang_tiered.integration import hooks\n"
@@ -104,14 +110,8 @@ def test_scheduler_refusal_is_one_sentence_and_code_2() -> None:
         "    raise ConfigError('too small.')\n"
         "hooks._around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (2, "sglang-tiered: too small.\n")
+    process = zygotes.fork([str(script)], dict(os.environ), log)
+    assert (process.wait(120), log.read_text()) == (2, "sglang-tiered: too small.\n")
 
 
 def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:

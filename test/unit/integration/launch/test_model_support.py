@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.small_model import write_small_model
 from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
 from sglang_tiered.integration.launch import model_support, start
 
-ROOT = Path(__file__).resolve().parents[4]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zygote import Zygotes
 
 SERVED: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -105,29 +107,17 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
     ids=["ours", "sglang's"],
 )
 def test_a_refused_launch_prints_one_sentence(
-    arguments: list[str], sentence: str, tmp_path: Path
+    zygotes: Zygotes, arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(model)],
-        check=True,
-        timeout=60,
-    )
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "sglang_tiered.launch_server", "--model-path", str(model)),
-            *("--port", "0"),
-            *("--tier-dir", str(tmp_path / "kv"), *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("sglang-tiered:")]
-    assert ended.returncode == 2, ended.stderr[-2000:]
+    model = write_small_model(tmp_path / "model")
+    command = ["-m", "sglang_tiered.launch_server", "--model-path", str(model), "--port", "0"]
+    command += ["--tier-dir", str(tmp_path / "kv"), *arguments]
+    process = zygotes.fork(command, dict(os.environ), tmp_path / "log")
+    code, said = process.wait(250), (tmp_path / "log").read_text()
+    lines = [line for line in said.splitlines() if line.startswith("sglang-tiered:")]
+    assert code == 2, said[-2000:]
     assert len(lines) == 1 and sentence in lines[0]
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_return_indexer_topk"])
