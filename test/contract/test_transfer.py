@@ -166,7 +166,7 @@ def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     sender.endpoint.expect_room(5)
     sender.endpoint.fail_room(5, "no memory")
     receiver.open(5, [sender], [1], state_rows=[None, None])
-    assert receiver.events.wait_for("failed", 5, timeout_s=5)[2] == (
+    assert receiver.events.wait_for("failed", 5)[2] == (
         "PD peer failed: no memory; for another try, draw another bootstrap_room."
     )
 
@@ -175,7 +175,7 @@ def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     receiver.endpoint.close_room(6)
     eventually(lambda: sender.endpoint.stats.num_rooms_failed == 2)
     sender.endpoint.expect_room(6)
-    assert "the request ended" in sender.events.wait_for("failed", 6, timeout_s=5)[2]
+    assert "the request ended" in sender.events.wait_for("failed", 6)[2]
 
 
 def test_room_opened_twice_keeps_its_first_pages(pair: Pair) -> None:
@@ -217,7 +217,7 @@ def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(7)
     receiver.endpoint.abort_room(7, [Target(sender.address)], "the client went away")
-    reason = sender.events.wait_for("failed", 7, timeout_s=5)[2]
+    reason = sender.events.wait_for("failed", 7)[2]
     assert reason == "decode dropped it: the client went away"
 
 
@@ -252,4 +252,4 @@ def test_lost_claim_fails_prefills_request(
     receiver.endpoint.claim_room(10, [Target(sender.address)])
     eventually(lambda: sender.endpoint.num_rooms == 2)  # both claims have arrived
     receiver.endpoint.close()
-    sender.events.wait_for("failed", 9, timeout_s=5)
+    sender.events.wait_for("failed", 9)

@@ -116,7 +116,7 @@ def test_the_holder_is_killed_in_the_middle(
         other.strike()
         begun = time.monotonic()
         assert job.wait(20.0)
-        assert time.monotonic() - begun < 3.0
+        assert time.monotonic() - begun < 4.5
     assert set(job.reasons) <= {Reason.OK, Reason.IO_ERROR}
     pages = zip(job.reasons, run.pages, stored_run(7, size, count).pages, strict=True)
     assert all(bytes(o[0]) == bytes(e[0]) for reason, o, e in pages if reason is Reason.OK)
@@ -133,7 +133,7 @@ def test_a_holder_stopped_too_long_lands_nothing(own: Sharer, other: SharerProce
     other.freeze()
     begun = time.monotonic()
     assert own.load(run, deadline_s=0.3) == [Reason.IO_ERROR] * COUNT
-    assert 0.3 <= time.monotonic() - begun < 3.0
+    assert 0.3 <= time.monotonic() - begun < 4.5
     assert list(own.tier._loader._silent.values()) == [1], "avoided for a while"
     os.kill(other.pid, signal.SIGCONT)
     own.finds(run.keys)
@@ -273,7 +273,7 @@ def test_closing_ends_what_is_under_way(own: Sharer, other: SharerProcess) -> No
     other.freeze()
     job = own.tier.submit_load(run)
     own.tier.close()
-    assert job.wait(5.0)
+    assert job.wait(20.0)
     assert job.reasons == [Reason.CANCELLED] * COUNT
     os.kill(other.pid, signal.SIGCONT)
     assert own.tier.health is Health.FAILED

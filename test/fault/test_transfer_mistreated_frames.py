@@ -240,7 +240,7 @@ def test_a_last_slab_damaged_is_sent_again() -> None:
         receiver.open(1, [between.address], [1, 2])
         sender.events.wait_for("ready", 1)
         sender.send(1, [7, 8])
-        receiver.events.wait_for("received", 1, timeout_s=5)
+        receiver.events.wait_for("received", 1)
         sender.events.wait_for("sent", 1)
         assert hits
         assert sender.endpoint.stats.num_resent == 1

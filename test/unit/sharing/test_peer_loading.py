@@ -196,7 +196,7 @@ def test_silent_holder_is_avoided_without_second_try(
         begun = time.monotonic()
         run = run_of(PAGES)
         job = load(loader(holders, client), run, deadline_s=0.2)
-        assert 0.2 <= time.monotonic() - begun < 2.0
+        assert 0.2 <= time.monotonic() - begun < 10.0
         assert job.reasons == [Reason.IO_ERROR] * 4
         assert [name for name, _ in holders.avoided] == ["mute"]
         assert other.stats.num_requests == 0

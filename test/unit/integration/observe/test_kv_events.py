@@ -331,7 +331,7 @@ def test_a_sick_bucket_has_not_lost_its_pages() -> None:
     events = TierEvents(core, tiers_of(storage), core.params)
     node = core.add(0, range(8))
     keys = core.keys(node)
-    assert bucket.submit_store(Run(tuple(keys), ((memoryview(b"x"),),) * 2)).wait(5.0)
+    assert bucket.submit_store(Run(tuple(keys), ((memoryview(b"x"),),) * 2)).wait(20.0)
     events.announce_node(node)
     blocks = stored(events.take_events(), EXTERNAL)
     assert len(blocks) == 2

@@ -69,10 +69,10 @@ def test_second_copy_of_weights_costs_nothing(
 @pytest.mark.parametrize("dtype", prefill_prior.PRODUCT_TYPES)
 def test_probe_of_every_format_is_short(dtype: torch.dtype) -> None:
     """A plain product in float16 on a CPU took 10 s."""
-    begun = time.perf_counter()
+    begun = time.process_time()
     rate = prefill_prior._operations_per_s(dtype, "cpu")
     assert rate is not None and rate > 1e8
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize("operations_per_s", [1e6, 1e8, 1e10, 1e12])
