@@ -85,7 +85,7 @@ def run(
         return {run.policy: run.totals for run in runs}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chains=traces(), device=st.integers(1, 12), more=st.integers(2, 12), nvme=st.integers(44, 80)
 )
@@ -142,7 +142,7 @@ def furthest_in_future(chains: list[list[int]], capacity: int) -> int:
     return hits
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(chains=traces(), servers=st.integers(2, 5))
 def test_servers_and_copies_neither_lose_nor_share_requests(
     chains: list[list[int]], servers: int
