@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
+    "MAX_SAVED_BYTES",
     "REINSERTION_SHARE",
     "Reclaimer",
     "ReinsertionCredit",
@@ -53,7 +54,7 @@ REINSERTION_SHARE = 1 / 10
 # What victims without hot pages leave over is saved for later ones, up to this share of a region,
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
-_MAX_SAVED_BYTES = 64 << 20
+MAX_SAVED_BYTES = 64 << 20
 # A region that is pinned in more than half of its bytes is left alone, but not for ever, or bounds
 # of erasures from before would never be dropped: every so many new regions, one goes that is older
 # than so many rounds of the log.
@@ -94,7 +95,7 @@ def choose_own_victim(
     def is_own(region: Region) -> bool:
         own = region.tenant_bytes.get(tenant, 0) - pinned(region)
         others = sum(region.tenant_bytes.values()) - own
-        return 0 < own >= others <= _MAX_SAVED_BYTES and not region.num_foreign
+        return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
 
     free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
     own = filter(is_own, free)
@@ -116,7 +117,7 @@ class ReinsertionCredit:
         self._bytes = min(
             self._bytes + region_bytes * REINSERTION_SHARE,
             region_bytes * _MAX_CREDIT,
-            _MAX_SAVED_BYTES,
+            MAX_SAVED_BYTES,
         )
         return int(self._bytes)
 

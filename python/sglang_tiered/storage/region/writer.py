@@ -38,6 +38,7 @@ from sglang_tiered.storage.region.format import (
 )
 from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
@@ -130,9 +131,16 @@ class RegionWriter(StorePart):
     def _relocate(self, victim: Region, region: Region) -> bool:
         """Write the pinned pages of a region again, as far as they fit behind the extents of the
         open one, which has none under way; true when none is left. They are found in their new
-        place once they are durable there. Raises ``OSError``: nothing has moved then, and the open
-        region takes no more."""
+        place once they are durable there. Raises ``OSError``, and the open region takes no more."""
+        while self._reclaimer.has_pinned(victim):
+            if not self._relocate_some(victim, region):
+                return False
+        return True
+
+    def _relocate_some(self, victim: Region, region: Region) -> bool:
+        """Move as many as may lie in memory at once; false where not all of those did."""
         state = self._state
+        is_full = False
         writes: list[ExtentWrite] = []
         failure: Exception | None = None
         try:
@@ -144,7 +152,8 @@ class RegionWriter(StorePart):
                     state.drop_rest(ticket, Reason.NO_SPACE)
                 if parts:
                     writes.append(self.place(parts))
-                if ticket.num_placed < wanted:
+                is_full = ticket.num_placed < wanted
+                if is_full or sum(w.extent.payload_bytes for w in writes) >= MAX_SAVED_BYTES:
                     break
         except Exception as error:
             failure = error
@@ -167,7 +176,7 @@ class RegionWriter(StorePart):
                 state.writes.remove(write)
                 state.publish(write)
             region.durable_tail = max(region.durable_tail, region.published_tail)
-        return not self._reclaimer.has_pinned(victim)
+        return bool(writes) and not is_full
 
     def take(self, stores: deque[StoreTicket | EraseOrder]) -> list[Part]:
         """Take the leading pages of these stores that fit the open region as one extent; the list

@@ -50,5 +50,5 @@ def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_own_victim([*others, region(5, a=60_000), own], A) is own
     assert choose_own_victim(others, A) is None
     assert choose_own_victim([own], A, lambda r: 25_001) is None, "pinned pages are written again"
-    monkeypatch.setattr(reclaim, "_MAX_SAVED_BYTES", 9_999)
+    monkeypatch.setattr(reclaim, "MAX_SAVED_BYTES", 9_999)
     assert choose_own_victim([own], A) is None, "others' pages are, within a bound"
