@@ -143,11 +143,11 @@ def test_stopped_demo_leaves_no_process_and_no_folder(
 def test_demo_uses_a_running_server_without_stopping_it(
     launch: Launch, temporary: Path, tmp_path: Path
 ) -> None:
-    memory = ("--max-total-tokens", "4096", "--tier-host-bytes", "18MiB")
+    memory = ("--max-total-tokens", "2048", "--tier-host-bytes", "9MiB")
     server = launch(*memory, "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
     # A bound, so that a machine with other work asks the same.
-    demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "30000")
+    demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "15000")
     out, err = demo.communicate(timeout=400)
     assert demo.returncode == 0, err
     assert "kill -9" not in out
@@ -156,7 +156,7 @@ def test_demo_uses_a_running_server_without_stopping_it(
     assert list(rows) == ["first time", "device", "host", "NVMe"]
     assert share_from(rows["NVMe"], "nvme") > 0.9
     # Another run has pages of its own: the first time is the first time again.
-    again = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "8000")
+    again = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "1000")
     again.communicate(timeout=400)
     assert again.returncode == 0
     assert share_from(rows_of(path)["first time"], "computed") == 1

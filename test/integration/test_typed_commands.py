@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from documented_commands import FRONT_PAGES, RUN_ELSEWHERE, SERVERS, Command, page_blocks
-from typed_command import Desk, interrupt, wait_for
+from memory_group import GiB, limited
+from typed_command import Desk, interrupt, num_tokens, wait_for
 
 from server_process import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -80,15 +84,34 @@ def at(port: int, line: str) -> str:
 def test_documented_commands_run_and_ctrl_c_leaves_nothing(
     server_line: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
-    server = desk.start(at(port, server_line), port, tmp_path / "log")
-    try:
-        assert desk.try_what_is_printed(server)
-        for command in GROUPS[server_line]:
-            if not command.is_server:
-                desk.run(at(port, command.text))
-        interrupt(server)
-    finally:
-        server.kill()
+    """The demo without flags in limited memory, where this user may limit it."""
+    is_demo = server_line == "scripts/serve"
+    with limited(6 * GiB) if is_demo else nullcontext() as machine:
+        line = at(port, server_line)
+        server = desk.start(machine.around(line) if machine else line, port, tmp_path / "log")
+        try:
+            assert desk.try_what_is_printed(server)
+            for command in GROUPS[server_line]:
+                if not command.is_server:
+                    desk.run(at(port, command.text))
+            if is_demo:
+                expect_that_nvme_is_reached(server)
+            interrupt(server)
+            if machine:
+                assert GiB < machine.peak_bytes() < machine.limit_bytes
+        finally:
+            server.kill()
+
+
+def expect_that_nvme_is_reached(server: Server) -> None:
+    assert num_tokens(server.log, "device") == 8192
+    assert num_tokens(server.log, "host") >= 2 * 8192
+    prompts = [[65 + number] * 2000 for number in range(10)]
+    first = [server.generate(prompt) for prompt in prompts]
+    again = server.generate(prompts[0])
+    assert again.output_ids == first[0].output_ids
+    # The others have pushed the first one out of device and host memory.
+    assert again.cached["storage"] > 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +143,10 @@ OF_THE_FILE = "scripts/serve --config tiers.yaml --host ::"
     "command",
     [
         OF_THE_FILE,
-        "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem",
+        pytest.param(
+            "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_is_printed_works_by_any_address(

@@ -109,6 +109,13 @@ def wait_for(pattern: re.Pattern[str], server: Server) -> re.Match[str]:
     return found
 
 
+def num_tokens(text: str, row: str) -> int:
+    """Tokens that a row of a server's banner names."""
+    found = re.search(rf"^  {row} +([\d,]+) tokens", text, re.MULTILINE)
+    assert found is not None, text
+    return int(found[1].replace(",", ""))
+
+
 def interrupt(server: Server) -> None:
     """Ctrl-C. Fails if the command, or anything it started, is there after a while."""
     started = _session(server) | set(psutil.Process(server.process.pid).children(recursive=True))
