@@ -16,7 +16,7 @@ from instances import Instances, hands_over_what_one_server_computes
 from conftest import SENT_ON_ONE_HOST, ask, make_prompts
 from kit.waiting import eventually
 from prefill_decode import post, transfer_state, wait_until_healthy
-from server_process import Server, free_port
+from server_process import Server, free_ports
 from sglang_tiered.wire.keys import make_keys
 
 if TYPE_CHECKING:
@@ -107,10 +107,11 @@ def test_other_page_size_fails_only_the_request(
 @contextmanager
 def router_of(pair: PrefillDecode, log: Path) -> Iterator[Server]:
     """SGLang's router before the pair."""
-    port = free_port()
+    port = free_ports(2)  # for its metrics too, or they have one that all routers want
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warn"),
+        *("--prometheus-port", str(port + 1)),
         *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
     ]
     with log.open("wb") as output:
@@ -124,31 +125,40 @@ def router_of(pair: PrefillDecode, log: Path) -> Iterator[Server]:
         process.wait(30)
 
 
+@pytest.fixture(scope="module")
+def routed(
+    instances: Instances, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PrefillDecode, Server]]:
+    """A pair and the router before it, which the last test kills."""
+    pair = instances.pair(PAGE_16, PAGE_16)
+    with router_of(pair, tmp_path_factory.mktemp("router") / "log") as front:
+        yield pair, front
+
+
 def test_samples_through_the_router_keep_its_circuit_closed(
-    instances: Instances, stock: Server, tmp_path: Path
+    routed: tuple[PrefillDecode, Server], stock: Server
 ) -> None:
     """One client's ``n`` was 500 after 500, and then every client's request 503."""
-    pair = instances.pair(PAGE_16, PAGE_16)
+    pair, front = routed
     text = "a prompt of some length, so that it fills pages " * 3
-    with router_of(pair, tmp_path / "router.log") as front:
-        for num_samples in (1, 2, 4) * 2:  # ten that failed opened it
-            asked = {"model": "m", "n": num_samples, "max_tokens": 6, "temperature": 0}
-            message = {"role": "user", "content": f"{num_samples} {text}"}
-            tokens = [[num_samples] * 40, [65] * 70]
-            sampling = {"temperature": 0, "max_new_tokens": 6, "n": num_samples}
-            for path, body in (
-                ("/v1/chat/completions", {**asked, "messages": [message]}),
-                ("/v1/completions", {**asked, "prompt": text}),
-                ("/v1/completions", {**asked, "prompt": [text, text[5:], text[9:]]}),
-                ("/generate", {"text": text, "sampling_params": sampling}),
-                ("/generate", {"input_ids": tokens, "sampling_params": sampling}),
-            ):
-                status, answer = ask(front, path, body)
-                assert status == 200, (path, num_samples, answer)
-                assert choices_of(answer) == choices_of(ask(stock, path, body)[1])
-            assert ask(front, "/generate", {"text": "plain"})[0] == 200
-        for server in (pair.prefill, pair.decode):
-            eventually(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
+    for num_samples in (1, 2, 4) * 2:  # ten that failed opened it
+        asked = {"model": "m", "n": num_samples, "max_tokens": 6, "temperature": 0}
+        message = {"role": "user", "content": f"{num_samples} {text}"}
+        tokens = [[num_samples] * 40, [65] * 70]
+        sampling = {"temperature": 0, "max_new_tokens": 6, "n": num_samples}
+        for path, body in (
+            ("/v1/chat/completions", {**asked, "messages": [message]}),
+            ("/v1/completions", {**asked, "prompt": text}),
+            ("/v1/completions", {**asked, "prompt": [text, text[5:], text[9:]]}),
+            ("/generate", {"text": text, "sampling_params": sampling}),
+            ("/generate", {"input_ids": tokens, "sampling_params": sampling}),
+        ):
+            status, answer = ask(front, path, body)
+            assert status == 200, (path, num_samples, answer)
+            assert choices_of(answer) == choices_of(ask(stock, path, body)[1])
+        assert ask(front, "/generate", {"text": "plain"})[0] == 200
+    for server in (pair.prefill, pair.decode):
+        eventually(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
 
 
 def choices_of(answer: Any) -> list[str]:
@@ -159,24 +169,25 @@ def choices_of(answer: Any) -> list[str]:
     return [one["text"] for one in (answer if isinstance(answer, list) else [answer])]
 
 
-def test_killed_router_leaves_both_servers_serving(instances: Instances, tmp_path: Path) -> None:
-    pair = instances.pair(PAGE_16, PAGE_16)
-    with router_of(pair, tmp_path / "router.log") as front:
-        prompt = make_prompts(9, 1, 1500)[0]
-        expected = pair.generate(prompt).output_ids
-        assert front.generate(prompt).output_ids == expected
-        with ThreadPoolExecutor(4) as pool:
-            bodies = [
-                {"input_ids": other, "sampling_params": {"max_new_tokens": 64}}
-                for other in make_prompts(10, 4, 1500)
-            ]
-            broken = [pool.submit(post, front, body) for body in bodies]
-            eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
-            front.process.kill()
-            for future in broken:
-                future.result(60)
-        for server in (pair.prefill, pair.decode):
-            eventually(
-                lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
-            )
-        assert pair.generate(prompt).output_ids == expected
+def test_killed_router_leaves_both_servers_serving(
+    routed: tuple[PrefillDecode, Server],
+) -> None:
+    pair, front = routed
+    prompt = make_prompts(9, 1, 1500)[0]
+    expected = pair.generate(prompt).output_ids
+    assert front.generate(prompt).output_ids == expected
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [
+            {"input_ids": other, "sampling_params": {"max_new_tokens": 64}}
+            for other in make_prompts(10, 4, 1500)
+        ]
+        broken = [pool.submit(post, front, body) for body in bodies]
+        eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
+        front.process.kill()
+        for future in broken:
+            future.result(60)
+    for server in (pair.prefill, pair.decode):
+        eventually(
+            lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
+        )
+    assert pair.generate(prompt).output_ids == expected
