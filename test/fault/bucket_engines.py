@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TIMEOUT_S",
-    "Clock",
     "collect",
     "is_held",
     "load",
@@ -44,16 +43,6 @@ TIMEOUT_S = 20.0
 PAGES_PER_RUN = 4
 PAGE_BYTES = 3000
 _FILL = 0xA5
-
-
-class Clock:
-    """The engine's own clock, which a test may put forward instead of waiting."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 def open_engine(

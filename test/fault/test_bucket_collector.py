@@ -256,20 +256,6 @@ def test_servers_take_turns_and_survive_failures(
     assert len([each for each in caplog.records if "collection failed" in each.message]) == 1
 
 
-def test_an_engine_collects_and_tells_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
-    engine = open_engine(tmp_path.as_uri(), capacity_bytes=RUN_BYTES)
-    try:
-        assert store(engine, run_of(1)) == OK
-        assert engine.object_stats().listed_bytes is None
-        engine.start_collecting()
-        eventually(lambda: engine.object_stats().listed_bytes == RUN_BYTES)
-    finally:
-        engine.close()
-
-
 def test_a_collector_goes_on_until_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

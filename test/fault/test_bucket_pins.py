@@ -78,25 +78,6 @@ def test_a_pin_outlives_cap_and_age_everywhere(url: str) -> None:
             assert load(fresh(third), kept) == {Reason.MISS}
 
 
-def test_churn_of_ten_caps_leaves_a_pin(tmp_path: Path) -> None:
-    """A name's time is in seconds, so the writers' clock goes on by one a run."""
-    url, size = tmp_path.as_uri(), 14_000
-    cap, now = 6 * size, time.time()
-    settings = {"capacity_bytes": cap, "wall_clock": lambda: now}
-    with opened(url, **settings) as first, opened(url, **settings) as second:
-        assert store(first, run_of(0), run_of(1)) == OK
-        pinned(first, "a", run_of(0))
-        for number in range(2, 62):
-            now += 1.0
-            assert store((first, second)[number % 2], run_of(number)) == OK
-            if number % 6 == 0:
-                collect(second, 100.0 * number, capacity_bytes=cap)
-        for engine in (first, second):
-            assert load(fresh(engine), run_of(0)) == OK
-            assert load(engine, run_of(1)) == {Reason.MISS}
-            engine.check_integrity()
-
-
 def test_what_is_pinned_before_it_is_stored_stays(tmp_path: Path) -> None:
     url = tmp_path.as_uri()
     run = run_of(1)
@@ -192,34 +173,6 @@ def test_forgetting_a_page_leaves_the_rest_pinned(tmp_path: Path) -> None:
         collect(first, 2 * DAY, ttl_s=DAY)
         with opened(url) as fourth:
             assert fourth.contains(run.keys) == [False, True, True, True]
-
-
-def test_what_is_pinned_again_after_a_forget_stays(tmp_path: Path) -> None:
-    url = tmp_path.as_uri()
-    run = run_of(1)
-    with opened(url) as first, opened(url) as second:
-        assert store(first, run) == OK
-        assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
-        assert store(fresh(second), run) == OK
-        pinned(second, "a", run)
-        assert names(fresh(first)) == {"a"}
-        collect(first, 2 * DAY, ttl_s=DAY)
-        for engine in (first, second):
-            assert load(fresh(engine), run) == OK
-
-
-def test_a_purge_ends_a_tenants_pins(tmp_path: Path) -> None:
-    url = tmp_path.as_uri()
-    run, theirs = run_of(1), run_of(2, tenant=TENANT)
-    with opened(url) as first, opened(url) as second:
-        assert store(first, run, theirs) == OK
-        pinned(first, "mine", run)
-        pinned(first, "theirs", theirs, tenant=TENANT)
-        assert names(fresh(second)) == {"mine", "theirs"}
-        assert is_true(second.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-        for engine in (second, first):
-            assert names(fresh(engine)) == {"mine"}
-        eventually(lambda: len(paths(first, "pins")) == 1, "its pin is left there")
 
 
 def test_a_pin_holds_while_the_bucket_refuses(s3_url: str, proxy: FaultProxy) -> None:

@@ -320,7 +320,7 @@ def test_interpolation_is_compose_s() -> None:
 
 
 def test_variables_of_servers_are_read_by_something() -> None:
-    source = (ROOT / "python/sglang_tiered/storage/bucket/connect.py").read_text()
+    source = (ROOT / "python/sglang_tiered/storage/bucket/requests.py").read_text()
     stores = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"  # by obstore, from S3's own
     for name in ("prefill", "decode"):
         for variable in SERVICES[name].environment:

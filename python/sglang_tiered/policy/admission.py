@@ -30,6 +30,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.daily_budget import DailyBudget
+
 __all__ = [
     "Admission",
     "Level",
@@ -37,12 +39,8 @@ __all__ = [
     "PendingStore",
     "PendingStores",
     "TouchMemory",
-    "WriteBudget",
     "backlog_pressure",
 ]
-
-DAY_S = 24 * 3600
-BURST_SHARE = 0.1
 
 MAX_WRITTEN_PER_PAYLOAD = 1.15
 """Device bytes expected per payload byte: the bound that write amplification is held to."""
@@ -98,42 +96,6 @@ def backlog_pressure(waited_s: float, pinned_share: float) -> float:
     return max(waited_s / MAX_WAIT_S, min(pinned_share, waited_s / MAX_PINNED_WAIT_S))
 
 
-class WriteBudget:
-    """A token bucket that keeps what is written in any 24 hours within ``bytes_per_day``.
-
-    A window can use what the bucket held at its start and what flowed in since, so the two shares
-    add up to one day: the bucket (the largest burst) is a tenth, and nine tenths flow in evenly.
-    The bucket starts full, so each restart may add a tenth.
-
-    ``spend`` takes the bytes written to the device, which may exceed the admitted ones (headers,
-    padding, reinsertion). The bucket then goes below zero, and nothing is admitted until the excess
-    has flowed in again.
-    """
-
-    def __init__(self, bytes_per_day: int, clock: Callable[[], float]) -> None:
-        if bytes_per_day <= 0:
-            raise ValueError(f"a write budget of {bytes_per_day} bytes lets nothing be written")
-        self._clock = clock
-        self._burst = bytes_per_day * BURST_SHARE
-        self._bytes_per_s = bytes_per_day * (1 - BURST_SHARE) / DAY_S
-        self._state = self._burst, clock()  # content, time; replaced as one value, for readers
-
-    def spend(self, num_bytes: int) -> None:
-        """Charge bytes that were written to the device."""
-        self._state = self.available - num_bytes, self._clock()
-
-    @property
-    def available(self) -> float:
-        """Bytes that may be written now; negative if more was written than admitted."""
-        content, at = self._state
-        return min(self._burst, content + (self._clock() - at) * self._bytes_per_s)
-
-    @property
-    def pressure(self) -> float:
-        """Used share of the bucket: 0 while it is full; from 1 on nothing may be written."""
-        return 1 - self.available / self._burst
-
-
 class TouchMemory:
     """The pages that were offered before: a table of 64-bit fingerprints, one slot per page.
 
@@ -170,7 +132,7 @@ class Admission:
     """Decides about whole operations: a chain is useful only up to its first missing page."""
 
     def __init__(
-        self, *, budget: WriteBudget | None = None, memory: TouchMemory | None = None
+        self, *, budget: DailyBudget | None = None, memory: TouchMemory | None = None
     ) -> None:
         self._budget = budget
         self._memory = TouchMemory() if memory is None else memory

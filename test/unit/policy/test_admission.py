@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.clock import Clock
+from sglang_tiered.daily_budget import DAY_S, DailyBudget
 from sglang_tiered.policy import admission
 from sglang_tiered.policy.admission import (
-    DAY_S,
     LONG_PREFIX_TOKENS,
     Admission,
     Level,
     Outcome,
     TouchMemory,
-    WriteBudget,
     backlog_pressure,
 )
 
@@ -63,7 +62,7 @@ def offer(
 )
 def test_no_day_sees_more_than_the_budget(steps: list[tuple[float, int]]) -> None:
     clock = Clock()
-    budget = WriteBudget(DAY_BYTES, clock)
+    budget = DailyBudget(DAY_BYTES, clock)
     writes: list[tuple[float, int]] = []
     for wait_s, num_bytes in steps:
         clock.now += wait_s
@@ -80,7 +79,7 @@ def test_no_day_sees_more_than_the_budget(steps: list[tuple[float, int]]) -> Non
 def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -> None:
     """The bound is not kept by giving too little: a busy day uses what a day allows."""
     clock = Clock()
-    budget = WriteBudget(DAY_BYTES, clock)
+    budget = DailyBudget(DAY_BYTES, clock)
     total = 0
     for hour in range(24):
         clock.now = hour * 3600.0
@@ -92,7 +91,7 @@ def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -
 
 def test_writes_beyond_the_budget_are_paid_back() -> None:
     clock = Clock()
-    budget = WriteBudget(DAY_BYTES, clock)
+    budget = DailyBudget(DAY_BYTES, clock)
     budget.spend(DAY_BYTES // 10 + 9000)
     assert budget.available == -9000
     assert budget.pressure > 1
@@ -102,15 +101,15 @@ def test_writes_beyond_the_budget_are_paid_back() -> None:
 
 def test_idle_budget_never_exceeds_the_burst() -> None:
     clock = Clock()
-    budget = WriteBudget(DAY_BYTES, clock)
+    budget = DailyBudget(DAY_BYTES, clock)
     clock.now = 30 * DAY_S
     assert budget.available == DAY_BYTES / 10 and budget.pressure == 0
 
 
 @pytest.mark.parametrize("bytes_per_day", [0, -1])
 def test_budget_that_lets_nothing_through_is_refused(bytes_per_day: int) -> None:
-    with pytest.raises(ValueError, match="nothing be written"):
-        WriteBudget(bytes_per_day, Clock())
+    with pytest.raises(ValueError, match="nothing be spent"):
+        DailyBudget(bytes_per_day, Clock())
 
 
 # ---- Touch memory ----
@@ -259,7 +258,7 @@ def test_backlog_counts_by_its_waiting_time(
 
 def budgeted() -> tuple[Admission, Clock]:
     clock = Clock()
-    return Admission(budget=WriteBudget(DAY_BYTES, clock)), clock
+    return Admission(budget=DailyBudget(DAY_BYTES, clock)), clock
 
 
 def test_admission_tightens_as_the_budget_is_used_up() -> None:

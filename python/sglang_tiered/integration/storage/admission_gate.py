@@ -16,12 +16,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.daily_budget import DailyBudget
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.policy.admission import (
     Admission,
     Level,
     PendingStores,
-    WriteBudget,
     backlog_pressure,
 )
 from sglang_tiered.storage.base import Stop
@@ -61,7 +61,7 @@ class StoreGate:
         self._page_bytes = page_bytes
         self._clock = clock
         self._pending = PendingStores(clock)
-        budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock)
+        budget = None if writes_per_day is None else DailyBudget(writes_per_day, clock)
         self._admission = Admission(budget=budget)
         self._charging = threading.Lock()
         self._bytes_written = engine.stats().bytes_written

@@ -1,4 +1,4 @@
-"""When the bucket is asked, and what may be spent on it. The clock is passed in."""
+"""When the bucket is asked. The clock is passed in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.bucket.requests import RequestError
 
-__all__ = ["Breaker", "DailyBudget"]
+__all__ = ["Breaker"]
 
 logger = logging.getLogger(__name__)
 
 _FAILURES_TOLERATED = 2
-_DAY_S = 24 * 3600
-_BURST_SHARE = 0.1
 
 
 class Breaker:
@@ -109,28 +107,3 @@ class Breaker:
     def store_succeeded(self) -> None:
         with self._lock:
             self._stores.succeed()
-
-
-class DailyBudget:
-    """A token bucket that keeps what is spent in any 24 hours within ``per_day``; without one
-    everything may be spent. A tenth is the largest burst, nine tenths flow in evenly. It starts
-    full and may go below zero, as more can be spent than was foreseen. The owner's lock guards
-    every call."""
-
-    def __init__(self, per_day: int | None, clock: Callable[[], float]) -> None:
-        self._per_day = per_day
-        self._clock = clock
-        self._content = (per_day or 0) * _BURST_SHARE
-        self._at = clock()
-
-    @property
-    def available(self) -> float:
-        """Return what may be spent now."""
-        if self._per_day is None:
-            return float("inf")
-        inflow = (self._clock() - self._at) * self._per_day * (1 - _BURST_SHARE) / _DAY_S
-        return min(self._per_day * _BURST_SHARE, self._content + inflow)
-
-    def spend(self, amount: int) -> None:
-        self._content, self._at = self.available, self._clock()
-        self._content -= amount

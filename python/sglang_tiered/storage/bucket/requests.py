@@ -1,12 +1,16 @@
-"""Requests to a bucket: what they took, and what went wrong. ``connect`` opens what they go to; the
-library retries, with pauses, within the timeout of one request.
+"""Requests to a bucket: what they took, and what went wrong. The library retries, with pauses,
+within the timeout of one request; it is configured here alone.
 
-The text of a library's error names the endpoint, and a refusal repeats the key id: it is read here
-to tell causes apart, and goes no further.
+Credentials, region and endpoint come from the environment as S3's own tools read it (``AWS_*``;
+Google's and Azure's likewise). TLS is the rule: plain HTTP is spoken only where the endpoint says
+``http://`` or ``AWS_ALLOW_HTTP`` (``GOOGLE_``, ``AZURE_``) is set. Nothing of them is kept, shown
+or logged here. The text of a library's error names the endpoint, and a refusal repeats the key id:
+it is read here to tell causes apart, and goes no further.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
@@ -17,18 +21,36 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
-from sglang_tiered.storage.bucket.connect import find_store, obstore
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.extras import require
 from sglang_tiered.storage.bucket.directory import Directory, Listed
+
+try:
+    import obstore
+    from obstore import store as obstore_stores
+except ImportError:  # the tier is optional: only opening it asks for the library
+    obstore = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
 __all__ = ["Failure", "RequestError", "Requests", "explain"]
+
+_NUM_RETRIES = 2
+_FIRST_PAUSE = timedelta(seconds=0.05)
+
+_REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+_CONNECT = timedelta(seconds=5)
+_YES = ("1", "true", "yes")
+
+_memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
+_memory_lock = threading.Lock()
 
 _MULTIPART_BYTES = 64 << 20
 """Longer pages go up in parts, each of which ends within its timeout."""
@@ -97,6 +119,84 @@ def explain(error: BaseException, kind: str) -> RequestError:
     return said(Failure.UNAVAILABLE, f"failed ({name})")
 
 
+def _find_store(settings: BucketSettings) -> tuple[Any, bool, Directory | None]:
+    """Return a URL's store of the library, whether it is remote, and the directory that it is,
+    touching nothing but that. Raises ``ConfigError`` if it is invalid or obstore missing."""
+    require("the object tier", "obstore")
+    if obstore is None:
+        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
+    try:
+        parts = urlsplit(settings.url)
+        is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
+    except ValueError:
+        raise ConfigError("the URL of the object tier is not one") from None
+    if not is_bare:
+        raise ConfigError(
+            "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
+            "credentials come from the environment"
+        )
+    directory: Path | None = None
+    store: Any = None
+    if parts.scheme == "memory":
+        with _memory_lock:
+            store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
+    elif parts.scheme == "file":
+        directory = Path(unquote(parts.path))
+        if parts.netloc not in ("", "localhost") or not directory.is_absolute():
+            raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
+        with contextlib.suppress(OSError):  # one that is not there may come yet
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif parts.scheme in _REMOTE and parts.netloc:
+        store = _remote_store(settings)
+    else:
+        raise ConfigError(
+            f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
+            "az:// or the file URL of a directory"
+        )
+    found = None if directory is None else Directory(directory)
+    return store, parts.scheme in _REMOTE, found
+
+
+def _remote_store(settings: BucketSettings) -> Any:
+    timeout = timedelta(seconds=settings.request_timeout_s)
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
+    scheme = urlsplit(settings.url).scheme
+    owner = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
+    # Options given here take the place of those that the library finds in the environment.
+    client["allow_http"] = os.environ.get(f"{owner}_ALLOW_HTTP", "").lower() in _YES
+    if owner == "AWS":
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT") or ""
+        client["allow_http"] |= endpoint.lower().startswith("http://")
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            client["root_certificate"] = _certificates(bundle)
+    retry: dict[str, Any] = {
+        "max_retries": _NUM_RETRIES,
+        "retry_timeout": timeout,
+        "backoff": {
+            "init_backoff": _FIRST_PAUSE,
+            "max_backoff": timedelta(seconds=1),
+            "base": 4,
+        },
+    }
+    try:
+        options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+        return obstore_stores.from_url(settings.url, **options)
+    except Exception as error:
+        # Its text may repeat what is in the environment.
+        raise ConfigError(
+            f"{settings.url} cannot be opened as an object store ({type(error).__name__}): check "
+            "the URL and the variables in the environment that configure it"
+        ) from None
+
+
+def _certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"AWS_CA_BUNDLE {path} cannot be read: {error.strerror}") from None
+
+
 class Requests:
     """Blocking requests under one prefix; thread-safe. Every method raises ``RequestError``.
 
@@ -111,14 +211,11 @@ class Requests:
         *,
         on_outcome: Callable[[RequestError | None], None] = lambda _: None,
     ) -> None:
-        found = find_store(settings)
-        self._directory = None if found.directory is None else Directory(found.directory)
-        self._store = found.store
+        self._store, self._is_remote, self._directory = _find_store(settings)
         self._timeout_s = settings.request_timeout_s
         self._on_outcome = on_outcome
-        self._is_remote = found.is_remote
         self._deletes_singly = False
-        self._is_s3 = found.is_s3
+        self._is_s3 = settings.url.startswith(("s3:", "s3a:"))
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._troubles: dict[str, str] = {}

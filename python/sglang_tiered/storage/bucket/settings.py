@@ -10,18 +10,6 @@ __all__ = ["NO_CODEC", "BucketSettings"]
 
 NO_CODEC = "none"
 _MAX_CODEC_NAME_BYTES = 16
-_POSITIVE = (
-    "max_pages",
-    "num_connections",
-    "staging_bytes",
-    "refresh_s",
-    "request_timeout_s",
-    "capacity_bytes",
-    "ttl_s",
-    "max_tenant_bytes",
-    "writes_per_day",
-    "requests_per_day",
-)
 
 
 class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +60,8 @@ class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.staging_bytes, self.capacity_bytes or self.staging_bytes)
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
                 raise ConfigError(f"{name} of the object tier is {value}, not above 0")
         if not self.codec.isascii() or not 0 < len(self.codec) <= _MAX_CODEC_NAME_BYTES:
             raise ConfigError(f"{self.codec!r} cannot be the name of a codec")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_tiered.daily_budget import DailyBudget
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket.erased import Erased
 from sglang_tiered.storage.bucket.index import PageIndex
-from sglang_tiered.storage.bucket.limits import DailyBudget
 from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
 from sglang_tiered.storage.jobs import JobBook

@@ -1,6 +1,6 @@
 """``tiered``: this package's policies, the real classes, on modelled tiers.
 
-``Admission``, ``WriteBudget``, ``HostBudget``, ``PrefetchWindow``, ``ResidentSet`` and
+``Admission``, ``DailyBudget``, ``HostBudget``, ``PrefetchWindow``, ``ResidentSet`` and
 ``CostModel`` are what a server runs; the log is ``RegionLog``. The order of the calls is that of
 ``integration``, for a scheduler that decides alone.
 """
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_tiered.daily_budget import DailyBudget
 from sglang_tiered.policy.admission import (
     TOUCH_SLOTS,
     Admission,
     Level,
     Outcome,
     TouchMemory,
-    WriteBudget,
     backlog_pressure,
 )
 from sglang_tiered.policy.cost_model import CostModel
@@ -80,7 +80,7 @@ class TieredStack(RadixStack):
         self._now_s = 0.0
         writes = None
         if sizes.writes_per_day is not None:
-            writes = WriteBudget(sizes.writes_per_day, lambda: self._now_s)
+            writes = DailyBudget(sizes.writes_per_day, lambda: self._now_s)
         self._admission = Admission(
             budget=writes, memory=TouchMemory(max(1024, TOUCH_SLOTS // pages_per_unit))
         )

@@ -406,6 +406,8 @@ def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: Make
     assert b"tokens" not in notes()
     assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert b"theirs" not in notes()
+    assert other.refresh(TIMEOUT_S)
+    assert not other.has_pin("q")
     path, late = names.Layout(NAMESPACE).pin("p"), Pin("p", NO_TENANT, run.keys, None, b"tokens")
     a._requests.put(path, pack_pin(late, 0))
     Collector(a._requests, CollectorSettings()).run_once(NAMESPACE)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kit.clock import Clock
 from sglang_tiered.storage.base import Health
-from sglang_tiered.storage.bucket.limits import Breaker, DailyBudget
+from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 
@@ -57,25 +55,3 @@ def test_pauses_double_to_a_minute_until_a_success() -> None:
         breaker.note(RequestError(Failure.UNAVAILABLE, "x"))
     assert breaker.wait_s() == 1.0
     assert breaker.num_opened == 2
-
-
-def test_a_day_never_sees_more_than_its_budget() -> None:
-    clock = Clock(1000.0)
-    budget = DailyBudget(86_400, clock)
-    spent = 0
-    for _ in range(24 * 60):
-        clock.now += 60
-        while budget.available >= 100:
-            budget.spend(100)
-            spent += 100
-    assert 0.9 * 86_400 <= spent <= 86_400
-
-
-def test_what_was_overspent_flows_in_first() -> None:
-    clock = Clock(1000.0)
-    budget = DailyBudget(1000, clock)
-    budget.spend(1000)
-    assert budget.available == pytest.approx(-900)
-    clock.now += 86_400
-    assert budget.available == pytest.approx(0)
-    assert DailyBudget(None, clock).available == float("inf")
