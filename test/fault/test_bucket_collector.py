@@ -268,5 +268,10 @@ def test_a_collector_goes_on_until_it_is_done(
         engine.start_collecting()
         eventually(lambda: len(paths(engine)) == 4, "the cap is not held")
         eventually(lambda: engine.object_stats().listed_bytes is not None)
+        assert engine._collector is not None
+        puts = engine._collector.requests.requests["put"]
+        for _ in range(5):
+            assert engine.refresh(TIMEOUT_S)
+        assert engine._collector.requests.requests["put"] == puts, "it never rests"
     finally:
         engine.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Erasure, Reason
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from kit.runs import Blank, MakeRun
@@ -53,3 +54,27 @@ def test_many_pages_and_a_deadline_finish_once(
         seen.update(finished(job))  # a second end of a job is an assertion of it
     assert seen == {Reason.OK, Reason.IO_ERROR}
     engine.check_integrity()
+
+
+def test_true_waits_for_loads_of_what_was_erased(
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+) -> None:
+    """A load names no tenant, so any may be of one."""
+    engine, run = make_engine(), make_run(1, [100])
+    finished(engine.submit_store(run))
+    get, reached, opened = engine._requests.get, threading.Event(), threading.Event()
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        reached.set()
+        assert opened.wait(TIMEOUT_S)
+        return get(*arguments, **named)
+
+    engine._requests.get = held  # type: ignore[method-assign]
+    job = engine.submit_load(blank(run))
+    assert reached.wait(TIMEOUT_S)
+    begun = engine.erase(Erasure(tenant=run.tenant))
+    eventually(lambda: not engine._state.orders, "it is durable")
+    assert not begun.done()
+    opened.set()
+    assert is_true(begun, TIMEOUT_S)
+    assert job.done
