@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Reason
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_true_waits_for_loads_of_what_was_erased(
 ) -> None:
     """A load names no tenant, so any may be of one."""
     engine, run = make_engine(), make_run(1, [100])
-    finished(engine.submit_store(run))
+    finished(engine.submit_store(Run(run.keys, run.pages, b"a" * 16)))
     get, reached, opened = engine._requests.get, threading.Event(), threading.Event()
 
     def held(*arguments: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def test_true_waits_for_loads_of_what_was_erased(
     engine._requests.get = held  # type: ignore[method-assign]
     job = engine.submit_load(blank(run))
     assert reached.wait(TIMEOUT_S)
-    begun = engine.erase(Erasure(tenant=run.tenant))
+    begun = engine.erase(Erasure(tenant=b"a" * 16))
     eventually(lambda: not engine._state.orders, "it is durable")
     assert not begun.done()
     opened.set()
