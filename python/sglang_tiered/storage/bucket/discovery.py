@@ -173,8 +173,9 @@ class Discovery:
         for start in range(0, len(gone), MAX_STEPS):
             with state.lock:
                 self._check(epoch)
-                for key in gone[start : start + MAX_STEPS]:
-                    state.num_pages_vanished += state.index.drop(key)
+                some = gone[start : start + MAX_STEPS]
+                state.num_pages_vanished += sum(map(state.index.drop, some))
+                state.index.sweep(some)  # as they are in no part from now on
         if full:  # a key may have come and gone many times
             left = dict.fromkeys(itertools.chain.from_iterable(parts))
             kept = [key for key in left if key not in unseen]

@@ -16,9 +16,10 @@ from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.base import Health, Reason, Run
-from sglang_tiered.storage.bucket import index
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run
+from sglang_tiered.storage.bucket import discovery, index
 from sglang_tiered.storage.bucket.names import PageName
+from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -271,3 +272,17 @@ def test_a_full_listing_leaves_lookups_the_lock(
     assert engine.refresh(TIMEOUT_S, full=True)
     assert seen
     assert not any(seen)
+
+
+def test_a_full_listing_sweeps_what_it_lets_go_of(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An erasure came just before it, whose pages were not swept yet."""
+    engine = make_engine()
+    finished(engine.submit_store(of(A, make_run(1, [100] * 8))))
+    finished(engine.submit_store(of(B, make_run(2, [100]))))
+    monkeypatch.setattr(discovery.Discovery, "_sweep", lambda _: None)
+    assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert engine.refresh(TIMEOUT_S, full=True)
+    engine.check_integrity()
+    assert engine._state.index.sweep(()) is False
