@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,6 +171,7 @@ def test_what_it_asked_for_is_counted(
     assert stats.bytes_in == stats.bytes_out - len(b"clock") == run.num_bytes
     assert (stats.last_error, stats.trouble) == ("", "")
     assert stats.refused == {"put": 0, "delete": 0}
+    assert engine.stats().capacity_bytes == sys.maxsize, "there is no cap"
 
 
 def test_stores_under_way_finish_under_the_old_namespace(
