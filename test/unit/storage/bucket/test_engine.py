@@ -276,7 +276,7 @@ def test_a_full_listing_leaves_lookups_the_lock(
     assert not any(seen)
 
 
-def test_a_full_listing_sweeps_what_it_lets_go_of(
+def test_a_full_listing_sweeps_what_it_drops(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An erasure came just before it, whose pages were not swept yet."""
