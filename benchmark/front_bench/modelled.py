@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from sglang_tiered.policy.server_costs import ServerCosts
+from sglang_tiered.policy.server_costs import EventSource, ServerCosts
 from sglang_tiered.route.prompt import page_keys
 from sglang_tiered_lab.trace.cluster.records import Reporter
 from sglang_tiered_lab.trace.cluster.residency import DEVICE, HOST, NVME
@@ -201,14 +201,12 @@ class ModelledFleet(Simulation):
         record = msgspec.structs.replace(
             record, boot=f"{number:032x}", namespace="aa", server=f"{number:032x}"
         )
-        told = ServerCosts(draining=False, num_ranks=1, ranks=(record,))
+        events = EventSource("127.0.0.1", self.ports[number] + 1)
+        told = ServerCosts(draining=False, num_ranks=1, ranks=(record,), events=events)
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
-    async def _info(self, number: int, _: web.Request) -> web.Response:
-        events = {"publisher": "zmq", "endpoint_host": "127.0.0.1", "topic": ""}
-        events |= {"endpoint_port_base": self.ports[number] + 1}
-        info = {"model_path": "m", "kv_events": events if self._is_priced else None}
-        return web.json_response(info)
+    async def _info(self, _: int, __: web.Request) -> web.Response:
+        return web.json_response({"model_path": "m"})
 
     async def _models(self, _: int, __: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})

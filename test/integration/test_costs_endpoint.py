@@ -19,7 +19,12 @@ import pytest
 from conftest import PAGE, Launch, aligned, make_prompts
 from kit.chromium import Browser, chromium
 from kit.waiting import eventually
-from sglang_tiered.policy.server_costs import RankCosts, ServerCosts, parse_server_costs
+from sglang_tiered.policy.server_costs import (
+    RankCosts,
+    ServerCosts,
+    costs_key,
+    parse_server_costs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,6 +92,11 @@ def schedulers(server: Server) -> list[psutil.Process]:
 def test_costs_have_the_key_of_other_tier_endpoints(server: Server) -> None:
     for path in ("/tier/costs", "/tier/tenants"):
         assert [status(server, path, key) for key in (None, "wrong", KEY)] == [401, 401, 200]
+
+
+def test_key_of_costs_opens_nothing_else(server: Server) -> None:
+    paths = ("/tier/costs", "/tier/tenants", "/tier/requests", "/flush_cache")
+    assert [status(server, path, costs_key(KEY)) for path in paths] == [200, 401, 401, 401]
 
 
 def test_routers_plan_is_what_the_server_does(server: Server) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from redis_server import RedisServer
 from route_front import Answer, Front
 from typed_command import Desk, interrupt
 
@@ -38,12 +39,13 @@ class Cluster:
     """Two servers and the front as ``scripts/serve-cluster`` starts them, and what joins later.
     ``servers``: the launchers' processes by their addresses."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: Path, folder: Path, redis: RedisServer) -> None:
+        self._model, self._folder, self._redis = model, folder, redis
         self._joined: list[Server] = []
         port, log = free_ports(3), folder / "log"
         desk = Desk.lay_out(folder, model)
         flags = f"--count {NUM_SERVERS - 1} --list servers.txt --tier-dir kv --dtype float32"
+        flags += f" --tier-index {redis.url}"
         line = f"scripts/serve-cluster --model-path M --port {port} {flags} {shlex.join(SMALL)}"
         self.script = desk.start(line, port, log)
         try:
@@ -69,7 +71,7 @@ class Cluster:
         server = Server.spawn(
             self._model,
             self._folder / f"{name}.log",
-            *(*SMALL, "--tier-dir", str(self._folder / name)),
+            *(*SMALL, "--tier-dir", str(self._folder / name), "--tier-index", self._redis.url),
             *("--kv-events-config", json.dumps(events)),
             environment=ENVIRONMENT,
         )
@@ -96,8 +98,16 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(model, tmp_path_factory.mktemp("cluster"))
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, redis: RedisServer
+) -> Iterator[Cluster]:
+    made = Cluster(model, tmp_path_factory.mktemp("cluster"), redis)
     try:
         made.join()
         yield made
@@ -230,9 +240,37 @@ def test_server_joins_and_another_drains(
     eventually(lambda: len(front.servers()) == NUM_SERVERS - 1, "what has left is not listed")
 
 
-def test_killed_picker_is_not_missed(front: Front, asked: list[Answer]) -> None:
+@pytest.mark.parametrize("how", ["suspend", "kill"])
+def test_picker_that_is_away_is_not_missed(front: Front, asked: list[Answer], how: str) -> None:
     pid = front.picker_pid()
-    psutil.Process(pid).kill()
+    getattr(psutil.Process(pid), how)()
     again = [generate(front, prompt) for prompt in PROMPTS]
     assert [ids_of(answer) for answer in again] == list(map(ids_of, asked[: len(PROMPTS)]))
-    eventually(lambda: front.picker_pid() != pid, "it is started again")
+    if how == "suspend":
+        psutil.Process(pid).resume()
+    else:
+        eventually(lambda: front.picker_pid() != pid, "it is started again")
+    front.wait_until_ready(NUM_SERVERS - 1)
+
+
+def test_stores_are_known_after_a_restart(front: Front, asked: list[Answer]) -> None:
+    """Of the picker that was killed above."""
+
+    def stored() -> int:
+        return sum(row["replicas"][0]["stored"] or 0 for row in front.servers())
+
+    eventually(lambda: stored() >= len(PROMPTS) * aligned(LENGTH) // 64, "what they hold on NVMe")
+
+
+def test_servers_of_a_redis_serve_without_it(
+    cluster: Cluster, redis: RedisServer, asked: list[Answer], tmp_path: Path
+) -> None:
+    by_redis = Front.start(tmp_path, [], "--servers", redis.url, "--pick-timeout", "2s")
+    try:
+        by_redis.wait_until_ready(NUM_SERVERS - 1)
+        redis.kill()
+        again = [generate(by_redis, prompt) for prompt in PROMPTS]
+        assert [ids_of(answer) for answer in again] == list(map(ids_of, asked[: len(PROMPTS)]))
+        assert {row["address"] for row in by_redis.servers()} == set(cluster.servers)
+    finally:
+        by_redis.close()

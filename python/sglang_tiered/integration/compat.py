@@ -223,6 +223,16 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CORE}.resume_insert": ("self",),
     f"{_CORE}.reset": ("self",),
     f"{_CACHE}.utils:storage_namespace_seed": ("extra_key", "cache_salt"),
+    "sglang.srt.utils.auth:decide_request_auth": (
+        "method",
+        "path",
+        "authorization_header",
+        "api_key",
+        "admin_api_key",
+        "auth_level",
+    ),
+    "sglang.srt.runtime_context:describe_kv_events_publisher": ("server_args",),
+    "sglang.srt.disaggregation.kv_events:uses_dynamo_format": ("kv_events_config",),
     f"{_CORE}.is_backuped": ("self", "node_id"),
     f"{_CACHE}.utils:get_storage_hash_str": ("key", "prior_hash", "page_size"),
     f"{_CACHE}.hicache_storage:HiCacheStorage.batch_get_v1": (

@@ -28,6 +28,7 @@
 | Scheduler.on_idle | AFTER, CPU only | a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | mem_cache.utils.storage_namespace_seed | AROUND | the other key of a purged tenant's requests separates nodes in the tree only; every tier knows a page by one hash |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
+| utils.auth.decide_request_auth | AROUND | ``GET /tier/costs`` takes a key that opens nothing else, so that whoever a router takes for a server learns none that does |
 | TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; ``/v1/completions`` and others ignore what a gateway says in headers (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``) |
@@ -202,13 +203,14 @@ def _register_control() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_tiered.integration.admin.control import Control
+    from sglang_tiered.integration.admin.keys import around_auth
     from sglang_tiered.integration.identity import tenants
 
     control, request = Control(), "sglang.srt.managers.schedule_batch.Req"
-    HookRegistry.register(
-        "sglang.srt.mem_cache.utils.storage_namespace_seed", tenants.around_seed, HookType.AROUND
-    )
+    utils = "sglang.srt.mem_cache.utils"
     for target, hook, kind in (
+        (f"{utils}.storage_namespace_seed", tenants.around_seed, HookType.AROUND),
+        ("sglang.srt.utils.auth.decide_request_auth", around_auth, HookType.AROUND),
         (f"{_SCHEDULER}.__init__", control.after_scheduler, HookType.AFTER),
         (f"{_SCHEDULER}.handle_dumper_control", control.around_message, HookType.AROUND),
         (f"{_SCHEDULER}.flush_cache", control.after_flush, HookType.AFTER),
@@ -241,21 +243,17 @@ def _register_transfer_backend() -> None:
         backends._member_map_[name.upper()] = member  # noqa: SLF001
         backends._value2member_map_[name] = member  # noqa: SLF001
         backends._member_names_.append(name.upper())  # noqa: SLF001
-    HookRegistry.register(
-        "sglang.srt.disaggregation.utils.get_kv_class", _around_get_kv_class, HookType.AROUND
-    )
+    disaggregation = "sglang.srt.disaggregation"
+    queue = f"{disaggregation}.decode.DecodePreallocQueue"
     for target, hook, kind in (
+        (f"{disaggregation}.utils.get_kv_class", _around_get_kv_class, HookType.AROUND),
+        (f"{queue}.__init__", _after_decode_queue, HookType.AFTER),
         (f"{_REQUEST}.normalize_batch_and_arguments", request_rooms.check_rooms, HookType.AFTER),
         (f"{_TOKENIZER}._create_tokenized_object", request_rooms.after_tokenizing, HookType.AFTER),
         (f"{_TOKENIZER}._send_one_request", request_rooms.before_sending, HookType.BEFORE),
         (f"{_TOKENIZER}._send_batch_request", request_rooms.before_batch, HookType.BEFORE),
     ):
         HookRegistry.register(target, hook, kind)
-    HookRegistry.register(
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue.__init__",
-        _after_decode_queue,
-        HookType.AFTER,
-    )
     registration.register()
 
 

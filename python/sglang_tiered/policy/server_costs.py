@@ -8,6 +8,8 @@ goes on in the server alone.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -20,12 +22,14 @@ __all__ = [
     "TIERS",
     "VERSION",
     "DecodeLoad",
+    "EventSource",
     "PrefillPrices",
     "RankCosts",
     "Room",
     "ServerCosts",
     "TierPrices",
     "Waiting",
+    "costs_key",
     "parse_server_costs",
 ]
 
@@ -44,6 +48,8 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Rank = Annotated[int, Meta(ge=0, lt=1024)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e30)]
+Text = Annotated[str, Meta(max_length=512)]
+Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
 
 
 class PrefillPrices(msgspec.Struct, frozen=True):
@@ -131,6 +137,10 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     """This scheduler's id among the servers that share pages, in hex; empty without any."""
 
+    pages_at: Text = ""
+    """Where it tells others which pages it holds on NVMe, ``tcp://HOST:PORT``, and serves them;
+    empty where it shares none. A host that stands for all addresses is the server's own."""
+
     page_tokens: Annotated[int, Meta(gt=0, lt=1 << 53)]
     kv_bytes_per_token: Annotated[int, Meta(gt=0, lt=1 << 53)]
     """On this rank."""
@@ -199,6 +209,19 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class EventSource(msgspec.Struct, frozen=True):
+    """Where SGLang publishes KV events over ZeroMQ: replica ``n`` at ``port + n``, and what it has
+    published already at ``replay_port + n``. A host that stands for all addresses is the server's
+    own."""
+
+    host: Text
+    port: Port
+    topic: Text = ""
+    replay_port: Port | None = None
+    by_tenant: bool = False
+    """Whether names of pages depend on the tenant (format ``dynamo``)."""
+
+
 class ServerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What ``GET /tier/costs`` answers."""
 
@@ -216,6 +239,9 @@ class ServerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Those that have published a record, by number. Of a server over several machines these are
     the ones beside its HTTP endpoint."""
 
+    events: EventSource | None = None
+    """None of a server that publishes none."""
+
     def __post_init__(self) -> None:
         if self.v != VERSION:
             raise ValueError(f"the answer has version {self.v}, and only {VERSION} is known")
@@ -228,6 +254,21 @@ def parse_server_costs(data: bytes) -> ServerCosts:
         return msgspec.json.decode(data, type=ServerCosts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"this is no answer of /tier/costs: {error}") from error
+
+
+@functools.cache
+def costs_key(operator_key: str) -> str:
+    """Return the key that a server with this operator's key takes for ``GET /tier/costs``, and for
+    nothing else. Takes 50 ms, once: who has it tries operator's keys no faster."""
+    made = hashlib.scrypt(
+        operator_key.encode("utf-8", "surrogateescape"),
+        salt=b"sglang-tiered GET /tier/costs",
+        n=1 << 14,
+        r=8,
+        p=1,
+        dklen=32,
+    )
+    return made.hex()
 
 
 def _refuse_free(prices: tuple[float, ...]) -> None:

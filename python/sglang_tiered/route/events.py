@@ -8,10 +8,8 @@ on disks change slowly, and are looked up by the server itself before they count
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +21,9 @@ from sglang_tiered.route.pages import DEVICE, HOST, MEDIA, PageIndex
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["Publisher", "apply", "follow", "publisher_of"]
+    from sglang_tiered.policy.server_costs import EventSource
+
+__all__ = ["Publisher", "apply", "bound", "follow", "publisher_of", "reachable"]
 
 MAX_BATCH_BYTES, MAX_WAITING = 16 << 20, 64
 """What a server that sends faster than is read can have here: their product."""
@@ -55,51 +55,30 @@ class _Batch(msgspec.Struct, array_like=True):
 _DECODER = msgspec.msgpack.Decoder(_Batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Publisher:
+class Publisher(NamedTuple):
     """Where events of one replica are. ``replay`` is None where the server replays none."""
 
     endpoint: str
     replay: str | None
     topic: str
-    is_by_tenant: bool
 
 
-class _Told(msgspec.Struct):
-    publisher: str
-    endpoint_host: str = ""
-    endpoint_port_base: int = 0
-    topic: str = ""
-    replay_endpoint_port_base: int | None = None
-
-
-class _Info(msgspec.Struct):
-    kv_events: _Told | None = None
-    kv_events_config: str | None = None
-
-
-def publisher_of(info: bytes, url: str, rank: int) -> Publisher | None:
-    """Return the publisher that the answer of ``/server_info`` names, None where the server has
-    none. A host that stands for all is the server's own. Raises ``ValueError``."""
-    try:
-        found = msgspec.json.decode(info, type=_Info)
-    except RecursionError as error:
-        raise ValueError("/server_info is no JSON") from error
-    told = found.kv_events
-    if told is None or told.publisher != "zmq":
-        return None
-    host = told.endpoint_host
-    if host in ("*", "0.0.0.0", "::", "[::]"):
-        host = urlsplit(url).hostname or "127.0.0.1"
-        host = f"[{host}]" if ":" in host else host
-    replay, base = None, told.replay_endpoint_port_base
+def publisher_of(source: EventSource, url: str, rank: int) -> Publisher:
+    """Return the publisher of a replica of the server at ``url``."""
+    replay, base = None, source.replay_port
     if base is not None:
-        replay = f"tcp://{host}:{base + rank}"
-    by_tenant = False
-    with contextlib.suppress(ValueError, AttributeError):
-        by_tenant = msgspec.json.decode(found.kv_events_config or "").get("format") == "dynamo"
-    endpoint = f"tcp://{host}:{told.endpoint_port_base + rank}"
-    return Publisher(endpoint, replay, told.topic, by_tenant)
+        replay = reachable(f"tcp://{source.host}:{base + rank}", url)
+    endpoint = reachable(f"tcp://{source.host}:{source.port + rank}", url)
+    return Publisher(endpoint, replay, source.topic)
+
+
+def reachable(endpoint: str, url: str) -> str:
+    """Return an endpoint that a server tells of; a host that stands for all is its own."""
+    head, _, port = endpoint.rpartition(":")
+    if head.removeprefix("tcp://") not in ("*", "0.0.0.0", "::", "[::]"):
+        return endpoint
+    host = urlsplit(url).hostname or "127.0.0.1"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def apply(index: PageIndex, server: int, payload: bytes) -> None:
@@ -123,7 +102,7 @@ async def follow(
     """Keep the index up to date until cancelled. Raises ``msgspec.DecodeError`` or ``zmq.ZMQError``
     for a publisher that cannot be followed."""
     with context.socket(zmq.SUB) as socket:
-        _bound(socket)
+        bound(socket, MAX_BATCH_BYTES)
         socket.subscribe(publisher.topic)
         socket.connect(publisher.endpoint)
         # Those that come meanwhile wait in the socket.
@@ -142,8 +121,9 @@ async def follow(
                 due = number + 1
 
 
-def _bound(socket: zmq.asyncio.Socket) -> None:
-    options = {zmq.MAXMSGSIZE: MAX_BATCH_BYTES, zmq.RCVHWM: MAX_WAITING, zmq.IPV6: 1, zmq.LINGER: 0}
+def bound(socket: zmq.asyncio.Socket, most: int) -> None:
+    """Take messages of so many bytes, and few at once."""
+    options = {zmq.MAXMSGSIZE: most, zmq.RCVHWM: MAX_WAITING, zmq.IPV6: 1, zmq.LINGER: 0}
     for option, value in options.items():
         socket.set(option, value)
 
@@ -170,7 +150,7 @@ async def _replayed(
     if publisher.replay is None:
         return
     with context.socket(zmq.DEALER) as socket:
-        _bound(socket)
+        bound(socket, MAX_BATCH_BYTES)
         socket.connect(publisher.replay)
         await socket.send_multipart([b"", due.to_bytes(8, "big")])
         while True:

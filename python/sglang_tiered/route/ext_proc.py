@@ -69,7 +69,8 @@ class Decider:
     ) -> Picked | Refused:
         """Read a prompt and pick. ``headers`` with names in lower case."""
         started = time.perf_counter()
-        prompt = await self._reader.read(body, headers.get(":path", "/v1/chat/completions"))
+        path = headers.get(":path", "/v1/chat/completions")
+        prompt = await self._reader.read(body, path, headers.get("authorization", ""))
         is_retry = headers.get("x-envoy-attempt-count", "1") != "1"
         answer = self.picker.pick(
             prompt,

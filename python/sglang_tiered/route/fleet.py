@@ -20,16 +20,19 @@ import msgspec
 import zmq.asyncio
 
 from sglang_tiered.policy.router_view import RouterView
-from sglang_tiered.policy.server_costs import RankCosts, parse_server_costs
+from sglang_tiered.policy.server_costs import EventSource, RankCosts, costs_key, parse_server_costs
 from sglang_tiered.route.envoy import CLUSTERS, write_members
 from sglang_tiered.route.events import follow, publisher_of
+from sglang_tiered.route.following import PageFollower
 from sglang_tiered.route.pages import PageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from sglang_tiered.route.source import Source
+    from sglang_tiered.sharing.mirror import MirroredPeer
 
 __all__ = ["Fleet", "Member", "Part", "Replica"]
 
@@ -41,7 +44,7 @@ FRESH_S, MAYBE_S = 2.5, 60.0
 """A server that was silent for longer is not ready, and for how long it may be slow only: then it
 is picked where none is ready."""
 EVENTS_AGAIN_S = 5.0
-NEVER = float("-inf")
+NEVER, NOWHERE = float("-inf"), -1
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Member:
     tokens_sent: int = 0
     """Of prompts without a first token yet."""
     polling: asyncio.Task[None] | None = None
-    is_by_tenant: bool | None = None
+    events: EventSource | None = None
     part: Part = field(default_factory=Part)
 
     @property
@@ -98,16 +101,28 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One scheduler of a server: its last record, and its place in the ``RouterView``."""
+    """One scheduler of a server: its last record, its place in the ``RouterView``, and what
+    ``PageFollower`` knows of it."""
 
     member: Member
     record: RankCosts
     place: int
-    following: asyncio.Task[None] | None = None
+    known: MirroredPeer | None = None
+    following: tuple[asyncio.Task[None] | Future[None], ...] = ()
+
+    @property
+    def url(self) -> str:
+        return self.member.url
+
+    @property
+    def bit(self) -> int:
+        """Of pages that ``PageFollower`` knows it to hold."""
+        return 0 if self.known is None else 1 << self.known.slot
 
 
 class Fleet:
-    """``run`` until cancelled, then ``close``. ``members`` is by ``IP:PORT``."""
+    """``run`` until cancelled, then ``close``. ``members`` is by ``IP:PORT``. ``key``: the
+    operator's, of which servers are sent what opens their costs alone."""
 
     def __init__(
         self,
@@ -118,11 +133,9 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._directory, self._clock = source, members_directory, clock
-        self._headers = {"Accept-Encoding": "identity"}
-        if key is not None:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._asks_with = {} if key is None else {"Authorization": f"Bearer {costs_key(key)}"}
         self.members: dict[str, Member] = {}
-        self.view, self.index = RouterView(), PageIndex()
+        self.view, self.index, self.stored = RouterView(), PageIndex(), PageFollower()
         self._free: list[int] = []
         self._written: dict[str, list[str]] = {}
         self._version = 0
@@ -132,8 +145,9 @@ class Fleet:
     async def run(self) -> None:
         """Follow the source, and each server of it."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        headers = {"Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(
-            headers=self._headers, timeout=timeout, auto_decompress=False
+            headers=headers, timeout=timeout, auto_decompress=False
         )
         self._write()
         last, due, told = None, NEVER, ""
@@ -157,28 +171,29 @@ class Fleet:
         if self._session is not None:
             await self._session.close()
         self._context.destroy(linger=0)
+        self.stored.close()
 
-    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
         """Ask one ready server after another, another first each time, until one answers with 200;
         None where none does."""
         now = self._clock()
         ready = [one for one in self.members.values() if one.is_ready(now)]
         for member in random.sample(ready, len(ready)):
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-                status, answer = await self._call(member, path, MAX_TOKENS_BYTES, body)
+                status, answer = await self._call(member, path, MAX_TOKENS_BYTES, headers, body)
                 if status == 200:
                     return msgspec.json.decode(answer)
         return None
 
     async def _call(
-        self, member: Member, path: str, most: int, body: Any = None
+        self, member: Member, path: str, most: int, headers: dict[str, str], body: Any = None
     ) -> tuple[int, bytes]:
         """Return status and body, as it was sent; no server sends the picker elsewhere. Raises
         ``ValueError`` for one of more than ``most`` bytes."""
         assert self._session is not None
         method, taken = "GET" if body is None else "POST", bytearray()
         async with self._session.request(
-            method, member.url + path, json=body, allow_redirects=False
+            method, member.url + path, json=body, headers=headers, allow_redirects=False
         ) as answer:
             async for part in answer.content.iter_any():
                 taken += part
@@ -204,10 +219,11 @@ class Fleet:
     def _drop(self, member: Member, ranks: list[int]) -> None:
         for rank in ranks:
             replica = member.replicas.pop(rank)
-            if replica.following is not None:
-                replica.following.cancel()
+            for work in replica.following:
+                work.cancel()
             self.index.drop(replica.place)
             self._free.append(replica.place)
+            replica.place = NOWHERE  # what it still answers teaches no heir
 
     def _write(self) -> None:
         """Tell Envoy. A server whose role is not known yet is not among them; one that drains or
@@ -247,10 +263,10 @@ class Fleet:
 
     async def _ask_costs(self, member: Member) -> str:
         """Return what is wrong, nothing if the server serves."""
-        status, answer = await self._call(member, "/tier/costs", MAX_COSTS_BYTES)
+        status, answer = await self._call(member, "/tier/costs", MAX_COSTS_BYTES, self._asks_with)
         if status == 200:
             costs = parse_server_costs(answer)
-            member.is_draining = costs.draining
+            member.is_draining, member.events = costs.draining, costs.events
             self._report(member, {one.rank: one for one in costs.ranks})
             return ""
         if status in (401, 403):
@@ -258,10 +274,10 @@ class Fleet:
         path = "/tier/costs"
         if status == 404:  # no NVMe: no prices
             if not member.is_up:
-                status, info = await self._call(member, "/server_info", MAX_INFO_BYTES)
+                status, info = await self._call(member, "/server_info", MAX_INFO_BYTES, {})
                 member.part = msgspec.json.decode(info, type=Part) if status == 200 else Part()
             path = "/ready"
-            status, _ = await self._call(member, path, MAX_COSTS_BYTES)
+            status, _ = await self._call(member, path, MAX_COSTS_BYTES, {})
         return "" if status == 200 else f"answers {status} to {path}"
 
     def _report(self, member: Member, records: dict[int, RankCosts]) -> None:
@@ -276,7 +292,8 @@ class Fleet:
             replica = member.replicas.get(rank)
             if replica is None:
                 replica = Replica(member, record, self._place(record, now))
-                replica.following = asyncio.create_task(self._follow_events(replica))
+                work = asyncio.create_task(self._follow_events(replica))
+                replica.following = work, self.stored.start(replica)
                 member.replicas[rank] = replica
             else:
                 replica.record = record
@@ -293,17 +310,13 @@ class Fleet:
 
     async def _follow_events(self, replica: Replica) -> None:
         member = replica.member
+        if member.events is None:
+            logger.info("%s tells no events; its load decides", member.url)
+            return
+        publisher = publisher_of(member.events, member.url, replica.record.rank)
         while True:
             try:
-                _, info = await self._call(member, "/server_info", MAX_INFO_BYTES)
-                publisher = publisher_of(info, member.url, replica.record.rank)
-                if publisher is None:
-                    logger.info("%s tells no events; its load alone decides", member.url)
-                    return
-                member.is_by_tenant = publisher.is_by_tenant
                 await follow(self._context, publisher, self.index, replica.place)
-            except (aiohttp.ClientError, TimeoutError):
-                pass
             except Exception as error:  # as above
                 logger.warning("events of %s cannot be followed: %r", member.url, error)
                 self.index.forget(replica.place)
@@ -314,14 +327,14 @@ class Fleet:
         replicas = (one for member in self.members.values() for one in member.replicas.values())
         return {one.record.page_tokens for one in replicas}
 
-    def sources_of(self, replica: Replica) -> list[int]:
-        """Return the places from which this replica can have pages: of the same namespace, with an
-        index, and as keyed as it is; itself included."""
+    def sources_of(self, replica: Replica) -> list[Replica]:
+        """Return those from which this one can have pages: of the same namespace, and as keyed as
+        it is; itself included."""
         record = replica.record
         if not record.namespace:
-            return [replica.place]
+            return [replica]
         return [
-            other.place
+            other
             for member in self.members.values()
             for other in member.replicas.values()
             if other.record.namespace == record.namespace and other.record.keyed == record.keyed

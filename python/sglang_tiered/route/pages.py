@@ -1,7 +1,7 @@
 """``PageIndex``: which server holds which pages, in which memory, as its events say.
 
 A set for each memory of each server, of the 64-bit names of ``prompt.page_keys``; about 100 bytes a
-page. Of one thread.
+page. What ``PageFollower`` knows of NVMe comes on top, as bits of servers. Of one thread.
 """
 
 from __future__ import annotations
@@ -74,27 +74,42 @@ class PageIndex:
                 if soon[key] <= 0:
                     del soon[key]
 
-    def own(self, server: int, keys: Sequence[int]) -> tuple[int, int, int]:
+    def own(
+        self, server: int, keys: Sequence[int], bits: Sequence[int] = (), bit: int = 0
+    ) -> tuple[int, int, int]:
         """Return how many leading pages the server itself holds: on the device, up to host memory,
-        and up to its NVMe."""
+        and up to its NVMe. ``bits``: for each page, who holds it there too."""
         memories = self._held.get(server, {})
         nothing: Container[int] = ()
         soon = self._soon.get(server, nothing)
         device, host, disk = (memories.get(one, nothing) for one in (DEVICE, HOST, DISK))
         at, most, ends = 0, len(keys), []
-        for more, last in ((nothing, nothing), (host, nothing), (host, disk)):
+        bit = bit if bits else 0
+        for more, last, mine in ((nothing, nothing, 0), (host, nothing, 0), (host, disk, bit)):
             while at < most and (
-                (key := keys[at]) in device or key in soon or key in more or key in last
+                (key := keys[at]) in device
+                or key in soon
+                or key in more
+                or key in last
+                or (mine and bits[at] & mine)
             ):
                 at += 1
             ends.append(at)
         return ends[0], ends[1], ends[2]
 
-    def shared(self, servers: Collection[int], keys: Sequence[int]) -> Shared:
-        """Return what these servers hold of a prompt together, looked up as far as it is asked
-        for."""
+    def shared(
+        self,
+        servers: Collection[int],
+        keys: Sequence[int],
+        bits: Sequence[int] = (),
+        mask: int = 0,
+    ) -> Shared:
+        """Return what these servers hold of a prompt together, looked up as far as it is asked for.
+        ``mask``: their bits."""
         known = [memories for server in servers if (memories := self._held.get(server))]
-        return Shared(keys, {one: [memories[one] for memories in known] for one in _ALL})
+        return Shared(
+            keys, {one: [memories[one] for memories in known] for one in _ALL}, bits, mask
+        )
 
     def held(
         self,
@@ -103,12 +118,13 @@ class PageIndex:
         page_tokens: int,
         shared: Shared | None = None,
         *,
+        bit: int = 0,
         has_peers: bool = False,
         has_bucket: bool = False,
     ) -> Held:
         """Return what the server can have of these pages, in tokens. ``shared``: what it and those
         from which it fetches hold."""
-        device, host, nvme = self.own(server, keys)
+        device, host, nvme = self.own(server, keys, () if shared is None else shared.bits, bit)
         peers = shared.end(nvme, DISK) if has_peers and shared is not None else nvme
         bucket = shared.end(peers, EXTERNAL) if has_bucket and shared is not None else peers
         ends = (0, device, host, nvme, peers, bucket)
@@ -121,8 +137,15 @@ class Shared:
     """What several servers hold of one prompt. Who had the last page is asked first for the next,
     and a run that was found is not looked for again."""
 
-    def __init__(self, keys: Sequence[int], memories: dict[int, list[set[int]]]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[int],
+        memories: dict[int, list[set[int]]],
+        bits: Sequence[int],
+        mask: int,
+    ) -> None:
         self._keys, self._memories = keys, memories
+        self.bits, self._mask = bits, mask if bits else 0
         self._run: dict[int, tuple[int, int]] = {}
 
     def end(self, start: int, medium: int) -> int:
@@ -131,7 +154,10 @@ class Shared:
         if first <= start <= end:
             return end
         held, at = self._memories[medium], start
-        while at < len(self._keys) and _is_held(self._keys[at], held):
+        bits, mask = self.bits, self._mask if medium == DISK else 0
+        while at < len(self._keys) and (
+            (mask and bits[at] & mask) or _is_held(self._keys[at], held)
+        ):
             at += 1
         self._run[medium] = start, at
         return at

@@ -6,6 +6,8 @@ tokens of the prompts that each was sent and has not answered yet.
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 import secrets
 import time
@@ -23,7 +25,7 @@ from sglang_tiered.policy.routing import (
 )
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
-from sglang_tiered.route.fleet import MAYBE_S, Replica
+from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -223,12 +225,16 @@ class Picker:
             keys = prompt.keys(record.page_tokens)
             group = (record.namespace, record.keyed, record.page_tokens)
             if group not in groups:
-                groups[group] = index.shared(self._fleet.sources_of(replica), keys)
+                sources = self._fleet.sources_of(replica)
+                mask = functools.reduce(operator.or_, (one.bit for one in sources), 0)
+                bits = self._fleet.stored.bits(prompt.stored(record.page_tokens)) if mask else ()
+                groups[group] = index.shared([one.place for one in sources], keys, bits, mask)
             found[place] = index.held(
                 place,
                 keys,
                 record.page_tokens,
                 groups[group],
+                bit=replica.bit,
                 has_peers=bool(record.server) and record.tiers["peer"].healthy,
                 has_bucket=record.tiers["object"].healthy,
             )
@@ -258,9 +264,9 @@ class Picker:
         if picked.is_open:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)
-            if picked.prompt.is_stream and is_as_picked and picked.by == "cost":
-                assert picked.replica is not None
-                state = self._fleet.view.states[picked.replica.place]
+            replica = picked.replica if picked.by == "cost" else None
+            if picked.prompt.is_stream and is_as_picked and replica and replica.place != NOWHERE:
+                state = self._fleet.view.states[replica.place]
                 state.answered(picked.predicted_s, seen_s)
         self.ended(picked)
 

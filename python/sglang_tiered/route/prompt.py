@@ -14,11 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Body", "Prompt", "ask_of", "page_keys", "parse_body", "prompt_of"]
+    import numpy.typing as npt
+
+    Fingerprints = npt.NDArray[np.uint64]
+
+__all__ = ["Body", "Prompt", "ask_of", "page_keys", "parse_body", "prompt_of", "stored_keys"]
 
 BYTES_PER_TOKEN = 4
 """Of a prompt whose tokens are not known."""
@@ -59,18 +64,29 @@ class Prompt:
     cache_salt: str | None = None
     max_new: int = MAX_NEW_TOKENS
     is_stream: bool = False
-    _keys: dict[int, list[int]] = field(default_factory=dict)
+    _named: dict[int, tuple[list[int], Fingerprints]] = field(default_factory=dict)
 
     def keys(self, page_tokens: int) -> list[int]:
         """Return the names of the first whole pages of this size, empty if no token is known. Takes
         some milliseconds for each thousand, once."""
+        return self._names(page_tokens)[0]
+
+    def stored(self, page_tokens: int) -> Fingerprints:
+        """Return the names of the same pages in the servers' stores."""
+        return self._names(page_tokens)[1]
+
+    def _names(self, page_tokens: int) -> tuple[list[int], Fingerprints]:
         if self.ids is None:
-            return []
-        found = self._keys.get(page_tokens)
+            return [], np.empty(0, "<u8")
+        found = self._named.get(page_tokens)
         if found is None:
             ids = self.ids[: MAX_NAMED_PAGES * page_tokens]
-            found = page_keys(ids, page_tokens, self.extra_key, self.cache_salt)
-            self._keys[page_tokens] = found
+            keys = page_keys(ids, page_tokens, self.extra_key, self.cache_salt)
+            if self.extra_key is None and self.cache_salt is None:
+                stored = np.array(keys, ">i8").view("<u8")
+            else:
+                stored = stored_keys(ids, page_tokens, self.extra_key, self.cache_salt)
+            found = self._named[page_tokens] = keys, stored
         return found
 
 
@@ -149,31 +165,44 @@ def _names_are_known(body: Body) -> bool:
 def page_keys(
     ids: array[int], page_tokens: int, extra_key: str | None = None, cache_salt: str | None = None
 ) -> list[int]:
-    """Return the names of whole pages as signed 64 bits. ``ids``: uint32."""
+    """Return the names of whole pages in events, as signed 64 bits. ``ids``: uint32."""
+    digest, cache_salt = b"", cache_salt or None  # as SGLang has it
+    if cache_salt is not None:
+        digest = hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest()
+    seed = _tenant_seed(b"sglang-kv-event-namespace-v1", extra_key, cache_salt)
+    keys = []
+    for name in _chain(ids, page_tokens, digest):
+        told = hashlib.sha256(seed + name).digest() if seed else name
+        keys.append(int.from_bytes(told[:8], "big", signed=True))
+    return keys
+
+
+def stored_keys(
+    ids: array[int], page_tokens: int, extra_key: str | None = None, cache_salt: str | None = None
+) -> Fingerprints:
+    """Return the names of whole pages in stores: the first 8 bytes of each, little-endian."""
+    seed = _tenant_seed(b"sglang-cache-namespace-v1", extra_key, cache_salt or None)
+    return np.frombuffer(b"".join(_chain(ids, page_tokens, seed)), "<u8")
+
+
+def _chain(ids: array[int], page_tokens: int, digest: bytes) -> Iterator[bytes]:
+    """The first 8 bytes of the hash of each whole page and all before it."""
     if sys.byteorder != "little":
         ids = array("I", ids)
         ids.byteswap()
     data, step = memoryview(ids).cast("B"), page_tokens * ids.itemsize
-    digest, cache_salt = b"", cache_salt or None  # as SGLang has it
-    if cache_salt is not None:
-        digest = hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest()
-    seed = _tenant_seed(extra_key, cache_salt)
-    keys = []
     for start in range(0, len(ids) // page_tokens * step, step):
         hashed = hashlib.sha256(digest)
         hashed.update(data[start : start + step])
         digest = hashed.digest()
-        short = digest[:8]
-        if seed is not None:
-            short = hashlib.sha256(seed + short).digest()[:8]
-        keys.append(int.from_bytes(short, "big", signed=True))
-    return keys
+        yield digest[:8]
 
 
-def _tenant_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:
+def _tenant_seed(kind: bytes, extra_key: str | None, cache_salt: str | None) -> bytes:
+    """Nothing without a tenant."""
     if extra_key is None and cache_salt is None:
-        return None
-    digest = hashlib.sha256(b"sglang-kv-event-namespace-v1")
+        return b""
+    digest = hashlib.sha256(kind)
     for part in (extra_key, cache_salt):
         if part is None:
             digest.update(b"\0")

@@ -106,8 +106,9 @@ class PickerService:
             await self.fleet.close()
             self.reader.close()
 
-    async def _ask(self, asked: dict[str, Any]) -> Sequence[int] | None:
-        answer = await self.fleet.ask("/v1/tokenize", asked)
+    async def _ask(self, asked: dict[str, Any], authorization: str) -> Sequence[int] | None:
+        headers = {"Authorization": authorization} if authorization else {}
+        answer = await self.fleet.ask("/v1/tokenize", asked, headers)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         return tokens if isinstance(tokens, list) else None
 
@@ -149,7 +150,7 @@ class PickerService:
             "ready": member.is_ready(now),
             "draining": member.is_draining,
             "problem": member.problem or None,
-            "tells_tenants_apart": member.is_by_tenant,
+            "tells_tenants_apart": member.events.by_tenant if member.events else None,
             "tokens_sent": member.tokens_sent,
             "replicas": [
                 {
@@ -158,6 +159,7 @@ class PickerService:
                     "queue_s": round(self.fleet.view.states[one.place].queue_s(now), 6),
                     "slowdown": round(self.fleet.view.states[one.place].slowdown, 4),
                     "pages": self.fleet.index.num_pages(one.place),
+                    "stored": one.known.num_pages if one.known and one.known.is_loaded else None,
                 }
                 for rank, one in sorted(member.replicas.items())
             ],

@@ -127,7 +127,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--server-key-file",
             FILE,
             "File with the key that the servers want from an operator (`--admin-api-key`, or else "
-            "`--api-key`).",
+            "`--api-key`). They are sent one made of it, which opens `/tier/costs` alone.",
             default="none",
         ),
     ] = None

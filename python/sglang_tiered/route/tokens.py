@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
-    Ask = Callable[[dict[str, Any]], Awaitable[Sequence[int] | None]]
+    Ask = Callable[[dict[str, Any], str], Awaitable[Sequence[int] | None]]
 
 __all__ = ["LocalTokenizer", "TokenReader"]
 
@@ -122,8 +122,8 @@ def _environment() -> jinja2.Environment:
 
 
 class TokenReader:
-    """Makes prompts of bodies. ``ask`` gets the tokens of a text from a server, where there is no
-    tokenizer. Of one event loop; ``close`` it."""
+    """Makes prompts of bodies. ``ask`` gets the tokens of a text from a server, with the client's
+    key, where there is no tokenizer. Of one event loop; ``close`` it."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class TokenReader:
         """End the threads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, data: bytes, path: str) -> Prompt:
+    async def read(self, data: bytes, path: str, authorization: str = "") -> Prompt:
         """Return the prompt of a body, which may be no JSON at all."""
         guess = Prompt(max(1, len(data) // BYTES_PER_TOKEN))
         if not data:
@@ -152,7 +152,7 @@ class TokenReader:
             self.num_late += 1
             return guess
         self._num_running += 1
-        work = asyncio.ensure_future(self._make(data, path))
+        work = asyncio.ensure_future(self._make(data, path, authorization))
         work.add_done_callback(self._done)
         try:
             async with asyncio.timeout(self._budget_s):
@@ -169,14 +169,14 @@ class TokenReader:
         if not work.cancelled():
             work.exception()  # that nobody may wait for
 
-    async def _make(self, data: bytes, path: str) -> Prompt:
+    async def _make(self, data: bytes, path: str, authorization: str) -> Prompt:
         loop = asyncio.get_running_loop()
         sizes = self._page_sizes()
         made = await loop.run_in_executor(self._threads, self._read, data, path, sizes)
         if isinstance(made, Prompt):
             return made
         body, asked = made
-        ids = await self._ask(asked)
+        ids = await self._ask(asked, authorization)
         return await loop.run_in_executor(
             self._threads, _named, body, len(data), path, sizes, None, ids
         )

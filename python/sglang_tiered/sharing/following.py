@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "changed_pages"]
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class Follower:
         if isinstance(message, messages.Erasures):
             self._hear_erasures(each, message)
         elif isinstance(message, messages.Changes):
-            added, removed = _fingerprints(message, frames[2:])
+            added, removed = changed_pages(message, frames[2:])
             self._hear_changes(each, message, added, removed)
         else:
             raise TransferError("a page server answered what it was not asked.")
@@ -569,8 +569,8 @@ class Follower:
         self._log.settle(each.address)
 
 
-def _fingerprints(message: Changes, payload: list[memoryview]) -> tuple[Fingerprints, ...]:
-    """The fingerprints that came and went. Raises ``TransferError`` for a breach."""
+def changed_pages(message: Changes, payload: list[memoryview]) -> tuple[Fingerprints, ...]:
+    """Return the fingerprints that came and went. Raises ``TransferError`` for a breach."""
     data = b"".join(payload)
     if len(data) != 8 * (message.num_added + message.num_removed):
         raise TransferError(

@@ -114,6 +114,12 @@ class Mirror:
         found: list[Peer | None] = view.peers.take(choose_slots(bits, pages, self._salt)).tolist()
         return found
 
+    def holders(self, pages: Fingerprints) -> npt.NDArray[np.uint64]:
+        """Return the bits of the servers that hold each page, by their slots, whether pages are
+        found there or not: ``[words, pages]``. Takes no lock."""
+        table = self._view.table
+        return table.holders(table.find(pages))
+
     def lacks(self, server: str, keys: Sequence[bytes]) -> None:
         pages = distinct(fingerprints_of(keys))
         with self.lock:

@@ -109,6 +109,7 @@ class PeerTier(TierEngine):
             max_serving_bytes=settings.max_serving_bytes,
         )
         self._region = region
+        self._host = settings.listen_host
         self._namespace = namespace
         self._closed = False
         self._lock = threading.Lock()
@@ -168,6 +169,12 @@ class PeerTier(TierEngine):
     def port(self) -> int:
         """The port at which others ask for pages."""
         return self._server.port
+
+    @property
+    def address(self) -> str:
+        """Where others ask for pages, ``tcp://HOST:port``; the host as it was configured."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp://{host}:{self.port}"
 
     def announce_serving(self, serving: Callable[[str], Serving]) -> None:
         """Have the Redis, if there is one, say where this server answers requests: what ``serving``

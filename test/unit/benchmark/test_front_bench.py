@@ -13,7 +13,6 @@ from bench_routing_front import ratios
 from front_bench.modelled import UNIT_TOKENS, ModelledFleet, ids_of, text_of
 from server_process import free_ports
 from sglang_tiered.policy.server_costs import parse_server_costs
-from sglang_tiered.route.events import publisher_of
 from sglang_tiered.route.prompt import page_keys
 from sglang_tiered_lab.trace.replay.server import Request
 
@@ -46,13 +45,12 @@ def test_fleet_serves_and_tells_what_it_holds() -> None:
                     async with session.post(f"{url}/v1/completions", json=body) as answer:
                         assert (await answer.text()).endswith("[DONE]\n\n")
                 async with session.get(f"{url}/tier/costs") as answer:
-                    (record,) = parse_server_costs(await answer.read()).ranks
-                async with session.get(f"{url}/server_info") as answer:
-                    publisher = publisher_of(await answer.read(), url, 0)
+                    costs = parse_server_costs(await answer.read())
         finally:
             await fleet.close()
+        (record,) = costs.ranks
         assert record.page_tokens == UNIT_TOKENS and record.decode.requests == 0
-        assert publisher is not None and publisher.endpoint == f"tcp://127.0.0.1:{ports[1] + 1}"
+        assert costs.events is not None and costs.events.port == ports[1] + 1
         assert fleet.num_served == [0, 2] + [0] * 6
         assert (fleet.cached_tokens, fleet.prompt_tokens) == (2 * UNIT_TOKENS, 6 * UNIT_TOKENS)
 

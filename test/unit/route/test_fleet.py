@@ -8,18 +8,19 @@ import gzip
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import pytest
 from aiohttp import web
 
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.server_costs import ServerCosts
+from sglang_tiered.policy.server_costs import EventSource, ServerCosts, costs_key
 from sglang_tiered.route.fleet import Fleet
 from sglang_tiered.route.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    import pytest
 
 DEADLINE_S = 20.0
 ENOUGH_BYTES = 32 << 20
@@ -36,28 +37,32 @@ class Server:
 
     def __init__(self) -> None:
         self.costs: Any = self.told(0)
-        self.info: Any = b"{}"
+        self.info = b"{}"
         self.tokenize: Any = None
-        self.num_asked = self.num_told = self.num_sent = 0
+        self.num_asked = self.num_ready = self.num_sent = 0
+        self.keys: set[str | None] = set()
 
     @staticmethod
     def told(*ranks: int, **more: Any) -> bytes:
-        records = tuple(record_of(MODEL, rank=rank, **more) for rank in ranks)
-        return msgspec.json.encode(ServerCosts(draining=False, num_ranks=8, ranks=records))
+        records = tuple(record_of(MODEL, rank=rank) for rank in ranks)
+        return msgspec.json.encode(ServerCosts(draining=False, num_ranks=8, ranks=records, **more))
 
     async def answer_costs(self, request: web.Request) -> web.StreamResponse:
         self.num_asked += 1
-        return await self._answer(self.costs, request)
+        self.keys.add(request.headers.get("Authorization"))
+        if callable(self.costs):
+            answer: web.StreamResponse = await self.costs(request)
+            return answer
+        return web.Response(body=self.costs)
+
+    async def answer_ready(self, request: web.Request) -> web.StreamResponse:
+        self.num_ready += 1
+        assert "Authorization" not in request.headers
+        return web.Response()
 
     async def answer_info(self, request: web.Request) -> web.StreamResponse:
-        self.num_told += 1
-        return await self._answer(self.info, request)
-
-    async def _answer(self, what: Any, request: web.Request) -> web.StreamResponse:
-        if callable(what):
-            answer: web.StreamResponse = await what(request)
-            return answer
-        return web.Response(body=what)
+        assert "Authorization" not in request.headers
+        return web.Response(body=self.info)
 
     async def endless(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
@@ -71,6 +76,7 @@ class Server:
 async def serve(server: Server) -> web.AppRunner:
     app = web.Application()
     app.router.add_get("/tier/costs", server.answer_costs)
+    app.router.add_get("/ready", server.answer_ready)
     app.router.add_get("/server_info", server.answer_info)
     if server.tokenize is not None:
         app.router.add_post("/v1/tokenize", server.tokenize)
@@ -118,10 +124,9 @@ def only(fleet: Fleet) -> Any:
     return member
 
 
-@pytest.mark.parametrize("field", ["costs", "info"])
-def test_endless_answer_is_cut_off(tmp_path: Path, field: str) -> None:
+def test_endless_answer_is_cut_off(tmp_path: Path) -> None:
     server = Server()
-    setattr(server, field, server.endless)
+    server.costs = server.endless
 
     async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
         await until(lambda: server.num_sent)
@@ -130,8 +135,7 @@ def test_endless_answer_is_cut_off(tmp_path: Path, field: str) -> None:
             sent = server.num_sent
             await asyncio.sleep(0.2)
         assert sent < ENOUGH_BYTES
-        if field == "costs":
-            await until(lambda: "more than" in only(fleet).problem)
+        await until(lambda: "more than" in only(fleet).problem)
 
     follow(tmp_path, server, steps)
 
@@ -170,16 +174,15 @@ def test_half_without_costs_tells_its_part(tmp_path: Path) -> None:
 def test_server_cannot_send_the_picker_elsewhere(tmp_path: Path) -> None:
     """The answer there would count as its own."""
     server = Server()
-    server.info = b'{"here": 1}'
 
     async def costs(_: web.Request) -> web.Response:
-        raise web.HTTPFound("/server_info")
+        raise web.HTTPFound("/ready")
 
     server.costs = costs
 
     async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
         await until(lambda: server.num_asked > 2)
-        assert server.num_told == 0 and "302" in only(fleet).problem
+        assert server.num_ready == 0 and "302" in only(fleet).problem
 
     follow(tmp_path, server, steps)
 
@@ -211,24 +214,32 @@ def test_ranks_without_end_are_refused(tmp_path: Path) -> None:
     follow(tmp_path, server, steps)
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        b"[" * 100_000,
-        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "h", "endpoint_port_base": [1]}}',
-        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "h", "endpoint_port_base": 1e99}}',
-        b'{"kv_events": {"publisher": "zmq", "endpoint_host": "\\u0000", "endpoint_port_base": 1}}',
-    ],
-)
-def test_nonsense_about_events_is_asked_again(
-    tmp_path: Path, info: bytes, monkeypatch: pytest.MonkeyPatch
+def test_nonsense_about_events_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sglang_tiered.route.fleet.EVENTS_AGAIN_S", 0.05)
     server = Server()
-    server.info = info
+    server.costs = server.told(0, events=EventSource("\0", 1))
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: caplog.text.count("cannot be followed") > 2)
+        assert only(fleet).is_up
+
+    follow(tmp_path, server, steps)
+
+
+def test_servers_learn_no_operators_key(tmp_path: Path) -> None:
+    """Who takes the address of one, or can name it, would have what purges the others."""
+    server = Server()
 
     async def steps(_: Fleet, until: Callable[..., Any]) -> None:
-        await until(lambda: server.num_told > 2)
+        async def none(_: web.Request) -> web.Response:
+            return web.Response(status=404)
+
+        await until(lambda: server.num_asked > 1)
+        server.costs = none
+        await until(lambda: server.num_ready)
+        assert server.keys == {f"Bearer {costs_key('secret')}"} != {"Bearer secret"}
 
     follow(tmp_path, server, steps)
 
@@ -279,7 +290,7 @@ def test_tokens_are_asked_of_whoever_answers(tmp_path: Path) -> None:
         await until(lambda: len(fleet.members) == 2)
         await until(lambda: all(one.is_up for one in fleet.members.values()))
         for _ in range(20):
-            assert await fleet.ask("/v1/tokenize", {}) == {"tokens": [1]}
+            assert await fleet.ask("/v1/tokenize", {}, {}) == {"tokens": [1]}
         assert asked[0] > 0 and asked[1] == 20, "another is first each time"
 
     servers[0].tokenize, servers[1].tokenize = tokenizer(0, 500), tokenizer(1, 200)

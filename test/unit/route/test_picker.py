@@ -18,6 +18,7 @@ from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
 from sglang_tiered.route.source import Source
+from sglang_tiered.sharing.mirror import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +102,38 @@ def test_siblings_follow_before_any_event(world: World) -> None:
         world.picker.ended(picked)  # a second time
     assert not any(world.fleet.index._soon.values())
     assert [one.tokens_sent for one in world.fleet.members.values()] == [0, 0, 0]
+
+
+def test_answer_of_a_dead_server_teaches_no_heir(world: World) -> None:
+    dead, prompt = world.add(), prompt_of()
+    late = world.pick(prompt)
+    world.fleet._drop(dead, [0])
+    del world.fleet.members[dead.address]
+    heir = world.add()
+    place = world.fleet._place(heir.replicas[0].record, world.clock())
+    heir.replicas[0].place = place
+    world.pick(prompt)
+    world.clock.now += 50.0
+    late.prompt.is_stream = True
+    world.picker.answered(late, True, dead.address)
+    assert world.fleet.view.states[place].slowdown == 1.0
+    assert world.fleet.index.own(place, prompt.keys(PAGE))[0] == 10, "its own request's"
+
+
+def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
+    servers = [world.add(server="00") for _ in range(3)]
+    prompt = prompt_of()
+    mirror = world.fleet.stored._mirror
+    for member, num_pages in zip(servers, (1, 6), strict=False):
+        known = mirror.join(Peer(member.url, ""))
+        assert known is not None and mirror.add_pages(known, prompt.stored(PAGE)[:num_pages])
+        member.replicas[0].known = known
+    held = world.picker._held({m.replicas[0].place: m.replicas[0] for m in servers}, prompt)
+    assert list(held.values()) == [
+        Held(nvme=PAGE, peer=5 * PAGE),
+        Held(nvme=6 * PAGE),
+        Held(peer=6 * PAGE),
+    ]
 
 
 def test_requests_that_were_sent_count_before_reports(world: World) -> None:

@@ -68,13 +68,17 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         LocalTokenizer(tmp_path)
 
 
+KEY = "Bearer of-the-client"
+
+
 class Asked:
     """A server that is asked for tokens, and may hang."""
 
     def __init__(self, *, hangs: bool = False) -> None:
         self.hangs, self.asked = hangs, 0
 
-    async def __call__(self, body: dict[str, Any]) -> Sequence[int] | None:
+    async def __call__(self, body: dict[str, Any], key: str) -> Sequence[int] | None:
+        assert key == KEY
         self.asked += 1
         if self.hangs:
             await asyncio.Event().wait()
@@ -85,7 +89,9 @@ def read(asked: Asked, *bodies: bytes, budget_s: float = 5.0) -> tuple[list[Prom
     async def run() -> tuple[list[Prompt], int]:
         reader = TokenReader(None, asked, budget_s, lambda: {64})
         try:
-            made = await asyncio.gather(*(reader.read(one, "/v1/completions") for one in bodies))
+            made = await asyncio.gather(
+                *(reader.read(one, "/v1/completions", KEY) for one in bodies)
+            )
             return list(made), reader.num_late
         finally:
             reader.close()
@@ -126,4 +132,4 @@ def test_huge_bodies_take_nobodys_time() -> None:
 def test_first_pages_are_named_in_the_thread() -> None:
     body = json.dumps({"prompt": [1] * (1 << 20) + [2] * 64}).encode()
     (prompt,), _ = read(Asked(), body)
-    assert len(prompt._keys[64]) == 1 << 14 and prompt.num_tokens == (1 << 20) + 64
+    assert len(prompt._named[64][1]) == 1 << 14 and prompt.num_tokens == (1 << 20) + 64

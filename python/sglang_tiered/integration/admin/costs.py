@@ -14,12 +14,14 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from sglang.srt.runtime_context import num_dp_ranks_of
+from sglang.srt.disaggregation.kv_events import uses_dynamo_format
+from sglang.srt.runtime_context import describe_kv_events_publisher, num_dp_ranks_of
 
 from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.policy.server_costs import (
     DecodeLoad,
+    EventSource,
     PrefillPrices,
     RankCosts,
     Room,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERVAL_S",
     "CostPublisher",
+    "event_source",
     "num_local_ranks",
     "server_costs",
     "serving_url",
@@ -63,7 +66,9 @@ _ROLES = {"null": "aggregated", "prefill": "prefill", "decode": "decode"}
 logger = logging.getLogger(__name__)
 
 
-def server_costs(board: CostBoard, config: TieredConfig, *, draining: bool) -> ServerCosts:
+def server_costs(
+    board: CostBoard, config: TieredConfig, *, draining: bool, events: EventSource | None = None
+) -> ServerCosts:
     """Return what the schedulers wrote last. Reads memory only. Raises ``CallError`` where nothing
     is learnt (404), and before the first record (503)."""
     problem = why_no_costs(config)
@@ -77,6 +82,22 @@ def server_costs(board: CostBoard, config: TieredConfig, *, draining: bool) -> S
         num_ranks=board.num_ranks,
         num_local_ranks=board.num_local_ranks,
         ranks=ranks,
+        events=events,
+    )
+
+
+def event_source(settings: Any) -> EventSource | None:
+    """Return where a server with these arguments (SGLang's) publishes KV events, None where it
+    publishes none, or not over TCP."""
+    told = describe_kv_events_publisher(settings)
+    if told is None:
+        return None
+    return EventSource(
+        told["endpoint_host"],
+        told["endpoint_port_base"],
+        told["topic"],
+        told.get("replay_endpoint_port_base"),
+        uses_dynamo_format(settings.kv_events_config),
     )
 
 
@@ -205,6 +226,7 @@ class CostPublisher:
             namespace=self._namespace,
             attached=cache.storage is not None,
             server="" if self._announced is None else self._announced.server,
+            pages_at="" if self._announced is None else self._announced.address,
             page_tokens=costs.page_tokens,
             kv_bytes_per_token=costs.bytes_per_token,
             prefill=PrefillPrices(

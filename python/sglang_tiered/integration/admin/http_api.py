@@ -1,5 +1,5 @@
 """The endpoints of the tiers in SGLang's HTTP server: routes, JSON and statuses alone. Their API
-keys are those of ``/flush_cache``.
+keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else.
 
 A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
 ``docs/openapi.json`` describes all of it; ``scripts/write_openapi.py`` writes that file.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_tiered.integration.admin.bodies import CallError, parse_limit
-from sglang_tiered.integration.admin.costs import server_costs
+from sglang_tiered.integration.admin.costs import event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
 from sglang_tiered.integration.admin.service import TierService
 
@@ -100,9 +100,10 @@ def _costs_endpoint(
     async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
         from sglang.srt.entrypoints.http_server import get_global_state
 
-        draining = bool(get_global_state().tokenizer_manager.gracefully_exit)
+        manager = get_global_state().tokenizer_manager
+        draining, events = bool(manager.gracefully_exit), event_source(manager.server_args)
         try:
-            answer = server_costs(board, config, draining=draining)
+            answer = server_costs(board, config, draining=draining, events=events)
         except CallError as error:
             again = {"Retry-After": "1"} if error.status == 503 else None
             return JSONResponse({"error": str(error)}, error.status, again)

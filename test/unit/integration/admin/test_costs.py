@@ -262,7 +262,8 @@ def test_ipv6_of_peers_keeps_its_brackets() -> None:
 def ask(
     board: CostBoard, config: TieredConfig, monkeypatch: pytest.MonkeyPatch, *, drains: bool = False
 ) -> Any:
-    manager = SimpleNamespace(gracefully_exit=drains)
+    settings = SimpleNamespace(kv_events_config=None, page_size=64)
+    manager = SimpleNamespace(gracefully_exit=drains, server_args=settings)
     module = ModuleType("sglang.srt.entrypoints.http_server")
     module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

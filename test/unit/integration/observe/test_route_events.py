@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +22,9 @@ from sglang.srt.disaggregation.kv_events import (
 )
 
 from server_process import free_ports
-from sglang_tiered.route.events import REPLAY_S, Publisher, apply, follow, publisher_of
+from sglang_tiered.integration.admin.costs import event_source
+from sglang_tiered.policy.server_costs import EventSource
+from sglang_tiered.route.events import REPLAY_S, apply, follow, publisher_of
 from sglang_tiered.route.pages import PageIndex
 
 if TYPE_CHECKING:
@@ -42,20 +46,8 @@ class Told:
         self._publisher = ZmqEventPublisher(
             0, endpoint, replay if replays else None, buffer_steps=kept, topic="kv"
         )
-        info = {
-            "kv_events": {
-                "publisher": "zmq",
-                "endpoint_host": "*",
-                "endpoint_port_base": self.port,
-                "topic": "kv",
-            },
-            "kv_events_config": '{"publisher": "zmq", "format": "dynamo"}',
-        }
-        if replays:
-            info["kv_events"]["replay_endpoint_port_base"] = self.port + 1  # type: ignore[index]
-        found = publisher_of(msgspec.json.encode(info), "http://127.0.0.1:1", 0)
-        assert found is not None and found.is_by_tenant
-        self.where: Publisher = found
+        source = EventSource("*", self.port, "kv", self.port + 1 if replays else None)
+        self.where = publisher_of(source, "http://127.0.0.1:1", 0)
         self.index = PageIndex()
 
     def publish(self, *events: object) -> None:
@@ -186,10 +178,37 @@ def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
         apply(PageIndex(), 0, payload)
 
 
-def test_server_without_events_is_not_followed() -> None:
-    for info in ({}, {"kv_events": None}, {"kv_events": {"publisher": "null"}}):
-        assert publisher_of(msgspec.json.encode(info), "http://h:1", 0) is None
-    told = {"publisher": "zmq", "endpoint_host": "192.0.2.1", "endpoint_port_base": 5557}
-    info = msgspec.json.encode({"kv_events": told, "kv_events_config": "{"})
-    found = publisher_of(info, "http://h:1", 2)
-    assert found == Publisher("tcp://192.0.2.1:5559", None, "", False)
+@pytest.mark.parametrize(
+    ("told", "source"),
+    [
+        (None, None),
+        ({"publisher": "null"}, None),
+        ({"endpoint": "ipc:///tmp/x"}, None),
+        ({"endpoint": "tcp://*:5557"}, EventSource("*", 5557)),
+        (
+            {"endpoint": "tcp://[::1]:1", "replay_endpoint": "tcp://*:2", "format": "dynamo"},
+            EventSource("[::1]", 1, "", 2, by_tenant=True),
+        ),
+    ],
+)
+def test_costs_say_where_events_are(
+    told: dict[str, str] | None, source: EventSource | None
+) -> None:
+    text = None if told is None else json.dumps({"publisher": "zmq", "topic": "", **told})
+    sizes = {"page_size": 64, "dp_size": 2, "attn_dp_size": 1, "dcp_size": 1}
+    settings = SimpleNamespace(kv_events_config=text, load_publish_endpoint=None, **sizes)
+    assert event_source(settings) == source
+
+
+def test_host_that_stands_for_all_is_the_servers() -> None:
+    source = EventSource("*", 5557, "kv", 7000)
+    assert publisher_of(source, "http://[::1]:80", 2) == (
+        "tcp://[::1]:5559",
+        "tcp://[::1]:7002",
+        "kv",
+    )
+    assert publisher_of(EventSource("192.0.2.1", 5557), "http://h:1", 2) == (
+        "tcp://192.0.2.1:5559",
+        None,
+        "",
+    )

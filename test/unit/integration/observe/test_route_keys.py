@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.kv_events import kv_event_namespace_seed, namespaced_block_hash
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import compute_node_event_hash_values, hash_str_to_int64
+from sglang.srt.mem_cache.utils import (
+    compute_node_event_hash_values,
+    get_storage_hash_str,
+    hash_str_to_int64,
+)
 
 from sglang_tiered.integration.observe.kv_events import _Node
-from sglang_tiered.route.prompt import page_keys
+from sglang_tiered.route.prompt import Prompt, page_keys
+from sglang_tiered.sharing.mirror import fingerprints_of
 
 PAGE = 16
 IDS = [(7 * number * number + 3) % 50_000 for number in range(5 * PAGE + 3)]
@@ -32,3 +37,6 @@ def test_keys_are_the_hashes_of_sglangs_events(
     told = [namespaced_block_hash(hash_str_to_int64(one), namespace_seed=seed) for one in hashes]
     assert page_keys(array("I", IDS), PAGE, extra_key, cache_salt) == told
     assert len(told) == 5
+    names = get_storage_hash_str(key, page_size=PAGE)
+    prompt = Prompt(len(IDS), array("I", IDS), extra_key, cache_salt)
+    assert prompt.stored(PAGE).tolist() == fingerprints_of(list(map(bytes.fromhex, names))).tolist()
