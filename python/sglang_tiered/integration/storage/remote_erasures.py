@@ -6,22 +6,24 @@ tiers. Device and host memory belong to the scheduler: until it hides there what
 stores none of it.
 
 Requests must go by the same keys on all ranks, so all hide the same in the same step: what the
-first rank has heard of, as bytes. What the others hear clears their tiers only. A prefix is found
-only where every rank holds its part, and the first rank's part is missing while its gate is closed.
+first rank has heard of, as bytes. Another rank stores nothing of what it hears until then, unless
+that has been hidden already. Should the first rank never hear of it, as it did so before a restart,
+the other stores again after a while.
 """
 
 from __future__ import annotations
 
 import threading
-from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from sglang_tiered.storage.base import KEY_BYTES, Erasure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.integration.storage.admission_gate import StoreGate
@@ -29,14 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["MAX_WAITING", "RemoteErasures"]
 
 MAX_WAITING = 4096
-"""Tenants that wait one by one; beyond, memory hides all that it holds."""
+"""Erasures that wait one by one; beyond, memory hides all that it holds."""
 
 MAX_WAITING_PAGES = 131_072
 """The same for pages: 150 bytes each."""
 
 MAX_PACKED_PAGES = 4096
-"""Pages that all ranks hide in one step: 150 kB to reduce over them."""
+"""Pages that all ranks hide in one step: 150 kB to send to them."""
 
+MAX_BLOCKED_S = 30.0
+"""A rank above the first stores again what the first one has not told to hide by then."""
+
+_MAX_HIDDEN = 4 * MAX_WAITING
 _QUESTION = "what other servers erased"
 
 
@@ -50,21 +56,33 @@ class _Agreement(Protocol):
     def drop_question(self, question: Hashable) -> None: ...
 
 
-class _Packed(msgspec.Struct, frozen=True, array_like=True):
-    tenants: list[bytes | None]  # None: all that there is
-    keys: bytes
+_Packed = tuple[bytes, bytes | None, bytes | None]
+"""Id, tenant and keys; with neither of these all that there is."""
+
+
+class _Waiting(NamedTuple):
+    what: Erasure
+    hashes: Sequence[str]
+    heard_at: float
 
 
 class RemoteErasures:
     """Takes erasures by ``__call__``, on any thread; ``step`` is on the scheduler's. ``erase`` is
     that of the tiers."""
 
-    def __init__(self, gate: StoreGate, erase: Callable[[Erasure], Future[bool]]) -> None:
+    def __init__(
+        self,
+        gate: StoreGate,
+        erase: Callable[[Erasure], Future[bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._gate = gate
         self._erase = erase
+        self._clock = clock
         self._lock = threading.Lock()
-        self._tenants: dict[bytes | None, None] = {}
-        self._pages: dict[str, None] = {}
+        self._waiting: dict[bytes, _Waiting] = {}  # by id, as is ``_hidden``: the last ones
+        self._hidden: dict[bytes, None] = {}
+        self._pages: Counter[str] = Counter()  # that wait, and for how many
         self._is_followed = True
         gate.heard = self._pages
 
@@ -72,14 +90,18 @@ class RemoteErasures:
         """Erase what another server did. True once that is durable here."""
         with self._lock:
             if self._is_followed:
-                if what.keys is None:
-                    self._tenants[what.tenant] = None
-                self._pages.update(dict.fromkeys(what.hashes))
-                if len(self._tenants) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
+                for piece in what.pieces:
+                    self._wait(piece)
+                if len(self._waiting) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
                     self._clear()
-                    self._tenants[None] = None
+                    self._wait(Erasure(spread=False))
                 self._block()
         return self._erase(what)
+
+    def _wait(self, what: Erasure) -> None:
+        if what.id not in self._hidden and what.id not in self._waiting:
+            self._waiting[what.id] = _Waiting(what, what.hashes, self._clock())
+            self._pages.update(what.hashes)
 
     def step(
         self,
@@ -89,21 +111,30 @@ class RemoteErasures:
     ) -> None:
         """Hide in memory what the first rank has heard of; all ranks do so in the same step.
         ``first_ranks`` returns what was passed to it there."""
-        if self._is_followed and not agreement.is_first:
-            self.clear_tiers_only()
-        waits = agreement.ask_ranks(_QUESTION, -int(bool(self._tenants or self._pages)))
+        if self._waiting and not agreement.is_first:
+            self._give_up()
+        waits = agreement.ask_ranks(_QUESTION, -int(bool(self._waiting) and agreement.is_first))
         if waits is None:
             return
         agreement.drop_question(_QUESTION)
         if waits:
             erasures = _unpack(first_ranks(self._pack()))
-            hide(erasures)
+            tenants = [each for each in erasures if each.keys is None]
+            keys = [key for each in erasures for key in each.keys or ()]
+            hide(tenants + ([Erasure.of(keys, spread=False)] if keys else []))
             self._applied(erasures)
 
     def _pack(self) -> bytes:
         with self._lock:
-            keys = b"".join(map(bytes.fromhex, islice(self._pages, MAX_PACKED_PAGES)))
-            return msgspec.msgpack.encode(_Packed(list(self._tenants), keys))
+            packed: list[_Packed] = []
+            num_pages = 0
+            for what, hashes, _ in self._waiting.values():
+                num_pages += len(hashes)
+                if num_pages > MAX_PACKED_PAGES:
+                    break
+                keys = None if what.keys is None else b"".join(what.keys)
+                packed.append((what.id, what.tenant, keys))
+            return msgspec.msgpack.encode(packed)
 
     def _applied(self, erasures: Sequence[Erasure]) -> None:
         """Allow stores again: this is out of reach in device and host memory, and nothing queued
@@ -113,34 +144,49 @@ class RemoteErasures:
                 with self._gate.lock:
                     self._gate.drop_queued(each.tenant)
         with self._lock:
-            for each in erasures:
-                if each.keys is None:
-                    self._tenants.pop(each.tenant, None)
-                for page in each.hashes:
-                    self._pages.pop(page, None)
-            self._block()
+            self._hidden.update(dict.fromkeys(each.id for each in erasures))
+            while len(self._hidden) > _MAX_HIDDEN:
+                del self._hidden[next(iter(self._hidden))]
+            self._remove(each.id for each in erasures)
+
+    def _give_up(self) -> None:
+        with self._lock:
+            last = self._clock() - MAX_BLOCKED_S
+            self._remove([name for name, each in self._waiting.items() if each.heard_at <= last])
 
     def clear_tiers_only(self) -> None:
-        """Leave memory alone from now on: the first rank hears of the same, or there is none that
-        could tell the stages of a pipeline of it."""
+        """Leave memory alone from now on: there is none that could tell the stages of a pipeline
+        of it."""
         with self._lock:
             self._is_followed = False
             self._clear()
             self._block()
 
+    def _remove(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if (waiting := self._waiting.pop(name, None)) is not None:
+                for page in waiting.hashes:
+                    self._pages[page] -= 1
+                    if not self._pages[page]:
+                        del self._pages[page]
+        self._block()
+
     def _clear(self) -> None:
-        self._tenants.clear()
+        self._waiting.clear()
         self._pages.clear()
 
     def _block(self) -> None:
-        self._gate.blocked = frozenset(self._tenants)
+        self._gate.blocked = frozenset(
+            each.what.tenant for each in self._waiting.values() if each.what.keys is None
+        )
 
 
 def _unpack(data: bytes) -> list[Erasure]:
-    packed = msgspec.msgpack.decode(data, type=_Packed)
-    erasures = [Erasure(tenant=tenant, spread=False) for tenant in packed.tenants]
-    starts = range(0, len(packed.keys), KEY_BYTES)
-    if starts:
-        keys = (packed.keys[at : at + KEY_BYTES] for at in starts)
-        erasures.append(Erasure.of(keys, spread=False))
-    return erasures
+    return [
+        Erasure(None if keys is None else _split(keys), tenant, name, spread=False)
+        for name, tenant, keys in msgspec.msgpack.decode(data, type=list[_Packed])
+    ]
+
+
+def _split(keys: bytes) -> tuple[bytes, ...]:
+    return tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))

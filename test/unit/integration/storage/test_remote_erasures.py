@@ -4,6 +4,7 @@ it, and all ranks hide it in the same step."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.remote_erasures import (
+    MAX_BLOCKED_S,
     MAX_PACKED_PAGES,
     MAX_WAITING,
     MAX_WAITING_PAGES,
@@ -35,11 +37,12 @@ class Rank:
         self.gate = StoreGate(MemoryEngine(1 << 20), host_tokens=1 << 30, page_bytes=100)
         self.erased: list[Erasure] = []  # in the tiers
         self.hidden: list[object] = []  # in memory
+        self.now = 0.0
         self.attach()
         self.agreement = RankAgreement(is_first=is_first, is_alone=is_alone)
 
     def attach(self) -> None:
-        self.heard = RemoteErasures(self.gate, self._erase)
+        self.heard = RemoteErasures(self.gate, self._erase, lambda: self.now)
 
     def _erase(self, what: Erasure) -> Future[bool]:
         self.erased.append(what)
@@ -132,16 +135,13 @@ def test_an_erasure_stops_an_admitted_operation() -> None:
 def test_all_ranks_hide_the_same_together() -> None:
     """Requests go by other keys from then on: a rank that did so alone would match other nodes."""
     ranks = make_ranks(3)
-    ranks[2].hear(A)
-    for _ in range(3):
-        step(ranks)
-    ranks[1].hear(A)
+    purge = Erasure(tenant=A, spread=False)
+    ranks[2].heard(purge)
     for _ in range(3):
         step(ranks)
     assert not any(rank.hidden for rank in ranks)
-    assert len(ranks[1].erased) == 1, "its tiers need not wait"
-    assert all(rank.stores(A) for rank in ranks[1:]), "should the first never hear of it"
-    ranks[0].hear(A)
+    assert len(ranks[2].erased) == 1, "its tiers need not wait"
+    ranks[0].heard(purge)
     ranks[0].hear(None)
     ranks[0].hear_pages(KEY, OTHER)
     for _ in range(4):
@@ -149,6 +149,30 @@ def test_all_ranks_hide_the_same_together() -> None:
         assert ranks[0].hidden == ranks[1].hidden == ranks[2].hidden
     assert ranks[0].hidden == [A, None, KEY, OTHER]
     assert ranks[0].stores(A)
+
+
+@pytest.mark.parametrize("what", [Erasure(tenant=A, spread=False), Erasure.of([KEY], spread=False)])
+def test_no_rank_stores_between_hearing_and_hiding(what: Erasure) -> None:
+    """Its memory holds the pages until the first rank tells, and they would reach the bucket. What
+    is heard once it is hidden stops nothing, and what the first never hears not for ever."""
+    ranks = make_ranks(3)
+    step(ranks)
+    assert ranks[1].stores(A)
+    ranks[1].heard(what)
+    step(ranks)
+    step(ranks)
+    assert not ranks[1].stores(A) and ranks[2].stores(A)
+    ranks[0].heard(what)
+    for _ in range(3):
+        step(ranks)
+    assert all(rank.stores(A) for rank in ranks)
+    ranks[2].heard(what)
+    assert ranks[2].stores(A) and ranks[2].erased == [what]
+    ranks[2].heard(replace(what, id=bytes(16)))
+    assert not ranks[2].stores(A)
+    ranks[2].now += MAX_BLOCKED_S
+    step(ranks)
+    assert ranks[2].stores(A)
 
 
 def test_reattached_storage_repeats_nothing() -> None:
