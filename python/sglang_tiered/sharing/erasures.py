@@ -210,34 +210,34 @@ class ErasureBook:
         """Compare with what another server knows, by short ids. Returns the digest of what is noted
         here, what the other lacks, oldest first and as much as one message takes, and what is not
         noted here."""
-        theirs = set(_short(ids))
+        theirs, names = set(_short(ids)), self._names()
+        lacked = [name for short, name in names.items() if short not in theirs]
+        lacking = theirs - names.keys() - self._shelf.dropped.copy().keys()
         with self._lock:
-            shelf, names, dropped = self._shelf, self._shelf.names, self._shelf.dropped
-            lacked = [name for short, name in names.items() if short not in theirs]
-            lacking = [each for each in theirs if each not in names and each not in dropped]
+            shelf = self._shelf
             unnoted = (name[:SHORT_ID_BYTES] for name in self._unnoted if name in shelf.records)
-            lacking += [each for each in unnoted if each in theirs]
+            lacking |= theirs.intersection(unnoted)
             digest = shelf.noted.to_bytes(ID_BYTES, "little")
-            return digest, self._pack(lacked), b"".join(lacking)
+        return digest, self._pack(lacked), b"".join(lacking)
 
     def take(self, ids: bytes) -> list[Erased]:
-        """Return the erasures of these short ids, as many as one message takes."""
-        with self._lock:
-            return self._pack(sorted(self._named(ids), key=self._version_of))
+        """Return the erasures of these short ids, oldest first, as many as one message takes."""
+        wanted = set(_short(ids))
+        return self._pack([name for short, name in self._names().items() if short in wanted])
 
     def version_without(self, ids: bytes) -> int:
         """Return the version up to which another server knows all, if these short ids are what it
         lacks."""
+        wanted = set(_short(ids))
+        lacks = (name for short, name in self._names().items() if short in wanted)
         with self._lock:
-            versions = map(self._version_of, self._named(ids))
-            return min(versions, default=self._version + 1) - 1
+            record = next((self._shelf.records[n] for n in lacks if n in self._shelf.records), None)
+            return self._version if record is None else record.version - 1
 
-    def _named(self, ids: bytes) -> list[bytes]:
-        names = self._shelf.names
-        return [names[each] for each in _short(ids) if each in names]
-
-    def _version_of(self, name: bytes) -> int:
-        return self._shelf.records[name].version
+    def _names(self) -> dict[bytes, bytes]:
+        """Return the names of what is known, by short ids, oldest first. They may be many, so they
+        are looked through without the lock."""
+        return self._shelf.names.copy()
 
     def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
         """Return those that were not applied here, each once."""
@@ -248,11 +248,13 @@ class ErasureBook:
                     found[each.id] = each
             return list(found.values())
 
-    def _pack(self, names: Iterable[bytes]) -> list[Erased]:
-        now, left = self._clock(), MAX_ERASURES_BYTES
+    def _pack(self, names: Sequence[bytes]) -> list[Erased]:
+        records, now, left = self._shelf.records, self._clock(), MAX_ERASURES_BYTES
         packed: list[Erased] = []
         for name in names:
-            record = self._shelf.records[name]
+            record = records.get(name)
+            if record is None:  # meanwhile
+                continue
             left -= _RECORD_BYTES + len(record.keys or b"")
             if left < 0 and packed:
                 break
@@ -307,19 +309,23 @@ class ErasureBook:
     def settle(self, version: int | None) -> None:
         """End what has spread: every server that lives has applied all up to ``version``; None:
         there is no other. Drop what is old."""
+        now, old = self._clock(), []
+        if now >= self._look_at:  # a walk over all of them, without the lock
+            self._look_at = now + _LOOK_S
+            known = self._shelf.records.copy()
+            old = [name for name, record in known.items() if record.forget_at <= now]
         with self._lock:
-            now, records = self._clock(), self._shelf.records
+            records = self._shelf.records
             reached = self._version if version is None else version
-            if now >= self._look_at:  # a walk over all of them
-                self._look_at = now + _LOOK_S
-                for name in [n for n, record in records.items() if record.forget_at <= now]:
+            for name in old:
+                if name in records:
                     self._shelf.drop(name)
             left = []
             for each in self._spreading:
-                known = [records[name] for name in each.names if name in records]
-                if any(r.local is not None and r.local.done() and not r.is_durable for r in known):
+                begun = [records[name] for name in each.names if name in records]
+                if any(r.local is not None and r.local.done() and not r.is_durable for r in begun):
                     keep(each.is_done, False)
-                elif all(r.is_noted for r in known) and each.version <= reached:
+                elif all(r.is_noted for r in begun) and each.version <= reached:
                     keep(each.is_done, True)
                     self.num_told += 1
                 else:
