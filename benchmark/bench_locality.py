@@ -132,10 +132,10 @@ def following(num_pages: int, num_changes: int) -> tuple[float, list[float]]:
             roster.append(Target("127.0.0.1", server.port))
             syncs.append((sync, server))
         one, other = syncs[0][0], syncs[1][0]
-        one.start(syncs[0][1].tell, None, PageSettings(), None)
+        one.start(syncs[0][1], None, PageSettings(), None)
         until(lambda: one.holdings.num_pages == len(np.unique(pages)))
         begun = time.perf_counter()
-        other.start(syncs[1][1].tell, None, PageSettings(), None)
+        other.start(syncs[1][1], None, PageSettings(), None)
         last = keys_of(pages[-1:])
         until(partial(has_all, other.mirror, last))
         snapshot_s = time.perf_counter() - begun

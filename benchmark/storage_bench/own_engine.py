@@ -48,8 +48,7 @@ def open_engine(
         namespace=_NAMESPACE,
         capacity_bytes=capacity_bytes,
         region_bytes=region_bytes,
-        num_readers=NUM_READERS,
-        num_writers=NUM_WRITERS,
+        num_threads=NUM_READERS,
     )
 
 

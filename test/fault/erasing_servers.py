@@ -40,7 +40,7 @@ class Servers:
             namespace=namespace,
             capacity_bytes=64 * REGION,
             region_bytes=4 * REGION,
-            num_readers=2,
+            num_threads=2,
         )
         told: list[TierStack] = []
         remote: list[TierEngine] = []

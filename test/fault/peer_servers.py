@@ -79,7 +79,7 @@ class Server:
             roster.append(self.target)
         self._roster = roster
         links = PageSettings(connect_timeout_s=5.0)
-        self.sync.start(self.pages.tell, None, links, None)
+        self.sync.start(self.pages, None, links, None)
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ def open_engine(directory: Path, namespace: bytes = NAMESPACE, regions: int = 8)
         namespace=namespace,
         capacity_bytes=regions * REGION,
         region_bytes=REGION,
-        num_readers=2,
+        num_threads=2,
     )
 
 

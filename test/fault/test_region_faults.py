@@ -26,7 +26,7 @@ REGION = 64 * 1024
 
 
 def open_engine(directory: Path, device: FaultyDevice | None = None, **kwargs: Any) -> RegionEngine:
-    options = {"capacity_bytes": 3 * REGION, "region_bytes": REGION, "num_readers": 1} | kwargs
+    options = {"capacity_bytes": 3 * REGION, "region_bytes": REGION, "num_threads": 2} | kwargs
     return RegionEngine(directory, namespace=NAMESPACE, device=device, **options)
 
 
@@ -93,20 +93,21 @@ def test_hanging_io_is_noticed_by_whoever_asks(
 ) -> None:
     clock = Clock(100.0)
     device = faulty(tmp_path / "s")
-    engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0, num_writers=1)
+    engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0)
     run, other = make_run(1, [4096]), make_run(2, [4096])
     finished(engine.submit_store(run))
-    entered, release = threading.Event(), threading.Event()
+    entered, release = threading.Semaphore(0), threading.Event()
 
     def hang(called: str) -> None:
         if called == operation:
-            entered.set()
+            entered.release()
             assert release.wait(TIMEOUT_S)
 
     device.before = hang
     submit = engine.submit_load if operation == "readv" else engine.submit_store
-    stuck = submit(blank(run) if operation == "readv" else other)
-    assert entered.wait(TIMEOUT_S)
+    first = submit(blank(run) if operation == "readv" else other)
+    stuck = [first] if operation == "writev" else [first, submit(blank(run))]  # threads for it
+    assert all(entered.acquire(timeout=TIMEOUT_S) for _ in stuck)
     queued = submit(blank(run) if operation == "readv" else make_run(3, [4096]))
     assert engine.lookup(run.keys).num_hits == 1
     clock.now += 6.0
@@ -115,10 +116,10 @@ def test_hanging_io_is_noticed_by_whoever_asks(
     while not queued.wait(0.01):  # the writer may just be giving it a place
         assert engine.lookup(run.keys) == (0, Stop.UNHEALTHY)
         assert time.monotonic() < deadline, "a queued job waits behind a hanging device"
-    assert not stuck.done, "the buffers of a hanging job are still the device's"
+    assert not any(job.done for job in stuck), "buffers of a hanging job are still the device's"
     release.set()
     device.before = None
-    assert finished(stuck) == [Reason.OK]
+    assert [finished(job) for job in stuck] == [[Reason.OK]] * len(stuck)
     assert engine.stats().health is Health.MISS_ONLY, "a late answer is still a sick device"
     clock.now += 1.5
     assert engine.lookup(run.keys).num_hits == 1
@@ -172,16 +173,16 @@ def test_callers_close_no_file_on_hanging_disks(
     finished(engine.submit_store(first))
     finished(engine.submit_store(second))
     engine.flush(TIMEOUT_S)
-    entered, release = threading.Event(), threading.Event()
+    entered, release = threading.Semaphore(0), threading.Event()
 
     def hang(called: str) -> None:
-        if called == "readv" and threading.current_thread().name.startswith("tier-reader"):
-            entered.set()
+        if called == "readv" and threading.current_thread().name.startswith("tier-io"):
+            entered.release()
             assert release.wait(TIMEOUT_S)
 
     device.before = hang
-    stuck = engine.submit_load(blank(second))
-    assert entered.wait(TIMEOUT_S)
+    stuck = [engine.submit_load(blank(second)) for _ in range(2)]  # one for each thread
+    assert all(entered.acquire(timeout=TIMEOUT_S) for _ in stuck)
     queued = engine.submit_load(blank(first))  # the one reason why its region is open
     late = engine.submit_store(third)
     eventually(lambda: engine._state.regions.retiring_bytes == REGION)
@@ -190,11 +191,11 @@ def test_callers_close_no_file_on_hanging_disks(
     assert finished(queued) == [Reason.IO_ERROR] * 3
     assert threading.current_thread().name not in device.closed_by
     release.set()
-    finished(stuck)
-    finished(late)
+    for job in (*stuck, late):
+        finished(job)
     regions = engine._state.regions  # of which the late store, shed, may still be making one
     eventually(lambda: regions.physical_bytes == sum(region.nbytes for region in regions))
-    assert {name[:11] for name in device.closed_by} == {"tier-reader"}
+    assert {name[:7] for name in device.closed_by} == {"tier-io"}
     engine.check_integrity()
     engine.close()
 
@@ -241,7 +242,7 @@ def test_eviction_under_a_running_load_lets_it_finish(
 
     def hold(called: str) -> None:
         # The writer reads as well: it saves the hot pages of its victim.
-        if called == "readv" and threading.current_thread().name.startswith("tier-reader"):
+        if called == "readv" and threading.current_thread().name.startswith("tier-io"):
             entered.set()
             assert release.wait(TIMEOUT_S)
         if called == "unlink":

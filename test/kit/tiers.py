@@ -37,7 +37,7 @@ def open_region(
 ) -> RegionEngine:
     directory.mkdir(mode=0o700)
     device = FileDevice(directory, direct=direct)
-    return RegionEngine(directory, namespace=NAMESPACE, num_readers=2, device=device, **sizes)  # type: ignore[arg-type]
+    return RegionEngine(directory, namespace=NAMESPACE, num_threads=2, device=device, **sizes)  # type: ignore[arg-type]
 
 
 def open_tier(

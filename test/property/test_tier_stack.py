@@ -51,8 +51,7 @@ class World:
             namespace=b"\x11" * 32,
             capacity_bytes=1 << 18,  # four regions: what was stored is soon reclaimed
             region_bytes=1 << 16,
-            num_readers=2,
-            num_writers=1,
+            num_threads=2,
         )
         bounds = StackSettings(
             staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001

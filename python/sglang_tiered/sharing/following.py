@@ -1,8 +1,8 @@
 """``Follower``: follows other servers, so that this one knows what they hold and what they erased.
 
-One thread owns a connection to each address, apart from those that carry pages: what must be true
-waits behind no page. A server is asked one question at a time (``Follow``) and answers when there
-is something to say.
+It has a connection to each address, apart from those that carry pages: what must be true waits
+behind no page. They belong to the thread of the page server. A server is asked one question at a
+time (``Follow``) and answers when there is something to say.
 
     resting --connect--> asking --first answer--> live --silence, loss, breach--> resting
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.mirror import Peer
@@ -28,7 +27,6 @@ from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import ID_BYTES, MAX_FOLLOW_FRAME_BYTES
 from sglang_tiered.storage.backoff import Backoff, OnceLog
 from sglang_tiered.storage.promises import Promises, keep
-from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.erasures import ErasureBook, Known
     from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
     from sglang_tiered.sharing.pages.messages import Changes, Erased, Erasures
+    from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.pages.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
@@ -112,6 +111,7 @@ class Follower:
         max_pages: int,
         keys: Keys | None,
         heard: Callable[[list[Erased]], None],
+        server_side: PageServer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mirror = mirror
@@ -124,7 +124,7 @@ class Follower:
         self._keys = keys
         self._heard = heard
         self._clock = clock
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = server_side.context
         self._followed: dict[str, _Followed] = {}
         self._promises = Promises()
         self._log = OnceLog(logger)
@@ -134,8 +134,8 @@ class Follower:
         self.num_breaches = 0
         self.num_fingerprints = 0  # heard
         self.num_snapshots = 0
-        self._loop = EndpointLoop("tier-peer-follower", lambda: None, self._tick)
-        self._loop.start()
+        self._loop = server_side.loop
+        self._loop.call(self._loop.add_tick, self._tick)
 
     # ---- Any thread ----
 
@@ -180,16 +180,14 @@ class Follower:
         return list(self._followed.values())
 
     def close(self) -> None:
-        """End the thread and its connections. Idempotent."""
+        """End the connections, soon. Idempotent; before the page server is stopped."""
         if self._is_closed:
             return
         self._is_closed = True
         self._promises.close()
         self._loop.call(self._end_all)
-        self._loop.stop()
-        self._context.destroy(linger=0)
 
-    # ---- The follower's thread ----
+    # ---- The page server's thread ----
 
     def _use(self, addresses: list[str], is_whole: bool) -> None:
         self._is_whole |= is_whole

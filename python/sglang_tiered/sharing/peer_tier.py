@@ -7,6 +7,7 @@ to other servers. It stores nothing: the caller keeps the pages that it fetched.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -14,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import zmq
 
 from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
@@ -121,6 +124,8 @@ class PeerTier(TierEngine):
             notes=region,
             clock=clock,
         )
+        # One thread for what arrives and one for what leaves: encryption is theirs.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
         try:
             self._server = PageServer(
                 PageSource.of_region(region, max_free_bytes=settings.max_serving_bytes // 2),
@@ -130,13 +135,15 @@ class PeerTier(TierEngine):
                 settings=pages,
                 keys=keys,
                 told=self._sync,
+                context=self._context,
             )
         except TransferError as error:
+            self._context.destroy(linger=0)
             raise ConfigError(str(error)) from error
         self._membership = self._join(settings)
-        self._client = PageClient(pages, keys=keys, clock=clock)
+        self._client = PageClient(pages, keys=keys, context=self._context, clock=clock)
         self._loader = PeerLoader(self._sync.mirror, self._client, clock)
-        self._sync.start(self._server.tell, self._membership, pages, keys)
+        self._sync.start(self._server, self._membership, pages, keys)
         logger.info(
             "pages are shared at %s port %d, with the servers at %s",
             settings.listen_host,
@@ -273,6 +280,8 @@ class PeerTier(TierEngine):
         self._client.close()
         self._sync.close()
         self._server.stop()
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.destroy(linger=0)
 
     def check_integrity(self) -> None:
         num_inflight = self._loader.num_inflight

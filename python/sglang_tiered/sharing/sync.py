@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.holdings import Held, Part
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import Erased
+    from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.pages.settings import PageSettings
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.wire.keys import Keys
@@ -48,7 +49,8 @@ _JOIN_S = 5.0
 class PeerSync:
     """What a ``PageServer`` tells its followers. ``erase`` hides what another server erased before
     it returns, spreads nothing and may block; its future is true once that is durable. Call
-    ``start`` once there is a server, whose ``tell`` is ``tell``. Every method of any thread."""
+    ``start`` once there is a server, and ``close`` before it is stopped. Every method of any
+    thread."""
 
     def __init__(
         self,
@@ -88,14 +90,14 @@ class PeerSync:
 
     def start(
         self,
-        tell: Callable[[], None],
+        server: PageServer,
         membership: Membership | None,
         pages: PageSettings,
         keys: Keys | None,
     ) -> None:
-        """Follow others from now on."""
+        """Follow others from now on, on the thread of a page server that tells others of this."""
         settings = self._settings
-        self._tell = tell
+        self._tell = server.tell
         self.follower = Follower(
             self.mirror,
             self.book,
@@ -106,6 +108,7 @@ class PeerSync:
             max_pages=settings.max_pages,
             keys=keys,
             heard=self.taught,
+            server_side=server,
             clock=self._clock,
         )
         self.discovery = Discovery(

@@ -51,7 +51,7 @@ class EndpointLoop:
         self, name: str, step: Callable[[], float | None], tick: Callable[[float], None]
     ) -> None:
         self._step = step
-        self._tick = tick
+        self._ticks = [tick]
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()  # guards the file number, which is reused once closed
@@ -78,6 +78,10 @@ class EndpointLoop:
             self._calls.append((function, arguments))
             with contextlib.suppress(BlockingIOError):  # already awake
                 os.eventfd_write(self._wake, 1)
+
+    def add_tick(self, tick: Callable[[float], None]) -> None:
+        """Run this too, for another endpoint of the same thread. Loop thread only."""
+        self._ticks.append(tick)
 
     def add_socket(self, source: Source, handler: Callable[[], None]) -> None:
         """Serve a socket: ``handler`` reads what is there without blocking. Loop thread only."""
@@ -112,7 +116,8 @@ class EndpointLoop:
                 now = time.monotonic()
                 if now >= next_tick:
                     next_tick = now + TICK_S
-                    self._guard(self._tick, now)
+                    for tick in self._ticks:
+                        self._guard(tick, now)
         finally:
             for source in list(self._handlers):
                 if isinstance(source, zmq.Socket):

@@ -37,8 +37,7 @@ def open_directory(directory: Path) -> RegionEngine:
         namespace=NAMESPACE,
         capacity_bytes=CAPACITY,
         region_bytes=REGION,
-        num_readers=2,
-        num_writers=2,
+        num_threads=3,
     )
 
 

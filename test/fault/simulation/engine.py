@@ -28,8 +28,7 @@ def open_engine(directory: Path, device: Device | None, **changes: Any) -> Regio
         "namespace": NAMESPACE,
         "capacity_bytes": 64 * REGION,
         "region_bytes": REGION,
-        "num_readers": 1,
-        "num_writers": 2,
+        "num_threads": 3,
         "sync_interval_s": 3600.0,
         # A test that lets its clock jump over a pause must not make a sick device of a slow thread.
         "io_timeout_s": 3600.0,

@@ -63,6 +63,7 @@ class PageClient:
         settings: PageSettings | None = None,
         *,
         keys: Keys | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or PageSettings()
@@ -71,7 +72,8 @@ class PageClient:
         self.stats = ClientStats()
         self._lock = threading.Lock()  # guards ``_closed`` and the calls queued before it
         self._closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context or zmq.Context()
+        self._owns_context = context is None
         self._links: dict[str, PageLink] = {}
         self._turns: list[PageLink] = []
         self._fetches: dict[Fetch, list[Request]] = {}
@@ -120,7 +122,8 @@ class PageClient:
             self._closed = True
             self._loop.call(self._end_all)
         self._loop.stop()
-        self._context.destroy(linger=0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance. Call while nothing is fetched."""

@@ -114,6 +114,7 @@ class PageServer:
         settings: PageSettings | None = None,
         keys: Keys | None = None,
         told: Told | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or PageSettings()
@@ -126,8 +127,9 @@ class PageServer:
         self._reading: set[ServeRequest] = set()
         self._sending: list[tuple[list[zmq.MessageTracker], ServeRequest, ReadPages]] = []
         self._is_stopped = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._guard = keys.guard_server(self._context) if keys is not None else None
+        self.context = context or zmq.Context()
+        self._owns_context = context is None
+        self._guard = keys.guard_server(self.context) if keys is not None else None
         try:
             self._socket = self._bind(endpoint or endpoint_of(host, port or "*"), keys)
         except (zmq.ZMQError, OverflowError) as error:
@@ -136,13 +138,13 @@ class PageServer:
             raise TransferError(
                 f"cannot listen for other servers on {where} ({error}); choose another."
             ) from error
-        self._loop = EndpointLoop("tier-page-server", self._step, self._tick)
-        self._loop.add_socket(self._socket, self._on_messages)
-        self._loop.start()
+        self.loop = EndpointLoop("tier-page-server", self._step, self._tick)
+        self.loop.add_socket(self._socket, self._on_messages)
+        self.loop.start()
 
     def _bind(self, endpoint: str, keys: Keys | None) -> zmq.Socket[bytes]:
         settings = self._settings
-        socket = self._context.socket(zmq.ROUTER)
+        socket = self.context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.router_mandatory = True  # a client that is gone is an error, not silence
         socket.sndhwm = _CLIENT_HWM
@@ -169,7 +171,7 @@ class PageServer:
     def tell(self) -> None:
         """Tell followers what there is to say. Any thread; never blocks."""
         if self._followers is not None:
-            self._loop.call(self._followers.answer_all)
+            self.loop.call(self._followers.answer_all)
 
     @property
     def num_followers(self) -> int:
@@ -190,7 +192,7 @@ class PageServer:
         if self._is_stopped:
             return
         self._is_stopped = True
-        self._loop.stop()
+        self.loop.stop()
         self._destroy()
 
     def check_integrity(self) -> None:
@@ -260,11 +262,11 @@ class PageServer:
             self._reader.read(
                 request.keys,
                 request.lengths,
-                lambda pages: self._loop.call(self._answer, request, pages),
+                lambda pages: self.loop.call(self._answer, request, pages),
             )
         except Exception:
             logger.exception("internal error while reading pages for another server; a miss")
-            self._loop.call(self._answer, request, None)
+            self.loop.call(self._answer, request, None)
 
     def _answer(self, request: ServeRequest, pages: ReadPages | None) -> None:
         if request not in self._reading:  # answered already
@@ -335,8 +337,9 @@ class PageServer:
     def _destroy(self) -> None:
         if self._guard is not None:
             self._guard.stop()
-        with contextlib.suppress(zmq.ZMQError):
-            self._context.destroy(linger=0)
+        if self._owns_context:
+            with contextlib.suppress(zmq.ZMQError):
+                self.context.destroy(linger=0)
 
 
 def _payload(pages: ReadPages) -> list[memoryview]:

@@ -121,13 +121,11 @@ class BucketEngine(TierEngine):
         records = Records(state, requests)
         discovery = Discovery(state, requests, breaker, records)
         keeper = Keeper(state, requests, records)
-        num_loaders, num_uploaders = settings.num_connections, -(-settings.num_connections // 2)
         self._workers = workers = Workers()
         workers.start("bucket-deadlines", transfers.run_deadlines)
         workers.start("bucket-discovery", discovery.run)
         workers.start("bucket-keeper", keeper.run)
-        workers.start("bucket-uploader", transfers.run_uploads, num_uploaders)
-        workers.start("bucket-loader", transfers.run_loads, num_loaders)
+        workers.start("bucket-transfer", transfers.run, max(settings.num_connections, 2))
 
     @property
     def namespace(self) -> bytes:

@@ -140,8 +140,7 @@ class BucketState:
         self.clock = clock
         self.wall_clock = wall_clock
         self.lock = threading.Lock()
-        self.load_ready = threading.Condition(self.lock)
-        self.upload_ready = threading.Condition(self.lock)
+        self.transfer_ready = threading.Condition(self.lock)
         self.upload_done = threading.Condition(self.lock)
         self.discovery_ready = threading.Condition(self.lock)
         self.keeper_ready = threading.Condition(self.lock)
@@ -194,8 +193,7 @@ class BucketState:
 
     def notify_all(self) -> None:
         for ready in (
-            self.load_ready,
-            self.upload_ready,
+            self.transfer_ready,
             self.upload_done,
             self.discovery_ready,
             self.keeper_ready,
@@ -305,7 +303,7 @@ class BucketState:
         done = set(orders)
         waiting = [upload for upload in self.uploads if upload.awaits in done]
         self.cancel([u for u in waiting if u.awaits and not u.awaits.number], Reason.REJECTED)
-        self.upload_ready.notify_all()
+        self.transfer_ready.notify_all()
 
     def end(self, orders: Sequence[EraseOrder]) -> None:
         """Forget orders, whose erasures are durable."""
@@ -329,7 +327,7 @@ class BucketState:
         self.staged_bytes += upload.num_bytes
         self._left[upload.job] = self._left.get(upload.job, 0) + 1
         self.uploads[upload] = None
-        self.upload_ready.notify()
+        self.transfer_ready.notify()
 
     def settle(self, upload: Upload, reason: Reason) -> None:
         """Say what became of a page, whose buffer no thread touches any more."""

@@ -36,7 +36,8 @@ _LARGE_COPY_BYTES = 64 << 10
 
 
 class Transfers:
-    """Takes jobs on any thread, and carries them out on those of its ``run_`` methods."""
+    """Takes jobs on any thread, and carries them out on those of its ``run`` methods. Loads come
+    first, and stores leave half of the connections to them."""
 
     def __init__(self, state: BucketState, requests: Requests, breaker: Breaker) -> None:
         self._state = state
@@ -70,30 +71,38 @@ class Transfers:
             load = Load(job, state.layout, len(found))
             state.open_loads[load] = None
             state.loads.extend(PageLoad(load, *each) for each in found)
-            state.load_ready.notify(len(found))
+            state.transfer_ready.notify(len(found))
             if deadline_s is not None:
                 self._watch(load, state.clock() + deadline_s)
         return job
 
-    def run_loads(self) -> None:
-        """Read pages: the body of the loading threads."""
-        state, directory = self._state, self._requests.directory
+    def run(self) -> None:
+        """Read and put pages: the body of each thread."""
+        state, most = self._state, -(-self._state.settings.num_connections // 2)
         room = memoryview(bytearray(0))  # what a directory is read into
         page: PageLoad | None = None
         reason: Reason | None = None
         while True:
+            upload: Upload | None = None
             with state.lock:
                 if page is not None:
                     self._settle(page, reason or Reason.IO_ERROR)
-                while not state.loads and not state.closed:
-                    state.load_ready.wait()
-                if not state.loads:
-                    return
-                page = state.loads.popleft()
-                reason = Reason.CANCELLED if state.closed else None
-            if reason is None and page.load.is_open:
+                    page = None
+                while not state.loads and upload is None:
+                    if len(state.uploading) < most:
+                        upload = state.take_upload()
+                    if upload is None and state.closed:
+                        return
+                    if upload is None:
+                        state.transfer_ready.wait()
+                if upload is None:
+                    page = state.loads.popleft()
+                    reason = Reason.CANCELLED if state.closed else None
+            if upload is not None:
+                self._run_upload(upload)
+            elif page is not None and reason is None and page.load.is_open:
                 try:
-                    if directory is not None and len(room) < page.stored:
+                    if self._requests.directory is not None and len(room) < page.stored:
                         room = memoryview(bytearray(page.stored))
                     reason = self._load(page, room if room else None)
                 except BaseException:  # a panic of the library is no Exception
@@ -248,26 +257,18 @@ class Transfers:
                 num_bytes += length
         return uploads
 
-    def run_uploads(self) -> None:
-        """Put pages: the body of the uploading threads."""
-        state = self._state
-        while True:
-            with state.lock:
-                while (upload := state.take_upload()) is None:
-                    if state.closed:
-                        return
-                    state.upload_ready.wait()
-            reason = Reason.IO_ERROR
-            try:
-                reason = self._upload(upload)
-            except RequestError:
-                self._breaker.store_failed()
-            except BaseException:  # a panic of the library is no Exception
-                self._breaker.fault("uploading")
-            with state.lock:
-                del state.uploading[upload]
-                state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
-                state.upload_done.notify_all()
+    def _run_upload(self, upload: Upload) -> None:
+        state, reason = self._state, Reason.IO_ERROR
+        try:
+            reason = self._upload(upload)
+        except RequestError:
+            self._breaker.store_failed()
+        except BaseException:  # a panic of the library is no Exception
+            self._breaker.fault("uploading")
+        with state.lock:
+            del state.uploading[upload]
+            state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
+            state.upload_done.notify_all()
 
     def _upload(self, upload: Upload) -> Reason:
         """Upload a page. Raises ``RequestError``."""

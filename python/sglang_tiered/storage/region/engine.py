@@ -1,8 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
-Threads: one writer places stores in the log, ``num_writers`` extent writers hash them and put them
-on the device, one syncer makes them durable, and ``num_readers`` readers serve loads, which
-therefore never wait behind stores. What they share, and its one lock, is in ``state``.
+Threads: one writer places stores in the log, ``num_threads`` others hash them and put them on the
+device and serve loads, which come first, and one syncer makes stores durable. What they share, and
+its one lock, is in ``state``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.store_worker import ExtentWorker, StoreWorker
+from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
@@ -111,8 +111,7 @@ class RegionEngine(TierEngine):
         namespace: bytes,
         capacity_bytes: int,
         region_bytes: int = DEFAULT_REGION_BYTES,
-        num_readers: int = 8,
-        num_writers: int = 8,
+        num_threads: int = 8,
         io_timeout_s: float = 30.0,
         sync_interval_s: float = 1.0,
         max_queued_store_bytes: int = DEFAULT_QUEUED_STORE_BYTES,
@@ -130,8 +129,8 @@ class RegionEngine(TierEngine):
             )
         if capacity_bytes < region_bytes:
             raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
-        if num_readers < 1 or num_writers < 1:
-            raise ValueError(f"{num_readers} readers and {num_writers} writers: one each at least")
+        if num_threads < 2:
+            raise ValueError(f"num_threads is {num_threads}: one for loads, and one for stores")
         if not 0 <= pin_share <= MAX_PIN_SHARE:
             raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
         self._directory = directory
@@ -145,7 +144,7 @@ class RegionEngine(TierEngine):
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
-        report = self._open(device, region_bytes, num_readers)
+        report = self._open(device, region_bytes, num_threads)
         state.bytes_written = report.bytes_written
         state.adopt(report.pins)
         self._first_sequence = report.next_sequence
@@ -165,8 +164,8 @@ class RegionEngine(TierEngine):
         self._workers = workers = Workers()
         workers.start("tier-writer", StoreWorker(common, writer, reclaimer, erase_log).run)
         workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
-        workers.start("tier-extent", ExtentWorker(common).run, num_writers)
-        workers.start("tier-reader", LoadWorker(common, reader).run, num_readers)
+        loads = LoadWorker(common, reader)
+        workers.start("tier-io", IoWorker(common, loads, num_threads).run, num_threads)
 
     def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
@@ -507,7 +506,7 @@ class RegionEngine(TierEngine):
             state.closed = True
             state.shed(Reason.CANCELLED, Reason.CANCELLED)
             state.store_ready.notify_all()
-            state.load_ready.notify_all()
+            state.io_ready.notify_all()
         has_ended = self._workers.join(self._close_timeout_s)
         self._promises.close()
         if not has_ended:

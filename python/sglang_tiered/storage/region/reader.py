@@ -104,29 +104,12 @@ def _verifies(namespace: bytes, item: Wanted) -> bool:
 
 
 class LoadWorker(StorePart):
-    """Reads spans; every reader thread runs ``run`` of the same worker. No thread ends by an
-    exception: a job that is never finished would keep the caller's memory forever."""
+    """Reads spans, on any thread of the store. Nothing raises: a job that is never finished would
+    keep the caller's memory forever."""
 
     def __init__(self, common: Common, reader: RegionReader) -> None:
         super().__init__(common)
         self._reader = reader
-
-    def run(self) -> None:
-        """Load until the store is closed."""
-        state = self._state
-        while True:
-            with state.lock:
-                while not state.loads and not state.let_go and not state.closed:
-                    state.load_ready.wait()
-                region = state.let_go.popleft() if state.let_go else None
-                if region is None:
-                    if not state.loads:
-                        return
-                    span = state.take_load()
-            if region is None:
-                self._load(span)
-            else:
-                self.unpin(region)
 
     def _skip(self, span: LoadSpan, reason: Reason) -> None:
         """Finish a span that was not tried; its pages stay indexed."""
@@ -134,7 +117,7 @@ class LoadWorker(StorePart):
         with self._state.lock:
             self._state.finish_span(span, [reason] * len(span.wanted))
 
-    def _load(self, span: LoadSpan) -> None:
+    def load(self, span: LoadSpan) -> None:
         if not self.is_ours():  # who has it now may have erased the pages
             self._skip(span, Reason.IO_ERROR)
             return

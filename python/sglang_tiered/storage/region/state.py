@@ -64,8 +64,7 @@ class StoreState:
     ) -> None:
         self.lock = threading.Lock()
         self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
-        self.piece_ready = threading.Condition(self.lock)  # extent writers: pieces, or their turn
-        self.load_ready = threading.Condition(self.lock)  # readers
+        self.io_ready = threading.Condition(self.lock)  # loads, and pieces of extents
         self.sync_ready = threading.Condition(self.lock)  # syncer
         self.space_freed = threading.Condition(self.lock)
         self.namespace = namespace
@@ -300,19 +299,19 @@ class StoreState:
             self.pending.update((keys[position], ticket) for position in ticket.positions)
 
     def queue_extent(self, write: ExtentWrite) -> None:
-        """Hand a placed extent to the extent writers."""
+        """Hand a placed extent to the threads that write."""
         self.placing = []
         self.writes.append(write)
         self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
-        """Hand an extent's pieces to the extent writers, for the first time or once more."""
+        """Hand an extent's pieces to the threads that write, for the first time or once more."""
         write.num_left = len(write.pieces)
         write.done = False
         write.error = None
         write.num_tries += 1
         self.pieces.extend(write.pieces)
-        self.piece_ready.notify(len(write.pieces))
+        self.io_ready.notify(len(write.pieces))
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
         """Note that nothing of the extent is under way; the writer thread settles it."""
@@ -320,18 +319,9 @@ class StoreState:
         write.done = True
         self.store_ready.notify()
 
-    def begin_write(self) -> None:
-        """Wait for a turn at the device. Loads overtake: while one waits for a reader, one write at
-        a time goes on."""
-        while self.num_writes and self.loads:
-            self.piece_ready.wait()
-        self.num_writes += 1
-
     def end_write(self, num_bytes: int) -> None:
         self.num_writes -= 1
         self.bytes_written += num_bytes
-        if self.loads:  # who waits for a turn, waits for this
-            self.piece_ready.notify_all()
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
@@ -447,13 +437,7 @@ class StoreState:
             region = wanted[0].region
             self.regions.pin(region)
             self.loads.append(LoadSpan(ticket, wanted))
-        self.load_ready.notify(len(spans))
-
-    def take_load(self) -> LoadSpan:
-        span = self.loads.popleft()
-        if not self.loads:
-            self.piece_ready.notify_all()
-        return span
+        self.io_ready.notify(len(spans))
 
     def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
         """Record the outcome of one span; the load is done with its last one."""
@@ -486,8 +470,7 @@ class StoreState:
             self.let_go.append(span.wanted[0].region)
             self.finish_span(span, [load_reason] * len(span.wanted))
         self.loads.clear()
-        self.load_ready.notify_all()
-        self.piece_ready.notify_all()
+        self.io_ready.notify_all()
 
     def _shed_unbegun_writes(self, reason: Reason) -> None:
         """Let go of placed extents of which nothing was handed to the device yet. The writer finds

@@ -25,17 +25,20 @@ from sglang_tiered.storage.region.pins import file_of, pack
 from sglang_tiered.storage.region.writer import padded_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, Part, Piece
+    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Part, Piece
+    from sglang_tiered.storage.region.reader import LoadWorker
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
 
-__all__ = ["ExtentWorker", "StoreWorker"]
+__all__ = ["IoWorker", "StoreWorker"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that the extent writers never starve
+_MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that its threads never starve
 
 
 class StoreWorker(StorePart):
@@ -63,7 +66,7 @@ class StoreWorker(StorePart):
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
-            self._state.piece_ready.notify_all()
+            self._state.io_ready.notify_all()
 
     def _step(self) -> bool:
         """Settle one extent, or place one; false when there is nothing left to do."""
@@ -220,7 +223,7 @@ class StoreWorker(StorePart):
             return self._writer.take(self._state.stores)
 
     def _settle(self, write: ExtentWrite) -> None:
-        """Settle the oldest extent under way, which the extent writers have handled."""
+        """Settle the oldest extent under way, which is written."""
         state = self._state
         self._out_of_space = False
         if write.error is not None:
@@ -359,22 +362,46 @@ class PinFiles(StorePart):
         return True
 
 
-class ExtentWorker(StorePart):
-    """Hashes and writes pieces of extents; every extent-writer thread runs ``run`` of the same
-    worker."""
+class IoWorker(StorePart):
+    """Carries out loads, and hashes and writes pieces of extents: each of ``num_threads`` threads
+    runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
+
+    def __init__(self, common: Common, loads: LoadWorker, num_threads: int) -> None:
+        super().__init__(common)
+        self._loads = loads
+        self._max_writing = num_threads - 1
+        self._num_writing = 0
 
     def run(self) -> None:
-        """Write until the writer thread has nothing left under way."""
+        """Work until the store is closed and the writer thread has nothing left under way."""
         state = self._state
         while True:
             with state.lock:
-                while not state.pieces:
+                while (work := self._next()) is None:
                     if state.written_all:
                         return
-                    state.piece_ready.wait()
-                piece = state.pieces.popleft()
+                    state.io_ready.wait()
+            work()
+            del work  # its pages are the caller's memory
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return what to do. The caller holds the state's lock."""
+        state = self._state
+        if state.let_go:
+            return functools.partial(self.unpin, state.let_go.popleft())
+        if state.loads:
+            return functools.partial(self._loads.load, state.loads.popleft())
+        if state.pieces and self._num_writing < self._max_writing:
+            self._num_writing += 1
+            return functools.partial(self._write, state.pieces.popleft())
+        return None
+
+    def _write(self, piece: Piece) -> None:
+        try:
             self._write_piece(piece)
-            del piece  # its pages are the caller's memory
+        finally:
+            with self._state.lock:
+                self._num_writing -= 1
 
     def _write_piece(self, piece: Piece) -> None:
         """Write pages, and the extent's header behind the last of them: where it is found, a death
@@ -401,14 +428,24 @@ class ExtentWorker(StorePart):
 
     def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
         written = 0
-        with self._state.lock:
-            self._state.begin_write()
+        while (span := self._begin_write()) is not None:
+            self._loads.load(span)
         try:
             with self._health.watch():
                 written = write_fully(self._device, write.region.fd, segments, offset)
         finally:
             with self._state.lock:
                 self._state.end_write(written)
+
+    def _begin_write(self) -> LoadSpan | None:
+        """Begin to write, or return a load that comes first: while one waits, one write at a time
+        goes on."""
+        state = self._state
+        with state.lock:
+            if state.num_writes and state.loads:
+                return state.loads.popleft()
+            state.num_writes += 1
+            return None
 
 
 def _internal(fault: Exception) -> OSError:

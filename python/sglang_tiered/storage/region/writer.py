@@ -224,8 +224,8 @@ class RegionWriter(StorePart):
         return fits_region(region.nbytes, end, len(region.extents) + 1, self._num_pages + count)
 
     def place(self, parts: list[Part]) -> ExtentWrite:
-        """Append the pages to the open region and hand them to the extent writers. Where that
-        fails, they fail too."""
+        """Append the pages to the open region and hand them to the threads that write. Where
+        that fails, they fail too."""
         try:
             return self._place(parts)
         except Exception:

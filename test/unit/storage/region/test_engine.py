@@ -62,7 +62,7 @@ def gate() -> Gate:
 def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
     device = FaultyDevice(FileDevice(tmp_path), before=gate)
     engine = RegionEngine(
-        tmp_path, device=device, **options(num_readers=1, max_queued_store_bytes=20_000)
+        tmp_path, device=device, **options(num_threads=2, max_queued_store_bytes=20_000)
     )
     yield engine
     gate.opened.set()
@@ -78,11 +78,11 @@ def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
         {"region_bytes": 5000},
         {"region_bytes": 4096},
         {"capacity_bytes": REGION - 1},
-        {"num_readers": 0},
+        {"num_threads": 1},
     ],
 )
 def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"region_bytes|namespace|readers"):
+    with pytest.raises(ValueError, match=r"region_bytes|namespace|num_threads"):
         RegionEngine(tmp_path / "s", **options(**wrong))
     assert not (tmp_path / "s").exists()
 

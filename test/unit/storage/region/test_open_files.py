@@ -36,8 +36,7 @@ def open_engine(directory: Path, num_regions: int) -> RegionEngine:
         namespace=b"\x11" * 32,
         capacity_bytes=num_regions * REGION,
         region_bytes=REGION,
-        num_readers=1,
-        num_writers=1,
+        num_threads=2,
     )
 
 

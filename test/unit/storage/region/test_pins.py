@@ -32,7 +32,7 @@ def open_engine(directory: Path, **changes: Any) -> RegionEngine:
         "namespace": NAMESPACE,
         "capacity_bytes": CAPACITY,
         "region_bytes": REGION,
-        "num_readers": 1,
+        "num_threads": 2,
     }
     return RegionEngine(directory, **(options | changes))
 

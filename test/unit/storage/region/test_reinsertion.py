@@ -34,7 +34,7 @@ def engine(tmp_path: Path) -> Iterator[RegionEngine]:
         namespace=NAMESPACE,
         capacity_bytes=CAPACITY,
         region_bytes=REGION,
-        num_readers=1,
+        num_threads=2,
     )
     yield engine
     assert drained(engine, TIMEOUT_S)

@@ -35,7 +35,7 @@ class Tiers:
             namespace=b"\x11" * 32,
             capacity_bytes=1 << 22,
             region_bytes=1 << 18,
-            num_readers=2,
+            num_threads=2,
         )
         engine = TierStack(nvme, [self.bucket], settings, may_promote=lambda: may_promote)
         self.made.append(engine)

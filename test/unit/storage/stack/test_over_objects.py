@@ -36,7 +36,7 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
             namespace=NAMESPACE,
             capacity_bytes=1 << 22,
             region_bytes=1 << 18,
-            num_readers=2,
+            num_threads=2,
         )
         settings = BucketSettings(
             url=(tmp_path / "shared").as_uri(),

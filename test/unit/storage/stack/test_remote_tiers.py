@@ -76,7 +76,7 @@ class World:
             namespace=b"\x11" * 32,
             capacity_bytes=1 << 22,
             region_bytes=1 << 18,
-            num_readers=2,
+            num_threads=2,
         )
         remote = [self.peers] * peers + [self.bucket] * bucket
         engine = TierStack(nvme, remote, SETTINGS, order=lambda: self.order)

@@ -48,8 +48,7 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
             namespace=namespace,
             capacity_bytes=32 * region_bytes,
             region_bytes=region_bytes,
-            num_readers=2,
-            num_writers=2,
+            num_threads=2,
         )
         engines.append(engine)
         return engine
