@@ -71,6 +71,7 @@ class PageLender:
                 endpoint=self._socket.address,
                 settings=SETTINGS,
             )
+            self._source.share_loads(self._server.loop.call)
             os.chmod(self._socket.path, 0o600)
         except (TransferError, OSError) as error:
             self._socket.close()
@@ -93,11 +94,17 @@ class PageLender:
         self._source.namespace = namespace_of(claim)
         self._server.set_namespace(self._source.namespace)
 
+    def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
+        """Begin a load of this process, whose pages go to borrowers too that ask for them before
+        they are there. It ends once they have them, and has no other outcome."""
+        return self._source.load(run, submit)
+
     def close(self) -> None:
         """Give nothing from now on. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._source.share_loads(None)
         self._server.stop()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._socket.path)

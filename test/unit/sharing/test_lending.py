@@ -256,17 +256,22 @@ def test_closing_leaves_the_socket_of_others(owner: RegionEngine) -> None:
     assert not (owner.directory / LENDING_NAME).exists()
 
 
+@pytest.mark.parametrize("lender_loads", [False, True])
 def test_one_read_serves_all_ranks_that_ask(
     owner: RegionEngine,
     held: tuple[HeldEngine, PageLender],
     make_run: MakeRun,
     blank: Blank,
     page_data: PageData,
+    lender_loads: bool,
 ) -> None:
+    """The rank that lends among them."""
     engine, lends = held
     run = make_run(1, [5000, 100])
     store(owner, run)
     borrowers, jobs = [BorrowedEngine() for _ in range(3)], []
+    if lender_loads:
+        jobs.append(lends.load(blank(run), engine.submit))
     for one in borrowers:
         one.open(owner.directory)
         one.claim = b"model"
@@ -280,6 +285,36 @@ def test_one_read_serves_all_ranks_that_ask(
     for one in borrowers:
         one.close()
     eventually(lambda: not lends._source._reads)
+    assert not lends._source._owns
+
+
+def test_own_load_ends_whatever_its_lender_does(
+    owner: RegionEngine,
+    held: tuple[HeldEngine, PageLender],
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+) -> None:
+    """Of its pages one is missing, for whoever joined it, and it is closed meanwhile."""
+    engine, lends = held
+    run, gone = make_run(1, [100]), make_run(2, [100])
+    store(owner, run)
+    both = Run(run.keys + gone.keys, run.pages + gone.pages)
+    own = lends.load(blank(both), engine.submit)
+    job = borrower.submit_load(blank(both))
+    eventually(lambda: bool(lends._source._reads))
+    late = lends.load(blank(run), engine.submit)
+    engine.let_go.set()
+    assert finished(own) == finished(job) == [Reason.OK, Reason.MISS]
+    assert finished(late) == [Reason.OK]
+    engine.let_go.clear()
+    own = lends.load(blank(both), engine.submit)
+    job = borrower.submit_load(blank(both))
+    eventually(lambda: bool(lends._source._reads))
+    lends.close()
+    engine.let_go.set()
+    assert finished(own) == [Reason.OK, Reason.MISS]
+    assert set(finished(job)) == {Reason.MISS}
 
 
 def test_who_asks_after_an_erasure_joins_no_read(

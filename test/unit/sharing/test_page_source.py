@@ -28,7 +28,7 @@ def region(tmp_path: Path) -> Iterator[RegionEngine]:
         namespace=NAMESPACE,
         capacity_bytes=1 << 22,
         region_bytes=1 << 20,
-        num_readers=2,
+        num_threads=2,
     )
     yield engine
     engine.close()

@@ -528,7 +528,9 @@ class TieredStorage(TierQueries):
     def _begin_load(self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
         run = Run(tuple(self._keys(pool, hashes)), pages, meter=self.reads.meter)
-        return self.transfers.begin_load(run, hashes[0])
+        if self._lender is None:
+            return self.transfers.begin_load(run, hashes[0])
+        return self._lender.load(run, partial(self.transfers.begin_load, first_hash=hashes[0]))
 
     def _store(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
