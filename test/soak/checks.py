@@ -16,11 +16,14 @@ from rest import drained
 if TYPE_CHECKING:
     import random
 
-__all__ = ["Resources", "at_rest"]
+__all__ = ["Resources", "at_rest", "leaves_nothing"]
 
 NUM_PROBES = 3
 SLACK_THREADS, SLACK_DESCRIPTORS = 8, 32
 GAUGES = (
+    "tier_inflight_jobs:peer",
+    "tier_queued_store_bytes:object",
+    "peer_servers_withheld",
     "spill_waiting_tokens",
     "spill_inflight_tokens",
     "tier_inflight_jobs:nvme",
@@ -89,13 +92,25 @@ def gives_everything_up(life: Life, source: random.Random) -> None:
     life.until(missing, "schedulers did not come to rest")
 
 
+def leaves_nothing(life: Life) -> None:
+    """Servers that share pages are stopped. SGLang itself leaves the names of its sockets, and the
+    metrics of servers that were killed."""
+    if life.world.setup.topology != "peers":
+        return
+    left = [one for role in life.world.servers for one in life.world.stop(role)]
+    files = [path for path in life.world.temporary.rglob("*") if path.is_file()]
+    left += [str(path) for path in files if path.stat().st_size and path.suffix != ".db"]
+    if left:
+        raise Violation(f"left behind: {left}")
+
+
 def left_over(life: Life) -> dict[str, Any]:
     """What is under way, or ill."""
     left: dict[str, Any] = {}
     for role, state in life.world.states().items():
         tiers = state["sglang_tiered"]
         left |= {f"{role} {name}": tiers[name] for name in GAUGES if tiers.get(name)}
-        for name in ("tier_healthy:nvme", "tier_healthy:object"):
+        for name in ("tier_healthy:nvme", "tier_healthy:object", "tier_healthy:peer"):
             if tiers.get(name, 1) != 1:
                 left[f"{role} {name}"] = tiers.get(name.replace("healthy", "unhealthy_because"))
         rooms = state.get("sglang_tiered_transfer", {}).get("transfer_rooms", 0)

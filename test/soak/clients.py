@@ -46,20 +46,19 @@ def ask(
     rid = f"soak-{source.getrandbits(64):016x}"
     leaves = abort_after_s is not None and life.world.pair is None and source.random() < 0.4
     extra: dict[str, Any] = {"rid": rid, **TENANTS[prompt.tenant]}
-    timer = None
+    role, timer = source.choice(sorted(life.world.servers)), None
     if leaves:
         extra["patience_s"] = abort_after_s
     elif abort_after_s is not None:
-        role = source.choice(sorted(life.world.servers))
         arguments = (role, "/abort_request", {"rid": rid})
         timer = threading.Timer(abort_after_s, life.world.ask, arguments)
     with life.traffic.request():
-        before, purges = life.weights, life.asked.num_purges[prompt.tenant]
+        before, erasures = life.weights, life.asked.num_erasures[prompt.tenant]
         updates, mixing, began = life.num_updates, life.num_mixing, time.monotonic()
         number = life.asked.begin(prompt.tenant, prompt.tokens)
         if timer is not None:
             timer.start()
-        reply = life.world.generate(prompt.tokens, num_new, **extra)
+        reply = life.world.generate(role, prompt.tokens, num_new, **extra)
         if timer is not None:
             timer.cancel()
     changed = updates != life.num_updates or updates % 2
@@ -72,10 +71,10 @@ def ask(
     most = life.asked.most(number, weights, prompt.tokens)
     life.asked.end(number, weights, [*prompt.tokens, *got])
     kind = f"{prompt.kind} of {len(prompt.tokens)} tokens for tenant {prompt.tenant}"
-    if sum(found.values()) > most and purges == life.asked.num_purges[prompt.tenant]:
+    if sum(found.values()) > most and erasures == life.asked.num_erasures[prompt.tenant]:
         problem = problem or f"found {found}, of which only {most} tokens were ever asked"
     if problem is not None:
-        raise Violation(f"{kind}, {rid}, took {reply.seconds:.2f} s: {problem}")
+        raise Violation(f"{kind}, {rid} on {role}, took {reply.seconds:.2f} s: {problem}")
     if len(got) == num_new:
         life.conversations.answered(source, prompt, got)
     return reply

@@ -70,6 +70,10 @@ class Conversations:
             else:
                 self._held[source.randrange(MAX_CONVERSATIONS)] = (prompt.tenant, tokens)
 
+    def of(self, tenant: int) -> list[Prompt]:
+        with self._lock:
+            return [Prompt(one, tenant, "held") for whose, one in self._held if whose == tenant]
+
     def any_held(self, source: random.Random) -> Prompt | None:
         with self._lock:
             if not self._held:
@@ -87,7 +91,7 @@ class Asked:
     """Whole pages of what was ever asked, by weights and tenant. Any thread."""
 
     page: int
-    num_purges: list[int] = field(default_factory=lambda: [0] * len(TENANTS))  # that began
+    num_erasures: list[int] = field(default_factory=lambda: [0] * len(TENANTS))  # that began
     _known: dict[tuple[str, int], dict[bytes, float]] = field(default_factory=dict)
     _running: dict[int, tuple[int, set[bytes]]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -123,17 +127,20 @@ class Asked:
             for one in weights:
                 self._known.setdefault((one, tenant), {}).update(dict.fromkeys(chain, now))
 
-    def purge_begins(self, tenant: int) -> float:
+    def erasure_begins(self, tenant: int) -> float:
         with self._lock:
-            self.num_purges[tenant] += 1
+            self.num_erasures[tenant] += 1
         return time.monotonic()
 
-    def purged(self, tenant: int, began: float) -> None:
-        """Of a tenant, what ended before the purge began may not be found any more."""
+    def erased(self, tenant: int, began: float, tokens: list[int] | None = None) -> None:
+        """Of a tenant, or of one conversation of it, what ended before the erasure began may not
+        be found any more."""
+        chosen = None if tokens is None else set(self._chain(tokens))
         with self._lock:
             for (_, whose), held in self._known.items():
                 if whose == tenant:
-                    for digest in [one for one, last in held.items() if last < began]:
+                    of = held if chosen is None else chosen & held.keys()
+                    for digest in [one for one in of if held[one] < began]:
                         del held[digest]
 
     def _chain(self, tokens: list[int]) -> list[bytes]:

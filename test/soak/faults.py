@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from conversations import TENANTS
 from life import Violation
-from operator_actions import expect
+from operator_actions import erase_for_good, expect, is_nowhere, shares
 
 if TYPE_CHECKING:
     import random
@@ -89,6 +89,20 @@ def kill_and_restart(life: Life, source: random.Random) -> str:
     return f"{role}, files {damage or 'as they were'}{', a checkpoint kept' if promised else ''}"
 
 
+def stop_and_restart(life: Life, source: random.Random) -> str:
+    """An ordinary stop leaves nothing; whoever was down learns what was erased meanwhile."""
+    role = source.choice(sorted(life.world.servers))
+    with life.disturbance(), life.traffic.closed(waits=True):
+        if left := life.world.stop(role):
+            raise Violation(f"{role} left {left}")
+        down = life.world.servers.pop(role)
+        how, gone = erase_for_good(life, source)
+        life.world.servers[role] = down
+        life.world.restart(role)
+        is_nowhere(life, gone, late=role)
+    return f"{role}, {how} meanwhile"
+
+
 def _checkpoint(life: Life, source: random.Random, role: str) -> dict[str, object] | None:
     """A prefix that the server calls durable, where its tier takes what it is given."""
     prompt = life.conversations.any_held(source)
@@ -117,5 +131,6 @@ FAULTS: dict[str, tuple[float, Callable[[Life, random.Random], str], Callable[[L
     "failing disk": (0.7, failing_disk, always),
     "flipped bytes": (0.7, flipped_bytes, always),
     "kill and restart": (0.35, kill_and_restart, always),
+    "stop, erasure and restart": (0.35, stop_and_restart, shares),
 }
 """As the operator's actions."""

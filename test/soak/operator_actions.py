@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from conversations import TENANTS
+from conversations import TENANTS, Prompt
 from life import Violation
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["ACTIONS", "everywhere", "expect", "flush_until_empty"]
 
 LOOK_S = 0.05
+NUM_LOOKS = 5
+"""So many conversations of a tenant are looked for."""
 
 
 def expect(reply: Reply, *statuses: int) -> Reply:
@@ -48,20 +50,90 @@ def flush_until_empty(life: Life) -> None:
 
 def purge_tenant(life: Life, source: random.Random) -> str:
     tenant = source.randrange(len(TENANTS))
-    return _purge(life, [tenant], TENANTS[tenant])
+    return _purge(life, source, [tenant], TENANTS[tenant])
 
 
 def purge_everything(life: Life, source: random.Random) -> str:
-    return _purge(life, list(range(len(TENANTS))), {"all": True})
+    return _purge(life, source, list(range(len(TENANTS))), {"all": True})
 
 
-def _purge(life: Life, tenants: list[int], whom: dict[str, Any]) -> str:
-    began = {tenant: life.asked.purge_begins(tenant) for tenant in tenants}
-    told = everywhere(life, "/tier/purge", whom, 200, 503)
+def forget(life: Life, source: random.Random) -> str:
+    prompt = life.conversations.any_held(source)
+    return "nothing to name" if prompt is None else _forget(life, source, prompt)
+
+
+def _purge(life: Life, source: random.Random, tenants: list[int], whom: dict[str, Any]) -> str:
+    began = {tenant: life.asked.erasure_begins(tenant) for tenant in tenants}
+    told = _erase(life, source, "/tier/purge", whom)
     if "503" not in told:
         for tenant in tenants:
-            life.asked.purged(tenant, began[tenant])
+            life.asked.erased(tenant, began[tenant])
     return told
+
+
+def _forget(life: Life, source: random.Random, prompt: Prompt) -> str:
+    began = life.asked.erasure_begins(prompt.tenant)
+    body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
+    told = _erase(life, source, "/tier/forget", body)
+    if "503" not in told:
+        life.asked.erased(prompt.tenant, began, prompt.tokens)
+    return told
+
+
+def _erase(life: Life, source: random.Random, path: str, body: dict[str, Any]) -> str:
+    """On every server; of those that share pages one tells the others."""
+    if not shares(life):
+        return everywhere(life, path, body, 200, 503)
+    role = source.choice(sorted(life.world.servers))
+    return f"{role} {expect(life.world.ask(role, path, body), 200, 503).status}"
+
+
+def erase_and_look(life: Life, source: random.Random) -> str:
+    """What was erased is found on no server, and nobody asks for it meanwhile."""
+    with life.traffic.closed(waits=True):
+        how, gone = erase_for_good(life, source)
+        is_nowhere(life, gone)
+    return how
+
+
+def erase_for_good(life: Life, source: random.Random) -> tuple[str, list[Prompt]]:
+    """While no request runs. How, and some of what is gone."""
+    prompt = life.conversations.any_held(source)
+    if prompt is None:
+        return "nothing to name", []
+    how = source.choice(["forget", "forget", "purge", "everything"])
+    life.until(lambda: "503" in _erase_once(life, source, how, prompt), f"{how} is not done")
+    tenants = range(len(TENANTS)) if how == "everything" else [prompt.tenant]
+    gone = [one for tenant in tenants for one in life.conversations.of(tenant)]
+    return how, [prompt] if how == "forget" else gone[:NUM_LOOKS]
+
+
+def _erase_once(life: Life, source: random.Random, how: str, prompt: Prompt) -> str:
+    if how == "forget":
+        return _forget(life, source, prompt)
+    tenant = prompt.tenant
+    if how == "purge":
+        return _purge(life, source, [tenant], TENANTS[tenant])
+    return _purge(life, source, list(range(len(TENANTS))), {"all": True})
+
+
+def is_nowhere(life: Life, prompts: list[Prompt], late: str = "") -> None:
+    """At once where pages are, but for a server that was down; what is known of others follows."""
+
+    def known() -> dict[str, Any]:
+        found = {}
+        for role in life.world.servers:
+            for prompt in prompts:
+                body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
+                held = expect(life.world.ask(role, "/tier/residency", body), 200).body
+                here = any(held.get(tier) for tier in ("device", "host", "nvme", "object"))
+                if here and role != late:
+                    raise Violation(f"{role} holds what was erased: {held}")
+                if here or held.get("peer"):
+                    found[role] = held
+        return found
+
+    life.until(known, "is known of what was erased")
 
 
 def flush(life: Life, source: random.Random) -> str:
@@ -193,12 +265,22 @@ def always(life: Life) -> bool:
 
 
 def alone(life: Life) -> bool:
-    return life.world.pair is None
+    return life.world.setup.topology in ("one", "ranks")
+
+
+def shares(life: Life) -> bool:
+    return life.world.setup.topology == "peers"
+
+
+def forgets(life: Life) -> bool:
+    return life.world.setup.topology in ("one", "peers")
 
 
 ACTIONS: dict[str, tuple[float, Callable[[Life, random.Random], str], Callable[[Life], bool]]] = {
     "purge of a tenant": (2, purge_tenant, always),
     "purge of everything": (0.5, purge_everything, always),
+    "forget": (2, forget, forgets),
+    "erasure that is looked for": (2, erase_and_look, shares),
     "flush": (2, flush, always),
     "clear of the storage backend": (0.5, clear_storage_backend, always),
     "checkpoint": (2, checkpoint, always),

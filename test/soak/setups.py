@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TOPOLOGIES", "Setup", "draw"]
 
-TOPOLOGIES = ("one", "ranks", "pair")
-"""One server, one of two ranks, a prefill and a decode server."""
+TOPOLOGIES = ("one", "ranks", "pair", "peers")
+"""One server, one of two ranks, a prefill and a decode server, three servers that share pages with
+each other and a bucket over HTTP."""
 SMALL_REGIONS = ("--config", str(Path(__file__).parents[1] / "kit" / "small_regions.yaml"))
 TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # of the demo model, over all ranks
 MiB = 1 << 20
@@ -33,8 +34,8 @@ class Setup:
     mode: str  # of the asynchronous platform
     horizon_s: float  # the longest delay of its copies and forwards
 
-    def flags(self, folder: Path) -> list[str]:
-        """Of every server of the life, but for the directory of its tier."""
+    def flags(self, bucket: str) -> list[str]:
+        """Of every server of the life, but for the directory of its tier and its peers."""
         flags = [
             *("--page-size", str(self.page), "--max-total-tokens", str(self.device_tokens)),
             *("--chunked-prefill-size", "512", "--enable-metrics"),
@@ -43,7 +44,7 @@ class Setup:
             *("--tier-load", self.load, "--tier-warm-host", "on" if self.warms else "off"),
         ]
         if self.has_bucket:
-            flags += ["--tier-object-url", str(folder / "bucket")]
+            flags += ["--tier-object-url", bucket]
         if self.topology == "ranks":
             flags += ["--tp", "2"]
         return flags
@@ -68,7 +69,7 @@ def draw(source: random.Random, topology: str) -> Setup:
         int(source.choice([36 * MiB, 36 * MiB, below_device])),
         source.choice([64, 1024]) * MiB,
         source.choice(["always", "always", "measured"]),
-        source.random() < 0.3,
+        source.random() < 0.3 or topology == "peers",
         source.random() < 0.3 and topology != "ranks",  # warm host memory is of one rank
         source.choice(["random", "random", "late", "late-forward"]),
         source.choice([0.01, 0.03, 0.15]),

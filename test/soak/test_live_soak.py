@@ -2,7 +2,8 @@
 
 Lives of servers, drawn from a seed: topology, flags, what the asynchronous platform does. Each life
 has rounds of clients and an operator that act at random; after each the servers come to rest, and
-no answer was wrong, nothing is under way, lost or left over. ``SOAK_SEED`` draws the same lives and
+no answer was wrong, nothing is under way, lost or left over. With ``LIVE_SOAK_TOPOLOGY`` there is
+one life, of that topology. ``SOAK_SEED`` draws the same lives and
 the same choices again; how they interleave is the machine's.
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from answers import Answers
-from checks import Resources, at_rest
+from checks import Resources, at_rest, leaves_nothing
 from clients import Client
 from life import Life, Record, Violation
 from operator_thread import Operator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SECONDS = float(os.environ.get("LIVE_SOAK_SECONDS", "0"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
+ONLY = os.environ.get("LIVE_SOAK_TOPOLOGY")
 
 pytestmark = [
     pytest.mark.soak,
@@ -46,7 +48,8 @@ NUM_CLIENTS = 6
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, Path]:
-    paths = {"first": tmp_path / "model-first", "second": tmp_path / "model-second"}
+    names = ("first",) if ONLY == "peers" else ("first", "second")  # weights that are updated
+    paths = {name: tmp_path / f"model-{name}" for name in names}
     for seed, path in enumerate(paths.values()):
         maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)]
         subprocess.run([*maker, f"--seed={seed}"], check=True, timeout=120)
@@ -70,7 +73,7 @@ def test_live_servers_answer_right_and_leave_nothing(
     try:
         with progress:
             for number in range(sys.maxsize):
-                kind = TOPOLOGIES[number % len(TOPOLOGIES)]
+                kind = ONLY or TOPOLOGIES[number % len(TOPOLOGIES)]
                 setup = draw(source, kind)
                 folder = tmp_path / f"life-{number}"
                 folder.mkdir()
@@ -83,14 +86,17 @@ def test_live_servers_answer_right_and_leave_nothing(
                     world.wait_until_ready()
                     life = Life(world, answers, record, models)
                     resources = Resources()
-                    for turn in range(ROUNDS_OF_A_LIFE):
+                    for turn in range(sys.maxsize if ONLY else ROUNDS_OF_A_LIFE):
                         place = f"life {number}, round {turn}: {setup.told()}"
                         play(life, f"{SEED}-{number}-{turn}", end)
                         at_rest(life, source, resources)
                         record.count("rounds", setup.topology)
                         progress.say(f"life {number}, round {turn} at rest")
                         if time.monotonic() >= end:
-                            return
+                            break
+                    leaves_nothing(life)
+                    if time.monotonic() >= end:
+                        return
                 finally:
                     world.close()
     except AssertionError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platform_process
+import psutil
+from object_server import ObjectServer, s3_environment
 
 from prefill_decode import PrefillDecode, Reply, wait_until_healthy
-from server_process import Server
+from server_process import Server, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["DEADLINE_S", "Traffic", "World"]
 
 DEADLINE_S = 180.0
+STOP_S = 60.0
+SHARING = "abc"
+"""Names of servers that share pages with each other."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -60,6 +67,23 @@ class World:
         }
         if setup.topology == "ranks":
             self.environment["SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"] = "1"
+        self.bucket = str(folder / "bucket")
+        self._own: dict[str, tuple[str, ...]] = {"server": ()}  # flags, by role
+        self._objects: ObjectServer | None = None
+        if setup.topology == "peers":
+            self._objects = ObjectServer()
+            self.bucket = f"s3://{self._objects.make_bucket()}"
+            ports = [str(free_port()) for _ in SHARING]
+            peers = ",".join(f"localhost:{port}" for port in ports)
+            self._own = {
+                role: ("--tier-peers", peers, "--tier-peer-port", port)
+                for role, port in zip(SHARING, ports, strict=True)
+            }
+            # Temporary files of the servers alone, which leave none.
+            self.temporary = folder / "temporary"
+            self.temporary.mkdir()
+            self.environment["TMPDIR"] = str(self.temporary)
+            self.environment |= s3_environment(self._objects.url)
 
     # ---- Lives of servers ----
 
@@ -70,32 +94,44 @@ class World:
                 self.pair = PrefillDecode.spawn(
                     self._model,
                     self.folder,
-                    *self.setup.flags(self.folder),
+                    *self.setup.flags(self.bucket),
                     prefill=("--tier-dir", str(self.folder / "kv-prefill")),
                     decode=("--tier-dir", str(self.folder / "kv-decode")),
                 )
                 self.servers = {"prefill": self.pair.prefill, "decode": self.pair.decode}
             else:
-                self.servers = {"server": self._spawn()}
+                self.servers = {role: self._spawn(role) for role in self._own}
 
     def wait_until_ready(self) -> None:
         for server in self.servers.values():
             wait_until_healthy(server, "/health" if self.pair else "/health_generate")
 
-    def _spawn(self) -> Server:
-        log = self.folder / f"server-{self._num_started}.log"
+    def _spawn(self, role: str) -> Server:
+        log = self.folder / f"{role}-{self._num_started}.log"
         self._num_started += 1
-        flags = self.setup.flags(self.folder)
-        return Server.spawn(self._model, log, "--tier-dir", str(self.folder / "kv-server"), *flags)
+        flags = ("--tier-dir", str(self.folder / f"kv-{role}"), *self._own[role])
+        return Server.spawn(self._model, log, *flags, *self.setup.flags(self.bucket))
 
     def kill(self, role: str) -> None:
         self.servers[role].kill()
+
+    def stop(self, role: str) -> list[str]:
+        """As an operator does it. What the server leaves behind."""
+        server = self.servers[role]
+        group = processes(server)
+        shared = {name for process in group for name in shared_memory(process.pid)}
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(STOP_S)
+        left = [str(each) for each in psutil.wait_procs(group, STOP_S)[1] if not has_ended(each)]
+        server.kill()
+        return left + [name for name in sorted(shared) if os.path.exists(name)]
 
     def restart(self, role: str) -> None:
         """In the place of one that was killed."""
         with self._with_environment():
             if self.pair is None:
-                self.servers[role] = self._spawn()
+                self.servers[role] = self._spawn(role)
                 self.wait_until_ready()
             else:
                 self.servers[role] = self.pair.restart(role)
@@ -103,6 +139,8 @@ class World:
     def close(self) -> None:
         for server in self.servers.values():
             server.kill()
+        if self._objects is not None:
+            self._objects.close()
 
     @contextlib.contextmanager
     def _with_environment(self) -> Iterator[None]:
@@ -120,14 +158,20 @@ class World:
     # ---- Requests ----
 
     def generate(
-        self, prompt: list[int], num_new: int, *, patience_s: float = DEADLINE_S, **extra: Any
+        self,
+        role: str,
+        prompt: list[int],
+        num_new: int,
+        *,
+        patience_s: float = DEADLINE_S,
+        **extra: Any,
     ) -> Reply:
-        """The client of one server leaves when its patience is over."""
+        """Of one server, or the pair. The client of one leaves when its patience is over."""
         if self.pair is not None:
             return self.pair.generate(prompt, num_new, **extra)
         sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, **extra}
-        return self.ask("server", "/generate", body, patience_s)
+        return self.ask(role, "/generate", body, patience_s)
 
     def ask(self, role: str, path: str, body: Any = None, timeout_s: float = DEADLINE_S) -> Reply:
         """Any other call; a connection that breaks is status 0."""
@@ -177,8 +221,29 @@ class World:
 
     def stored_files(self, role: str) -> list[Path]:
         """What a disk or a bucket may damage."""
-        objects = [path for path in (self.folder / "bucket").rglob("*") if path.is_file()]
+        objects = [path for path in Path(self.bucket).rglob("*") if path.is_file()]
         return self.region_files(role) + sorted(objects)
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    """Of a server that runs."""
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more, though nobody may have waited for it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Names under ``/dev/shm`` of what a process has mapped, but for what SGLang always leaves."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = (line.split(maxsplit=5) for line in lines)
+    names = {one[5] for one in found if len(one) == 6 and one[5].startswith("/dev/shm/")}
+    return {name for name in names if not name.startswith("/dev/shm/sglang_loads_")}
 
 
 class Traffic:
