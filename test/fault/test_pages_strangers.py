@@ -30,7 +30,6 @@ from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
-from sglang_tiered.sharing.pages.settings import PageSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,14 +74,6 @@ def test_pages_in_each_others_place_do_not_count(liar: StrangeServer) -> None:
         asked = liar.hear()
         liar.say(messages.Found(asked.number, checksums(pages)[::-1]), *list(pages.values())[::-1])
         assert wanted.wait() == [Outcome.DAMAGED] * 2
-
-
-def test_a_page_of_another_namespace_does_not_count(liar: StrangeServer) -> None:
-    with page_client() as client:
-        wanted = Wanted(client, liar.port, PAGES)
-        asked = liar.hear()
-        liar.answer(msgspec.structs.replace(asked, namespace=b"\x23" * 32), PAGES)
-        assert wanted.wait() == [Outcome.DAMAGED] * 3
 
 
 def test_payload_is_taken_however_it_is_cut(liar: StrangeServer) -> None:
@@ -181,18 +172,6 @@ def test_a_second_answer_lands_nowhere(liar: StrangeServer) -> None:
         liar.answer(asked, other)
         eventually(lambda: client.stats.num_unasked == 1)
         assert wanted.is_right
-
-
-def test_an_answer_after_the_deadline_lands_nowhere(liar: StrangeServer) -> None:
-    with page_client() as client:
-        wanted = Wanted(client, liar.port, PAGES, deadline_s=0.05)
-        asked = liar.hear()
-        assert wanted.wait() == [Outcome.LATE] * 3
-        assert liar.hear(messages.Cancel).number == asked.number
-        liar.answer(asked, PAGES)
-        eventually(lambda: client.stats.num_overdue == 1)
-        assert wanted.is_untouched
-        assert wanted.is_as_it_ended
 
 
 def test_answers_never_land_after_the_deadline(
@@ -401,30 +380,6 @@ def test_cancelled_or_overdue_requests_are_not_read() -> None:
         dropped, served = dict.fromkeys((3, 4), messages.Busy), messages.Found
         assert answers == dict.fromkeys((1, 2, 5), served) | dropped, "each once"
         assert reader.num_reads == 3
-
-
-def test_clients_are_served_in_turn() -> None:
-    pages = make_pages(7, [1000])
-    settings = PageSettings(max_reads=1)
-    with page_server(pages, settings=settings) as (server, reader):
-        reader.hold = True
-        with strange_client(server.port) as greedy, strange_client(server.port) as modest:
-            for number in range(1, 31):
-                greedy.ask(number, pages)
-            eventually(lambda: server.stats.num_requests == 30)
-            modest.ask(1, pages)
-            eventually(lambda: server.stats.num_requests == 31)
-            order: list[int] = []
-            for _ in range(4):
-                eventually(lambda: reader.num_held == 1)
-                order.append(reader.num_reads)
-                reader.hold = True
-                held, reader._held = reader._held, []
-                for done, read in held:
-                    done(read)
-            assert modest.hear()[0].number == 1
-            reader.let_go()
-            assert greedy.hear()[0].number == 1
 
 
 def test_one_stuck_client_does_not_stop_the_server(stuck_bytes: int = 3_000_000) -> None:

@@ -75,24 +75,6 @@ def is_untouched(run: Run) -> bool:
     return all(set(page[0]) == {0xA5} for page in run.pages)
 
 
-def test_what_one_server_stored_another_loads(own: Sharer, other: SharerProcess) -> None:
-    run = blank_run(SEED, SIZE, COUNT)
-    own.finds(run.keys)
-    assert own.tier.lookup(run.keys) == LookupResult(COUNT, Stop.END)
-    assert own.tier.lookup((*run.keys[:3], b"z" * 32)) == LookupResult(3, Stop.MISS)
-    assert own.load(run) == [Reason.OK] * COUNT
-    assert is_right(run)
-    stats = own.tier.stats()
-    assert stats.health is Health.RUNNING
-    assert (stats.num_fetched, stats.bytes_fetched) == (COUNT, COUNT * SIZE)
-    assert other.ask("served") == f"{COUNT} 0"
-    assert stats.num_peers == 1
-    # And the other way round, at the same time.
-    own.store(stored_run(2, SIZE, COUNT))
-    assert other.ask(f"load 2 {SIZE} {COUNT}") == "True"
-    assert own.tier.stats().num_served == COUNT
-
-
 def test_keys_held_by_both_serve_for_measuring(own: Sharer, near: Sharer) -> None:
     assert own.tier.some_keys(5) == []
     run = stored_run(SEED, SIZE, COUNT)
@@ -141,46 +123,6 @@ def test_a_holder_stopped_too_long_lands_nothing(own: Sharer, other: SharerProce
     assert own.load(again) == [Reason.OK] * COUNT
     assert is_right(again)
     assert is_untouched(run), "what came too late landed nowhere"
-
-
-def test_a_second_holder_serves_what_the_first_lost(
-    own: Sharer, roster: list[Target], tmp_path: Path
-) -> None:
-    run = stored_run(SEED, SIZE, COUNT)
-    with (
-        sharer(roster, tmp_path / "a") as first,
-        sharer(roster, tmp_path / "b", publish_s=30.0) as second,
-    ):
-        first.store(run)
-        second.store(run)
-        assert first.tier.refresh(20.0)
-        assert second.tier.refresh(20.0)
-        eventually(lambda: own.tier.stats().num_peers == 2)
-        assert own.tier.refresh(20.0)
-        own.finds(run.keys)
-        target = blank_run(SEED, SIZE, COUNT)
-        # Whichever is asked has just lost its pages, and has not told yet.
-        (asked,) = {peer.server for peer in own.tier._sync.mirror.find(run.keys) if peer}
-        loser = first if first.tier.server == asked else second
-        is_true(loser.region.erase(Erasure()), 20.0)
-        assert own.load(target) == [Reason.OK] * COUNT
-        assert is_right(target)
-        stats = own.tier.stats()
-        assert stats.num_missed + stats.num_fetched >= COUNT
-
-
-def test_another_namespace_finds_and_gets_nothing(
-    roster: list[Target], near: Sharer, tmp_path: Path
-) -> None:
-    run = blank_run(SEED, SIZE, COUNT)
-    with sharer(roster, tmp_path / "own", namespace=b"\x33" * 32) as own:
-        assert own.tier.refresh(20.0)
-        assert own.tier.contains(run.keys) == [False] * COUNT
-        assert own.load(run) == [Reason.MISS] * COUNT
-        own.tier.set_namespace(NAMESPACE)
-        own.region.set_namespace(NAMESPACE)
-        own.finds(run.keys)
-        assert own.load(run) == [Reason.OK] * COUNT
 
 
 def test_a_purge_reaches_every_server_and_stays(

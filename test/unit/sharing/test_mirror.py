@@ -60,33 +60,11 @@ class World:
         return [peer and int(peer.server, 16) for peer in self.mirror.find(keys(*pages))]
 
 
-def test_a_page_is_found_at_its_holder() -> None:
-    world = World()
-    world.see(1, 2)
-    world.load(1, 10, 11)
-    world.load(2, 20)
-    assert world.found(10, 11, 20, 30) == [1, 1, 2, None]
-    assert world.mirror.find([]) == []
-    assert world.mirror.find(keys(10))[0].address == "tcp://192.0.2.1:7000"  # type: ignore[union-attr]
-
-
 def test_a_snapshot_half_read_is_not_found() -> None:
     world = World()
     world.see(1)
     world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
     assert world.found(10) == [None]
-
-
-def test_server_without_a_record_loses_its_pages() -> None:
-    world = World()
-    world.see(1, 2)
-    world.load(1, 10)
-    world.load(2, 10, 20)
-    world.see(2)
-    assert world.found(10, 20) == [2, 2]
-    world.see()
-    assert world.found(10, 20) == [None, None]
-    assert world.mirror.figures()[2] == 0
 
 
 def test_a_lost_server_keeps_its_pages_a_while() -> None:
@@ -98,33 +76,6 @@ def test_a_lost_server_keeps_its_pages_a_while() -> None:
     assert world.found(10) == [None]
     assert world.mirror.figures()[:3] == (0, 0, 1)
     world.see(1)
-    assert world.found(10) == [1]
-
-
-def test_lacking_page_stays_missing_until_published_again() -> None:
-    world = World()
-    world.see(1)
-    world.load(1, 10, 11)
-    world.mirror.lacks(server(1), keys(10, 99))
-    world.see(1)
-    assert world.found(10, 11) == [None, 1]
-    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
-    assert world.found(10) == [1]
-    world.mirror.lacks(server(9), keys(10))  # it has left meanwhile
-    assert world.found(10) == [1]
-
-
-def test_avoided_peer_is_asked_again_later() -> None:
-    world = World()
-    world.see(1, 2)
-    world.load(1, 10)
-    world.load(2, 10)
-    world.mirror.avoid(server(1), 5.0)
-    assert world.found(10) == [2]
-    world.mirror.avoid(server(2), 20.0)
-    assert world.found(10) == [None]
-    world.now += 6.0
-    world.mirror.choose()
     assert world.found(10) == [1]
 
 
@@ -147,16 +98,6 @@ def test_nor_is_one_that_has_applied_more() -> None:
     world.see(1, erased=SOMETHING)
     world.load(1, 10)
     assert world.found(10) == [None]
-
-
-def test_a_server_is_empty_until_its_snapshot() -> None:
-    world = World()
-    world.see(1)
-    world.load(1, 10)
-    world.mirror.unload(world.peer(1))
-    assert world.found(10) == [None]
-    world.load(1, 11)
-    assert world.found(10, 11) == [None, 1]
 
 
 def test_no_more_pages_than_the_bound_are_kept() -> None:
@@ -220,14 +161,6 @@ def test_many_servers_hold_one_page() -> None:
     assert world.found(*range(1001, 1181)) == list(range(1, 181))
     world.see(180)
     assert world.found(10, 1001) == [180, None]
-
-
-def test_a_table_that_grows_forgets_nothing() -> None:
-    world = World(max_pages=200_000)
-    world.see(1, 2)
-    world.load(1, *range(1, 60_000, 2))
-    world.load(2, *range(2, 60_000, 2))
-    assert world.found(*range(1, 60_000)) == [1, 2] * 29_999 + [1]
 
 
 def test_page_lacking_during_growth_stays_missing(

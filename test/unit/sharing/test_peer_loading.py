@@ -10,7 +10,6 @@ from page_peers import (
     DEADLINE_S,
     HOST,
     NAMESPACE,
-    PATIENT,
     StrangeServer,
     make_pages,
     page_client,
@@ -212,22 +211,3 @@ def test_expired_deadline_asks_no_holder(deadline_s: float) -> None:
         job = load(loader(Holders(("a", server.port)), client), run_of(PAGES), deadline_s)
         assert job.reasons == [Reason.MISS] * 4
         assert server.stats.num_requests == 0
-
-
-def test_page_without_a_holder_is_a_miss() -> None:
-    with page_client() as client:
-        job = load(loader(Holders(), client), run_of(PAGES))
-        assert job.reasons == [Reason.MISS] * 4
-
-
-def test_closing_ends_loads_and_refuses_others() -> None:
-    with page_server(PAGES) as (server, reader), page_client(PATIENT) as client:
-        reader.hold = True
-        loads = loader(Holders(("a", server.port)), client)
-        job = loads.submit(run_of(PAGES), NAMESPACE, deadline_s=None)
-        eventually(lambda: reader.num_held == 1)
-        loads.close()
-        client.close()
-        assert job.wait(DEADLINE_S)
-        assert job.reasons == [Reason.CANCELLED] * 4
-        assert load(loads, run_of(PAGES)).reasons == [Reason.CANCELLED] * 4

@@ -43,37 +43,6 @@ def test_pages_of_one_full_bucket_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     table.check_integrity(len(here))
 
 
-def test_zero_has_no_holder() -> None:
-    table = PageTable(100)
-    table.set_bit(table.add(pages_of(1, 90)), 0)
-    assert not table.holders(table.find(np.zeros(3, np.uint64))).any()
-
-
-def test_only_changed_bits_are_counted() -> None:
-    table = PageTable(100, num_words=2)
-    rows = table.add(pages_of(1, 50))
-    assert table.set_bit(rows[:30], 3) == (30, 30)
-    assert table.set_bit(rows[20:40], 70) == (20, 10)
-    assert table.set_bit(rows[20:40], 70) == (0, 0)
-    assert table.clear_bit(rows[:50], 3) == (30, 20)
-    assert table.clear_bit(rows[:50], 3) == (0, 0)
-    table.check_integrity(20)
-
-
-def test_copy_drops_pages_without_a_holder() -> None:
-    table = PageTable(5000)
-    here = pages_of(1, 4000)
-    rows = table.add(here)
-    table.set_bit(rows, 1)
-    table.clear_bit(rows[:3000], 1)
-    copy = table.copied(1200, 3)
-    assert copy.num_used == 1000
-    assert (copy.find(here[3000:]) >= 0).all()
-    assert (copy.find(here[:3000]) == -1).all()
-    assert sum(len(part) for part in copy.rows_of(1)) == 1000
-    copy.check_integrity(1000)
-
-
 def bits_of(*holders: set[int], words: int = 1) -> np.ndarray:
     """``[words, pages]`` from the slots that hold each page."""
     values = [sum(1 << slot for slot in page) for page in holders]
@@ -108,8 +77,3 @@ def test_pages_that_lie_about_everywhere_are_all_found() -> None:
     holders = [set(source.integers(0, 150, 2).tolist()) for _ in range(200)]
     for page, slot in zip(holders, chosen(bits_of(*holders, words=3)), strict=True):
         assert slot in page
-
-
-def test_page_without_a_holder_has_no_slot() -> None:
-    assert chosen(bits_of(set(), set())) == [-1, -1]
-    assert chosen(np.zeros((1, 0), np.uint64)) == []

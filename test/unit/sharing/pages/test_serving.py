@@ -108,22 +108,6 @@ def test_expired_request_is_dropped_unread() -> None:
     assert queue.num_clients == queue.num_waiting == queue.waiting_bytes == 0
 
 
-def test_cancelling_and_dropping_leave_no_trace() -> None:
-    queue = ServeQueue(SETTINGS)
-    for number in range(4):
-        queue.add_request(request(b"a", number))
-    assert queue.cancel_request(b"a", 2)
-    assert not queue.cancel_request(b"a", 77)
-    assert not queue.cancel_request(b"z", 1)
-    begun = queue.next_request(0.0)
-    assert queue.drop_client(b"a") == 2
-    assert queue.drop_client(b"z") == 0
-    queue.check_integrity()
-    assert begun is not None
-    queue.release_memory(begun)
-    assert queue.num_clients == 0
-
-
 def test_the_books_balance_whatever_happens() -> None:
     source = random.Random(1)
     queue = ServeQueue(SETTINGS)
