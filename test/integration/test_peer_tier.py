@@ -221,6 +221,7 @@ class TestLife:
         self, pair: list[Server], redis: RedisServer
     ) -> None:
         a, b = pair
+        wait_for_peers(b, BLIND)  # after it hung
         redis.kill()
         until(lambda: b.tier_state()["peer_discovery_works"] == 0, "it was not noticed")
         before = b.tier_state()["loaded_pages:peer"]
