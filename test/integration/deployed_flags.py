@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from deployed import is_shell
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import values_of
+from sglang_tiered.route.cli import make_parser
+from sglang_tiered.route.settings import RouteConfig
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-__all__ = ["LAUNCHER", "ROUTER", "launcher_flags", "problem_of_command"]
+__all__ = ["LAUNCHER", "ROUTER", "launcher_flags", "ports_of", "problem_of_command"]
 
 LAUNCHER = ["python3", "-m", "sglang_tiered.launch_server"]
-ROUTER = ["python3", "-m", "sglang_router.launch_router"]
+ROUTER = ["python3", "-m", "sglang_tiered", "route", "serve"]
 
 
 @functools.cache
@@ -51,7 +53,6 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
         TieredConfig,
         TransferConfig,
     )
-    from sglang_tiered.flags import values_of
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
     from sglang_tiered.peer_config import PeerConfig
@@ -65,6 +66,16 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     return explicit
 
 
+def ports_of(name: str, words: list[str]) -> list[int]:
+    """The ports that a command of a service listens at, in order."""
+    text = " ".join(words)
+    found = [int(port) for port in re.findall(r"--[\w-]*port[= ](\d+)", text)]
+    found += [int(port) for port in re.findall(r"tcp://0\.0\.0\.0:(\d+)", text)]
+    if name in ("router", "picker"):
+        found = [found[0] + place for place in range("--envoy=off" in words, 3)]
+    return sorted(found)
+
+
 def problem_of_command(words: list[str]) -> str:
     """Why the program that a command names would refuse it; empty if it would not."""
     if is_shell(words):
@@ -75,29 +86,11 @@ def problem_of_command(words: list[str]) -> str:
         except ConfigError as error:
             return str(error)
         return ""
-    if words[:3] == ROUTER:
-        return _problem_of_router(tuple(words[3:]))
+    if words[:5] == ROUTER:
+        try:
+            options = make_parser().parse_args(words[4:])
+            RouteConfig.of(values_of(RouteConfig, vars(options)))
+        except ConfigError as error:
+            return str(error)
+        return ""
     return f"nobody judges the command {words[:3]}"
-
-
-@functools.cache
-def _problem_of_router(arguments: tuple[str, ...]) -> str:
-    """As ``launch_router`` parses them, which would import SGLang first; in a process of its own,
-    since its parser ends the process that it refuses."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _ROUTER_PARSER, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    return ended.stderr.splitlines()[-1] if ended.returncode else ""
-
-
-_ROUTER_PARSER = """\
-import argparse
-from sglang_router.router_args import RouterArgs
-parser = argparse.ArgumentParser()
-RouterArgs.add_cli_args(parser, use_router_prefix=False)
-RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)
-"""

@@ -30,7 +30,7 @@ from object_server import CREDENTIALS, ObjectServer
 from redis import AuthenticationError, Redis
 from redis_server import redis_program
 
-from server_process import free_port
+from server_process import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,8 +58,9 @@ class Stack:
 
     def __post_init__(self) -> None:
         for service in self.services.values():
-            for port in service.ports:
-                self.ports[service.name, port] = free_port()
+            first = free_ports(len(service.ports)) if service.ports else 0  # the router's follow it
+            for place, port in enumerate(service.ports):
+                self.ports[service.name, port] = first + place
         self.bin.mkdir()
 
     @property
@@ -111,16 +112,9 @@ class Stack:
         return text
 
     def command(self, service: Service, words: list[str]) -> list[str]:
-        """A command of the file for this machine. A port behind another server's URL is that
-        server's."""
-        paths, found = self.paths(service), list[str]()
-        for place, word in enumerate(words):
-            other = re.fullmatch(r"http://(\w+):\d+", words[place - 1]) if place else None
-            if other and word.isdecimal():
-                found.append(str(self.ports[other[1], int(word)]))
-            else:
-                found.append(self.here(service, word, paths))
-        return found
+        """A command of the file for this machine."""
+        paths = self.paths(service)
+        return [self.here(service, word, paths) for word in words]
 
     def environment(self, service: Service, **more: str) -> dict[str, str]:
         own = {n: v for n, v in os.environ.items() if not n.startswith(("SGLANG_", "AWS_"))}
@@ -293,7 +287,7 @@ def test_prometheus_scrapes_every_instance(stack: Stack) -> None:
         return wanted <= up
 
     stack.until("prometheus", scraped, ANSWER_DEADLINE_S)
-    found = query('count+by+(role)+({__name__=~"sglang_tiered.%2B"})')
+    found = query('count+by+(role)+({__name__=~"sglang_tiered.%2B",job="sglang-tiered"})')
     assert {one["metric"]["role"] for one in found} == set(SERVERS)
     rules = ask(f"{stack.url('prometheus', 9090)}/api/v1/rules")["data"]["groups"]
     assert bool(rules) == bool(list((ROOT / "scripts" / "grafana").glob("alerts*.yaml")))

@@ -18,10 +18,13 @@ import msgspec
 import pytest
 import yaml
 from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
-from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
+from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
+from manifest_kinds import OWN, Kustomization
 
 from sglang_tiered.flags import parse_bytes
 from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
+from sglang_tiered.route.envoy import OWN_HEADERS
+from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ("1.30", "1.37")
+OWN_PODS = "server"
 SET_BY_HAND = {"prefill-keys", "decode-keys", "peer-keys", "redis", "bucket", "hub"}
 
 
@@ -66,81 +70,6 @@ def labels_of(name: str) -> dict[str, str]:
 # ---- Schemas ----
 
 
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    files: list[str]
-
-
-class _Image(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    newName: str  # noqa: N815 - kustomize's names
-    newTag: str  # noqa: N815
-
-
-class _Target(msgspec.Struct, forbid_unknown_fields=True):
-    kind: str
-    name: str
-
-
-class _Patch(msgspec.Struct, forbid_unknown_fields=True):
-    target: _Target
-    patch: str
-
-
-class _Kustomization(msgspec.Struct, forbid_unknown_fields=True):
-    apiVersion: str  # noqa: N815
-    kind: str
-    resources: list[str] = []
-    components: list[str] = []
-    namespace: str = ""
-    configMapGenerator: list[_Named] = []  # noqa: N815
-    images: list[_Image] = []
-    patches: list[_Patch] = []
-
-
-class _Expression(msgspec.Struct, forbid_unknown_fields=True):
-    key: str
-    operator: str
-    values: list[str]
-
-
-class _Selector(msgspec.Struct, forbid_unknown_fields=True):
-    matchLabels: dict[str, str]  # noqa: N815
-    matchExpressions: list[_Expression] = []  # noqa: N815
-
-
-class _Endpoint(msgspec.Struct, forbid_unknown_fields=True):
-    port: str
-    interval: str
-    path: str = "/metrics"
-
-
-class _MonitorSpec(msgspec.Struct, forbid_unknown_fields=True):
-    selector: _Selector
-    endpoints: list[_Endpoint]
-    targetLabels: list[str] = []  # noqa: N815
-    jobLabel: str = ""  # noqa: N815
-
-
-class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    labels: dict[str, str]
-
-
-class _Monitor(msgspec.Struct, forbid_unknown_fields=True):
-    apiVersion: str  # noqa: N815
-    kind: str
-    metadata: _Metadata
-    spec: _MonitorSpec
-
-
-OWN = {
-    "Kustomization": _Kustomization,
-    "Component": _Kustomization,
-    "ServiceMonitor": _Monitor,
-}
-
-
 def problem_of(name: str, document: Any, version: str) -> str:
     """Where a manifest departs from its schema: file, key, value; empty if nowhere."""
     try:
@@ -168,6 +97,7 @@ def test_manifests_keep_to_their_schemas(version: str) -> None:
         ("StatefulSet", {"replica": 2}, "Additional properties are not allowed ('replica' was"),
         ("StatefulSet", {"replicas": "two"}, "spec.replicas: 'two' is not of type 'integer'"),
         ("ServiceMonitor", {"endpoint": []}, "contains unknown field `endpoint` - at `$.spec`"),
+        ("InferencePool", {"targetPorts": [{"number": 0}]}, "- at `$.spec.targetPorts[0].number`"),
     ],
 )
 def test_a_misspelt_key_or_value_is_named(kind: str, change: Any, sentence: str) -> None:
@@ -181,10 +111,10 @@ def test_a_misspelt_key_or_value_is_named(kind: str, change: Any, sentence: str)
 # ---- Kustomize ----
 
 
-def kustomizations() -> dict[str, _Kustomization]:
+def kustomizations() -> dict[str, Kustomization]:
     return {
         str(path.parent.relative_to(FOLDER)): msgspec.yaml.decode(
-            path.read_bytes(), type=_Kustomization
+            path.read_bytes(), type=Kustomization
         )
         for path in FOLDER.glob("**/kustomization.yaml")
     }
@@ -298,9 +228,9 @@ def settings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [*ROLES, "router"])
+@pytest.mark.parametrize("name", [*ROLES, "router", "picker"])
 def test_every_flag_exists_with_its_value(name: str) -> None:
-    assert args_of(name)[:3] in (LAUNCHER, ROUTER)
+    assert args_of(name)[:3] == LAUNCHER or args_of(name)[:5] == ROUTER
     assert problem_of_command(args_of(name)) == ""
 
 
@@ -322,9 +252,8 @@ def test_flags_are_those_that_start_here(name: str) -> None:
 def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
     container = main_of(name)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    words = " ".join(str(word) for word in container["args"])
-    given = {int(port) for port in re.findall(r"--[\w-]*port[= ](\d+)", words)}
-    assert given == set(ports.values()), name
+    given = ports_of(name, [str(word) for word in container["args"]])
+    assert given == sorted(ports.values()), name
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         how = container.get(probe, {})
         port = (how.get("httpGet") or how.get("tcpSocket") or {}).get("port")
@@ -338,20 +267,18 @@ def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
         assert ports[port["targetPort"]] == port["port"], f"{name}: {port}"
 
 
-def test_the_router_names_pods_of_headless_services() -> None:
-    words = args_of("router")
-    urls = [re.fullmatch(r"http://(([a-z]+)-(\d+))\.([a-z]+):(\d+)", word) for word in words]
-    found = [url for url in urls if url]
+def test_the_router_finds_pods_of_headless_services() -> None:
+    urls = Source(str(FOLDER / "servers.yaml")).read() or []
+    found = [re.fullmatch(r"http://(([a-z]+)-(\d+))\.([a-z]+):(\d+)", url) for url in urls]
     counts: dict[str, int] = {}
     for url in found:
+        assert url
         workload = WORKLOADS[url[2]]
         assert workload["spec"]["serviceName"] == url[4]
         assert named("Service")[url[4]]["spec"]["clusterIP"] == "None"
         assert int(url[5]) in {port["containerPort"] for port in main_of(url[2])["ports"]}
         counts[url[2]] = counts.get(url[2], 0) + 1
     assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
-    bootstrap = words[words.index("--prefill") + 2]
-    assert f"--disaggregation-bootstrap-port={bootstrap}" in args_of("prefill")
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -374,10 +301,12 @@ def test_variables_are_read_by_what_runs(name: str) -> None:
     assert found is not None and found.submodule_search_locations is not None
     (root,) = found.submodule_search_locations
     network = (Path(root) / "srt/utils/network.py").read_text(encoding="utf-8")
+    environ = (Path(root) / "srt/environ.py").read_text(encoding="utf-8")
     script = str(main_of(name)["args"][-1])
     defined: list[str] = []
     for variable in main_of(name).get("env", []):
         known = variable["name"] in (URL_VARIABLE, "HF_HOME", "REDISCLI_AUTH")
+        known = known or f"{variable['name']} = Env" in environ
         known = known or f'"{variable["name"]}"' in network or f"${variable['name']}" in script
         later = [one.get("value", "") for one in main_of(name)["env"]]
         known = known or any(f"$({variable['name']})" in value for value in later)
@@ -437,7 +366,8 @@ def test_selectors_choose_what_they_mean() -> None:
         assert budget["spec"]["selector"]["matchLabels"] == labels_of(name)
     for name, policy in named("NetworkPolicy").items():
         chosen = policy["spec"]["podSelector"]
-        assert not chosen or chosen_by(chosen), name
+        # Pods of the user's own are behind a gateway.
+        assert not chosen or chosen_by(chosen) or name == OWN_PODS, name
         for rule in policy["spec"].get("ingress", []):
             for port in rule["ports"]:
                 if isinstance(port["port"], str):
@@ -479,7 +409,21 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
             ports = {port["name"] for port in service["spec"]["ports"]}
             assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
         scraped |= meant
-    assert scraped == {*ROLES, "router"}
+    assert scraped == {*ROLES, "router", "picker"}
+
+
+def test_a_gateway_finds_picker_and_servers() -> None:
+    (pool,), (route,) = (named(kind).values() for kind in ("InferencePool", "HTTPRoute"))
+    ref = pool["spec"]["endpointPickerRef"]
+    assert ref["port"]["number"] in {
+        p["port"] for p in named("Service")[ref["name"]]["spec"]["ports"]
+    }
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    servers = named("Service")[OWN_PODS]["spec"]
+    assert servers["selector"] == pool["spec"]["selector"]["matchLabels"]
+    assert f"--servers=dns://{OWN_PODS}:{servers['ports'][0]['port']}" in args_of("picker")
+    assert set(rule["filters"][0]["requestHeaderModifier"]["remove"]) <= set(OWN_HEADERS)
 
 
 def test_the_operator_gets_the_alert_rules_whole() -> None:
