@@ -48,7 +48,6 @@ SERVERS = (
     "python -m sglang.launch_server",
     "python -m sglang_tiered.launch_server",
     "sglang-tiered serve",
-    "python -m sglang_router.launch_router",
 )
 """Command lines that run until they are stopped."""
 

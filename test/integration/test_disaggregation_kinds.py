@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from instances import Instances, hands_over_what_one_server_computes
+from route_front import Front
 
 from conftest import SENT_ON_ONE_HOST, ask, make_prompts
 from kit.waiting import eventually
@@ -20,7 +21,8 @@ from server_process import Server, free_ports
 from sglang_tiered.wire.keys import make_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from prefill_decode import PrefillDecode
@@ -105,8 +107,20 @@ def test_other_page_size_fails_only_the_request(
 
 
 @contextmanager
-def router_of(pair: PrefillDecode, log: Path) -> Iterator[Server]:
-    """SGLang's router before the pair."""
+def front_of(pair: PrefillDecode, folder: Path) -> Iterator[Front]:
+    folder.mkdir(exist_ok=True)
+    urls = [pair.prefill.url, pair.decode.url]
+    front = Front.start(folder, urls, "--pick-timeout", "2s")
+    try:
+        front.wait_until_ready(2)
+        yield front
+    finally:
+        front.close()
+
+
+@contextmanager
+def router_of(pair: PrefillDecode, folder: Path) -> Iterator[Server]:
+    """SGLang's own."""
     port = free_ports(2)  # for its metrics too, or they have one that all routers want
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
@@ -114,51 +128,55 @@ def router_of(pair: PrefillDecode, log: Path) -> Iterator[Server]:
         *("--prometheus-port", str(port + 1)),
         *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
     ]
+    log = folder / "router.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        front = Server(port, process, log)
-        wait_until_healthy(front, "/readiness")  # it has found both
-        yield front
+        router = Server(port, process, log)
+        wait_until_healthy(router, "/readiness")  # it has found both
+        yield router
     finally:
         process.kill()
         process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def routed(
-    instances: Instances, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[PrefillDecode, Server]]:
-    """A pair and the router before it, which the last test kills."""
-    pair = instances.pair(PAGE_16, PAGE_16)
-    with router_of(pair, tmp_path_factory.mktemp("router") / "log") as front:
-        yield pair, front
-
-
-def test_samples_through_the_router_keep_its_circuit_closed(
-    routed: tuple[PrefillDecode, Server], stock: Server
+@pytest.mark.parametrize("before", [front_of, router_of])
+def test_samples_through_a_front_keep_it_working(
+    instances: Instances,
+    stock: Server,
+    tmp_path: Path,
+    before: Callable[[PrefillDecode, Path], AbstractContextManager[Front | Server]],
 ) -> None:
-    """One client's ``n`` was 500 after 500, and then every client's request 503."""
-    pair, front = routed
+    """One client's ``n`` was 500 after 500, and then every client's request 503. The halves tell no
+    costs here."""
+    pair = instances.pair(PAGE_16, PAGE_16)
     text = "a prompt of some length, so that it fills pages " * 3
-    for num_samples in (1, 2, 4) * 2:  # ten that failed opened it
-        asked = {"model": "m", "n": num_samples, "max_tokens": 6, "temperature": 0}
-        message = {"role": "user", "content": f"{num_samples} {text}"}
-        tokens = [[num_samples] * 40, [65] * 70]
-        sampling = {"temperature": 0, "max_new_tokens": 6, "n": num_samples}
-        for path, body in (
-            ("/v1/chat/completions", {**asked, "messages": [message]}),
-            ("/v1/completions", {**asked, "prompt": text}),
-            ("/v1/completions", {**asked, "prompt": [text, text[5:], text[9:]]}),
-            ("/generate", {"text": text, "sampling_params": sampling}),
-            ("/generate", {"input_ids": tokens, "sampling_params": sampling}),
-        ):
-            status, answer = ask(front, path, body)
-            assert status == 200, (path, num_samples, answer)
-            assert choices_of(answer) == choices_of(ask(stock, path, body)[1])
-        assert ask(front, "/generate", {"text": "plain"})[0] == 200
-    for server in (pair.prefill, pair.decode):
-        eventually(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
+    with before(pair, tmp_path) as made:
+        front = Server(made.port, made.process, tmp_path / "log")
+        for num_samples in (1, 2, 4) * 2:  # ten that failed opened the router's circuit
+            asked = {"model": "m", "n": num_samples, "max_tokens": 6, "temperature": 0}
+            message = {"role": "user", "content": f"{num_samples} {text}"}
+            tokens = [[num_samples] * 40, [65] * 70]
+            sampling = {"temperature": 0, "max_new_tokens": 6, "n": num_samples}
+            bodies = [
+                ("/v1/chat/completions", {**asked, "messages": [message]}),
+                ("/v1/completions", {**asked, "prompt": text}),
+                ("/v1/completions", {**asked, "prompt": [text, text[5:], text[9:]]}),
+                ("/generate", {"text": text, "sampling_params": sampling}),
+                ("/generate", {"input_ids": tokens, "sampling_params": sampling}),
+            ]
+            if before is front_of:
+                bodies += [
+                    ("/generate", {"text": [text, text[5:]], "sampling_params": sampling}),
+                    ("/v1/completions", {**asked, "prompt": tokens}),
+                ]
+            for path, body in bodies:
+                status, answer = ask(front, path, body)
+                assert status == 200, (path, num_samples, answer)
+                assert choices_of(answer) == choices_of(ask(stock, path, body)[1])
+            assert ask(front, "/generate", {"text": "plain"})[0] == 200
+        for server in (pair.prefill, pair.decode):
+            eventually(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
 
 
 def choices_of(answer: Any) -> list[str]:
@@ -169,25 +187,25 @@ def choices_of(answer: Any) -> list[str]:
     return [one["text"] for one in (answer if isinstance(answer, list) else [answer])]
 
 
-def test_killed_router_leaves_both_servers_serving(
-    routed: tuple[PrefillDecode, Server],
-) -> None:
-    pair, front = routed
-    prompt = make_prompts(9, 1, 1500)[0]
-    expected = pair.generate(prompt).output_ids
-    assert front.generate(prompt).output_ids == expected
-    with ThreadPoolExecutor(4) as pool:
-        bodies = [
-            {"input_ids": other, "sampling_params": {"max_new_tokens": 64}}
-            for other in make_prompts(10, 4, 1500)
-        ]
-        broken = [pool.submit(post, front, body) for body in bodies]
-        eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
-        front.process.kill()
-        for future in broken:
-            future.result(60)
-    for server in (pair.prefill, pair.decode):
-        eventually(
-            lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
-        )
-    assert pair.generate(prompt).output_ids == expected
+def test_killed_front_leaves_both_servers_serving(instances: Instances, tmp_path: Path) -> None:
+    pair = instances.pair(PAGE_16, PAGE_16)
+    with front_of(pair, tmp_path) as made:
+        front = Server(made.port, made.process, made.log_path)
+        prompt = make_prompts(9, 1, 1500)[0]
+        expected = pair.generate(prompt).output_ids
+        assert front.generate(prompt).output_ids == expected
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [
+                {"input_ids": other, "sampling_params": {"max_new_tokens": 64}}
+                for other in make_prompts(10, 4, 1500)
+            ]
+            broken = [pool.submit(post, front, body) for body in bodies]
+            eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] > 0)
+            front.process.kill()
+            for future in broken:
+                future.result(60)
+        for server in (pair.prefill, pair.decode):
+            eventually(
+                lambda server=server: transfer_state(server)["transfer_rooms"] == 0, timeout_s=60.0
+            )
+        assert pair.generate(prompt).output_ids == expected

@@ -59,8 +59,8 @@ def is_free(port: int) -> bool:
 @pytest.fixture
 def port() -> int:
     """Return the documented port, or a free one that replaces it in every command if it or one of
-    the next three, which `scripts/serve-pd` uses, is taken."""
-    if all(is_free(DOCUMENTED_PORT + place) for place in range(4)):
+    the next five, which `scripts/serve-pd` uses, is taken."""
+    if all(is_free(DOCUMENTED_PORT + place) for place in range(6)):
         return DOCUMENTED_PORT
     return free_port()
 
