@@ -1,5 +1,5 @@
 """Routing policies, on paper: clusters replayed at loads fixed beforehand (``trace replay
---cluster``), for the page ``docs/cluster.md``.
+--cluster``), for the page ``docs/routing.md``.
 
     python benchmark/bench_routing.py --json FOLDER [PART...] [--seeds N,...] [--quick]
 

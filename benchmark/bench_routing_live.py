@@ -1,4 +1,4 @@
-"""The cluster simulator beside one live server, on the same loaded trace (``docs/cluster.md``).
+"""The cluster simulator beside one live server, on the same loaded trace (``docs/routing.md``).
 
 Each run starts a fresh server of a demo model and measures what it takes by requests of their own.
 Then it sends a scaled trace in open loop, and notes of each request when it was sent, its time to

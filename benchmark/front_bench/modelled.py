@@ -1,5 +1,5 @@
 """A modelled fleet behind HTTP, in real time: each server answers requests, costs and events as a
-real one does, and takes as long as the simulator of ``docs/cluster.md`` says.
+real one does, and takes as long as the simulator of ``docs/routing.md`` says.
 
 The simulation is that of ``bench_routing``; only who serves a request is decided outside, by the
 front that sends it here. Everything is of one event loop.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/cluster.md", "docs/measurements.md")
+DOCUMENTS = ("README.md", "docs/measurements.md", "docs/routing.md")
 # The columns of a table whose figures are compared.
 MEASURED, SOURCE = "measured", "in its result file"
 NUMBER = r"-?[\d,]+(?:\.\d+)?"

@@ -1,7 +1,7 @@
 """Which requests are refused at overload: those whose first token is predicted to come too late.
 
 A prediction may be wrong, so a request is refused only while every server has work, which costs
-little (``docs/cluster.md``). Pure: seconds in, decisions out.
+little (``docs/routing.md``). Pure: seconds in, decisions out.
 """
 
 from __future__ import annotations
