@@ -178,10 +178,10 @@ class Discovery:
                 state.index.sweep(some)  # as they are in no part from now on
         if full:  # a key may have come and gone many times
             left = dict.fromkeys(itertools.chain.from_iterable(parts))
-            kept = [key for key in left if key not in unseen]
+            kept = tuple(key for key in left if key not in unseen)
             with state.lock:
                 self._check(epoch)
-                state.index.replace_keys(parts, tuple(kept))
+                state.index.replace_keys(parts, kept)
         return newest_s
 
     def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> bool:

@@ -152,11 +152,7 @@ class Keeper:
             if orders is None:
                 return
             are_erased = self._tried(self._erase, orders)
-            are_recorded = all(order.number for order in orders)  # or a pin would count as older
-            are_done = [
-                are_recorded and self._tried(self._settle_pins),
-                self._tried(self._delete_doomed),
-            ]
+            are_done = [self._tried(self._settle_pins), self._tried(self._delete_doomed)]
             for order in orders:  # all that was asked before is durable too, or none
                 keep(order.durable, are_erased)
             if are_erased and all(are_done):
@@ -192,19 +188,17 @@ class Keeper:
     # ---- Erasures ----
 
     def _erase(self, orders: list[EraseOrder]) -> None:
-        """Make erasures durable, and those that are asked for before anything is listed for them:
-        what is listed of tenants and namespaces goes, once for all. Of single pages those go that
-        are known to any server, and others with the next full listing. Raises ``RequestError``."""
+        """Make erasures durable, and those that are asked for while their records are written: what
+        is listed of tenants and namespaces goes, once for all. Of single pages those go that are
+        known to any server, and others with the next full listing. Raises ``RequestError``."""
         if not orders:
             return
         state = self._state
-        while lacking := [order for order in orders if not order.number]:
-            try:
-                self._record(lacking)
-            finally:
-                with state.lock:
-                    state.release(lacking)
-                    orders += [order for order in state.orders if order not in orders]
+        self._record([order for order in orders if not order.number])
+        with state.lock:  # asked for meanwhile
+            late = [order for order in state.orders if not order.number]
+        self._record(late)
+        orders += late
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(
@@ -223,11 +217,19 @@ class Keeper:
             state.end(orders)
 
     def _record(self, orders: Sequence[EraseOrder]) -> None:
+        """Write records, and let go of the stores behind them. Raises ``RequestError``."""
+        if not orders:
+            return
+        try:
+            self._number(orders)
+        finally:
+            with self._state.lock:
+                self._state.release(orders)
+
+    def _number(self, orders: Sequence[EraseOrder]) -> None:
         """Write records behind all that are there. Where another came between, its writer's or ours
         must be the later one: who stored in the knowledge of the first did not know the second."""
         state = self._state
-        if not orders:
-            return
         for attempt in range(_MAX_RENUMBERED):
             self._records.learn()
             with state.lock:  # of several at once, the one with the longest step is done
@@ -317,6 +319,8 @@ class Keeper:
             if pins.unsettled.get(name) is not change:
                 return
             pin, stamp = pins.book.get(name), state.seen
+            if pin is not None and any(state.order_before(key, pin.tenant) for key in pin.keys):
+                return  # it would count as older than that
         if pin is None:
             self._requests.delete([layout.pin(name)])
         else:

@@ -450,3 +450,35 @@ def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run
     assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(second[0], TIMEOUT_S)
     assert folders.count(a._state.layout.pages) == 1
+
+
+def test_forgets_that_keep_coming_are_answered(make_engine: MakeEngine) -> None:
+    a, more, at_first = make_engine(), list["Future[bool]"](), list[int]()
+    put = a._requests.put
+
+    def asked_for_more(path: str, data: bytes) -> None:
+        if len(more) < 20:
+            more.append(a.erase(Erasure.of([bytes([len(more)]) * 32])))
+        put(path, data)
+
+    a._requests.put = asked_for_more  # type: ignore[method-assign]
+    first = a.erase(Erasure(tenant=A))
+    first.add_done_callback(lambda _: at_first.append(len(more)))
+    assert is_true(first, TIMEOUT_S)
+    assert at_first[0] <= 2
+    eventually(lambda: len(more) == 20 and all(is_true(each, TIMEOUT_S) for each in more))
+
+
+def test_a_failed_record_fails_no_later_erasure(make_engine: MakeEngine) -> None:
+    a, later = make_engine(), list["Future[bool]"]()
+    put = a._requests.put
+
+    def fails_once(path: str, data: bytes) -> None:
+        if not later:
+            later.append(a.erase(Erasure.of([b"k" * 32])))
+            raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
+        put(path, data)
+
+    a._requests.put = fails_once  # type: ignore[method-assign]
+    assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert is_true(later[0], TIMEOUT_S), "it was not tried"
