@@ -192,7 +192,7 @@ class Discovery:
             if name.stamp < state.seen and state.erased.kills(*page):
                 state.doom(listed.path)
             return False
-        if state.orders and state.order_before(name.key, name.tenant) is not None:
+        if state.awaits_record((name.key,), name.tenant):
             return False  # it may be from before
         most = name.length if state.codec is None else 2 * name.length + 4096
         if (
@@ -228,6 +228,8 @@ class Discovery:
                 name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:
                     continue
+                if found is not None and state.awaits_record(found[0].keys, found[0].tenant):
+                    continue  # it may be from before, and is read again
                 pins.found[path] = listed[path].tag, name
                 if pin is not None and found is not None:
                     pins.take_up(pin, found[1])

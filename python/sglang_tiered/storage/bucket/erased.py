@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["MAX_NUMBER", "Erased", "Record", "mergeable", "read_records", "record_path"]
+__all__ = [
+    "MAX_NUMBER",
+    "NUM_READS",
+    "Erased",
+    "Record",
+    "mergeable",
+    "read_records",
+    "record_path",
+]
 
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
 _ENTRY_BYTES = 64  # of a merged record, beside its keys
@@ -47,7 +55,7 @@ _MERGED_FROM = 64
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
 _MAX_PREFIXES = 1 << 23
 _MAX_TENANTS = 1 << 17
-_NUM_READS = 8  # under way
+NUM_READS = 8  # under way
 _MAX_LISTINGS = 8
 
 _log = OnceLog(logging.getLogger(__name__))
@@ -119,7 +127,7 @@ def read_records(
                 lowest = first if lowest is None else min(lowest, first)
                 if match[1] not in known:
                     listed.append((each, match))
-        with ThreadPoolExecutor(_NUM_READS) as pool:  # its threads begin with the first record
+        with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first record
             found = list(pool.map(lambda record: _read(requests, *record), listed))
         # One that is gone is in another since, which is listed behind it, or over.
         if None not in found:

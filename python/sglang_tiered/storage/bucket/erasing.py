@@ -11,12 +11,14 @@ import itertools
 import logging
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import JobKind
 from sglang_tiered.storage.bucket.erased import (
     MAX_NUMBER,
+    NUM_READS,
     Record,
     read_records,
     record_data,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState, EraseOrder, OnErased
 
@@ -75,8 +78,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
                 if held is not None:
                     order.pages.append(state.index.name_of(key, held).path(state.layout))
             state.hide(order.what)
-            for name in state.pins.erase(order.what):
-                state.pins.unsettle(name)
+            state.pins.erase(order.what)
         state.ask_keeper()
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
@@ -274,15 +276,17 @@ class Keeper:
 
     def _clean_pins(self, layout: Layout) -> None:
         """Rewrite pins that name what was erased, as they note what was there, or delete them.
-        Those that are known as they are listed have been looked at in memory."""
-        state = self._state
-        for listed in itertools.chain.from_iterable(self._requests.listing(layout.pins)):
+        What memory says of a pin is no word on what the bucket has of it."""
+        listed = itertools.chain.from_iterable(self._requests.listing(layout.pins))
+        with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first pin
+            list(pool.map(lambda each: self._clean_pin(layout, each), listed))
+
+    def _clean_pin(self, layout: Layout, listed: Listed) -> None:
+        state, found = self._state, read_pin(self._requests, listed)
+        if found is not None:
             with state.lock:
-                is_known = state.pins.found.get(listed.path, ("",))[0] == listed.tag
-            if not is_known and (found := read_pin(self._requests, listed)) is not None:
-                with state.lock:
-                    pin, stamp = alive(*found, state.erased, layout.namespace), state.erased.top
-                write_changed(self._requests, listed.path, found[0], pin, stamp)
+                pin, stamp = alive(*found, state.erased, layout.namespace), state.erased.top
+            write_changed(self._requests, listed.path, found[0], pin, stamp)
 
     def _delete_doomed(self) -> None:
         state = self._state
@@ -319,7 +323,7 @@ class Keeper:
             if pins.unsettled.get(name) is not change:
                 return
             pin, stamp = pins.book.get(name), state.seen
-            if pin is not None and any(state.order_before(key, pin.tenant) for key in pin.keys):
+            if pin is not None and state.awaits_record(pin.keys, pin.tenant):
                 return  # it would count as older than that
         if pin is None:
             self._requests.delete([layout.pin(name)])

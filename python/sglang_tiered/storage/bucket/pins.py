@@ -203,9 +203,8 @@ class BucketPins:
         for name in self.book.expired():
             self.drop(name)
 
-    def erase(self, what: Erasure | None, number: int | None = None) -> list[str]:
-        """Take erased pages out of the pins that are older than a record (None: out of all);
-        returns the names of those that changed."""
+    def erase(self, what: Erasure | None, number: int | None = None) -> None:
+        """Take erased pages out of the pins that are older than a record (None: out of all)."""
         if what is not None and what.keys is not None:
             gone = frozenset(what.keys)
             hit = self.book.with_any(gone)
@@ -213,7 +212,6 @@ class BucketPins:
             gone = frozenset()
             tenant = None if what is None else what.tenant
             hit = [pin for pin in self.book if tenant in (None, pin.tenant)]
-        changed = []
         for pin in hit:
             if number is not None and self.stamps.get(pin.name, -1) >= number:
                 continue
@@ -221,8 +219,6 @@ class BucketPins:
             self._remove(pin.name)
             if left:
                 self._add(replace(pin, keys=left, data=b""))
-            changed.append(pin.name)
-        return changed
 
     def info(self, name: str) -> PinInfo | None:
         pin = self.book.get(name)

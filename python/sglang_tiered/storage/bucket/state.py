@@ -320,6 +320,10 @@ class BucketState:
         waiting = (order for order in found if order is not None and not order.number)
         return max(waiting, key=lambda order: order.turn, default=None)
 
+    def awaits_record(self, keys: Iterable[bytes], tenant: bytes) -> bool:
+        """Return whether an erasure that names one of these pages has no record yet."""
+        return bool(self.orders) and any(self.order_before(key, tenant) for key in keys)
+
     # ---- Ends of stores and loads ----
 
     def add(self, upload: Upload) -> None:

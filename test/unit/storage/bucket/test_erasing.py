@@ -417,6 +417,53 @@ def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: Make
     assert b._state.pins.book.wanted(run.keys) == list(run.keys[1:])
 
 
+@pytest.mark.parametrize("case", ["told before", "over", "refused"])
+def test_no_note_outlives_an_erasure_that_is_true(
+    make_engine: MakeEngine, make_run: MakeRun, case: str
+) -> None:
+    """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
+    now = [time.time()]
+    a, run = make_engine(clocks={"wall_clock": lambda: now[0]}), make_run(1, PAGES)
+    until_s = now[0] + 100 if case == "over" else None
+    assert is_true(a.pin("p", run.keys, A, until_s, b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
+    assert a.refresh(TIMEOUT_S)
+    if case == "told before":
+        lost = Erasure(tenant=A)
+        a._requests.put(records.record_path(1, lost, N), records.record_data(lost))
+    now[0] += 200
+    assert a.refresh(TIMEOUT_S)
+    delete = a._requests.delete
+
+    def refused(paths: Sequence[str]) -> None:
+        if any("/pins/" in path for path in paths):
+            raise RequestError(Failure.DENIED, "delete")
+        delete(paths)
+
+    if case == "refused":
+        a._requests.delete = refused  # type: ignore[method-assign, assignment]
+        assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+        a._requests.delete = delete  # type: ignore[method-assign]
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert not listed(a, a._state.layout.pins)
+
+
+def test_no_listing_brings_a_pin_back(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """While the record of what was erased of it is still being written."""
+    a, run = make_engine(), make_run(1, PAGES)
+    assert is_true(a.pin("p", run.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
+    put, has_pin = a._requests.put, list[bool]()
+
+    def listed_before(path: str, data: bytes) -> None:
+        assert a.refresh(TIMEOUT_S)
+        has_pin.append(a.has_pin("p"))
+        put(path, data)
+
+    a._requests.put = listed_before  # type: ignore[method-assign]
+    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert has_pin == [False]
+    assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
+
+
 def test_what_another_server_holds_of_a_forget_goes(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
