@@ -11,7 +11,8 @@ core.register_action("pick", {"http-req"}, function(txn)
   if answer.status == 200 then
     txn:set_var("txn.server", answer.body:match('"server": "([^"]*)"'))
     for name, value in answer.body:gmatch('"(x%-[%w-]+)": "([^"]*)"') do
-      txn.http:req_set_header(name, value)
+      -- A rank is of the server that was picked, and the request may go on to another.
+      if not name:find("dp-rank", 1, true) then txn.http:req_set_header(name, value) end
     end
   elseif answer.headers["retry-after"] then -- the picker's refusal; HAProxy's own errors lack it
     local reply = txn:reply{status = answer.status, body = answer.body}

@@ -273,9 +273,14 @@ class Fleet:
             return "refuses the key; pass --server-key-file"
         path = "/tier/costs"
         if status == 404:  # no NVMe: no prices
-            if not member.is_up:
-                status, info = await self._call(member, "/server_info", MAX_INFO_BYTES, {})
+            if member.replicas or not member.is_up:
+                path = "/server_info"
+                status, info = await self._call(member, path, MAX_INFO_BYTES, {})
+                if status >= 500:
+                    return f"answers {status} to {path}"
                 member.part = msgspec.json.decode(info, type=Part) if status == 200 else Part()
+                self._report(member, {})  # what it told before its restart
+                member.is_draining, member.events = False, None
             path = "/ready"
             status, _ = await self._call(member, path, MAX_COSTS_BYTES, {})
         return "" if status == 200 else f"answers {status} to {path}"

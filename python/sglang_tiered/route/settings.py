@@ -50,7 +50,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--ssl-certfile",
             FILE,
-            "Certificate with which the front speaks TLS; the picker and the servers do not.",
+            "Certificate with which the front speaks TLS, read at its start; the picker and the "
+            "servers speak none.",
             default="none",
         ),
     ] = None

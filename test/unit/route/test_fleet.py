@@ -171,6 +171,23 @@ def test_half_without_costs_tells_its_part(tmp_path: Path) -> None:
     follow(tmp_path, server, steps)
 
 
+def test_restarted_server_keeps_no_role_or_price(tmp_path: Path) -> None:
+    """One that told costs comes back without, as the other half."""
+    server = Server()
+    server.info = b'{"disaggregation_mode": "decode"}'
+
+    async def none(_: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    async def steps(fleet: Fleet, until: Callable[..., Any]) -> None:
+        await until(lambda: only(fleet).replicas)
+        server.costs = none
+        await until(lambda: server.num_ready)
+        assert (only(fleet).role, only(fleet).replicas) == ("decode", {})
+
+    follow(tmp_path, server, steps)
+
+
 def test_server_cannot_send_the_picker_elsewhere(tmp_path: Path) -> None:
     """The answer there would count as its own."""
     server = Server()
