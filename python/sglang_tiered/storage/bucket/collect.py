@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.erased import Erased, mergeable, read_records
+from sglang_tiered.storage.bucket.erased import Erased, all_records, mergeable
 from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import alive, pin_share, read_pin, write_changed
 
@@ -214,7 +214,7 @@ class _Run:
 
     def _records(self) -> list[Record]:
         """Learn what was erased. What cannot be read says nothing of what to delete."""
-        records, _ = read_records(self._requests)
+        records = all_records(self._requests)
         for record in records:
             if record.what is None:
                 self.report.num_unreadable += 1
@@ -236,7 +236,8 @@ class _Run:
             else:
                 self._pinned.update(pin.keys)
                 if self._delete:
-                    write_changed(self._requests, listed.path, found[0], pin, self._erased.top)
+                    write_changed(self._requests, listed.path, found, pin)
+        self._remove_batch()  # before their owners change them
 
     def _keeps(self, key: bytes, nbytes: int) -> bool:
         """Return whether a page stays for a pin: the oldest do, up to what pins may keep."""

@@ -189,7 +189,8 @@ class Discovery:
         state = self._state
         page = layout.namespace, name.tenant, name.key, name.stamp
         if state.erased.hides(*page):
-            if name.stamp < state.seen and state.erased.kills(*page):
+            # Only what a full listing shows: all servers hear of an erasure, and its own deletes.
+            if full and name.stamp < state.seen and state.erased.kills(*page):
                 state.doom(listed.path)
             return False
         if state.awaits_record((name.key,), name.tenant):

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.backoff import OnceLog
@@ -31,7 +33,9 @@ from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
@@ -41,6 +45,7 @@ __all__ = [
     "NUM_READS",
     "Erased",
     "Record",
+    "all_records",
     "mergeable",
     "read_records",
     "record_path",
@@ -48,15 +53,17 @@ __all__ = [
 
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
 _ENTRY_BYTES = 64  # of a merged record, beside its keys
-_MAX_MERGED_BYTES = RECORD_KEYS * KEY_BYTES
-_MAX_RECORD_BYTES = _MAX_MERGED_BYTES + _ENTRY_BYTES
+_MAX_RECORD_BYTES = RECORD_KEYS * KEY_BYTES + _ENTRY_BYTES
+_MAX_MERGED_BYTES = 2 << 20  # with others under way within the timeout of a request
 _MERGED_FROM = 64
-"""So many records become one: each of them is a request of every server that starts."""
+"""So many records become one, or fewer that fill one: each is a request of a server's start."""
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
-_MAX_PREFIXES = 1 << 23
+_MAX_HASHES = 1 << 23
 _MAX_TENANTS = 1 << 17
 NUM_READS = 8  # under way
 _MAX_LISTINGS = 8
+
+_SEED = secrets.randbits(64)
 
 _log = OnceLog(logging.getLogger(__name__))
 _NAME = re.compile(r"(([0-9a-f]{12})-([0-9a-f]{32}))-([a-z])([0-9a-f]*)")
@@ -110,10 +117,14 @@ def record_data(what: Erasure) -> bytes:
 
 
 def read_records(
-    requests: Requests, known: Container[str] = (), after: int = 0
-) -> tuple[list[Record], int | None]:
-    """Read the records from a number on whose names are not known, in their order; returns the
-    lowest number of all too. Raises ``RequestError``."""
+    requests: Requests,
+    take: Callable[[Record], None],
+    known: Container[str] = (),
+    after: int = 0,
+) -> int | None:
+    """Have each record from a number on taken whose name is not known, in their order, as they are
+    read: what was taken before an error is not lost. Returns the lowest number of all. Raises
+    ``RequestError``."""
     cursor = f"{ERASED}/{after:012x}" if after else None
     for _ in range(_MAX_LISTINGS):
         listed = []
@@ -127,14 +138,24 @@ def read_records(
                 lowest = first if lowest is None else min(lowest, first)
                 if match[1] not in known:
                     listed.append((each, match))
+        is_whole = True
         with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first record
-            found = list(pool.map(lambda record: _read(requests, *record), listed))
-        # One that is gone is in another since, which is listed behind it, or over.
-        if None not in found:
-            return [
-                each for some in found if some for each in some if each.name not in known
-            ], lowest
+            for found in pool.map(lambda record: _read(requests, *record), listed):
+                # One that is gone is in another since, which is listed behind it, or over.
+                is_whole &= found is not None
+                for record in found or ():
+                    if record.name not in known:
+                        take(record)
+        if is_whole:
+            return lowest
     raise RequestError(Failure.UNAVAILABLE, "list showed records that were gone, again and again")
+
+
+def all_records(requests: Requests) -> list[Record]:
+    """Return every record, of every object that holds it. Raises ``RequestError``."""
+    records: dict[tuple[str, str], Record] = {}  # what was gone meanwhile is read again
+    read_records(requests, lambda each: records.update({(each.path, each.name): each}))
+    return list(records.values())
 
 
 def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Record] | None:
@@ -173,7 +194,7 @@ def _unpack(
         merged = unseal(data, _Merged)
         entries = [] if merged is None else [_Entry(number, record_id, modified, b"")]
         entries += merged.entries if merged is not None else []
-    if all(len(entry.keys) % KEY_BYTES == 0 for entry in entries):
+    if all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries):
         for entry in entries:
             split = range(0, len(entry.keys), KEY_BYTES)
             keys = tuple(entry.keys[at : at + KEY_BYTES] for at in split)
@@ -199,13 +220,14 @@ def mergeable(records: Sequence[Record], oldest_s: float) -> Iterator[tuple[str,
             batch, room = {}, _MAX_MERGED_BYTES
         batch[path] = whole
         room -= size
-    yield from _merged(batch, oldest_s)
+    if len(batch) >= _MERGED_FROM:
+        yield from _merged(batch, oldest_s)
 
 
 def _merged(
     batch: dict[str, list[Record]], oldest_s: float
 ) -> Iterator[tuple[str, bytes, list[str]]]:
-    if len(batch) < _MERGED_FROM:
+    if len(batch) < 2:
         return
     entries = {
         each.name: _Entry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
@@ -221,12 +243,12 @@ def _merged(
 
 class _Numbers:
     """The number below which a stamp is that of a dead page, by what was erased. Of the keys before
-    the last some it has the first eight bytes: another page with the same is a miss, too."""
+    the last some it has eight bytes, which nobody can aim at: their seed is this process's own."""
 
     def __init__(self) -> None:
         self.keys: dict[bytes, int] = {}
-        self.prefixes = np.empty(0, np.uint64)  # sorted
-        self.prefix_numbers = np.empty(0, np.uint32)
+        self.hashes = np.empty(0, np.uint64)  # sorted
+        self.hash_numbers = np.empty(0, np.uint32)
         self.tenants: dict[bytes, int] = {}
         self.namespaces: dict[bytes, int] = {}
 
@@ -243,41 +265,50 @@ class _Numbers:
         return 0
 
     def _pack_keys(self) -> int:
-        prefixes = np.frombuffer(b"".join(self.keys), np.uint64)[:: KEY_BYTES // 8]
+        """Sort these keys alone, and insert them: lookups wait for it."""
+        hashes = np.fromiter(map(_hash, self.keys), np.uint64, len(self.keys))
         numbers = np.fromiter(self.keys.values(), np.uint32, len(self.keys))
         self.keys.clear()
-        prefixes = np.concatenate((self.prefixes, prefixes))
-        numbers = np.concatenate((self.prefix_numbers, numbers))
-        order = np.lexsort((numbers, prefixes))
-        prefixes, numbers = prefixes[order], numbers[order]
-        is_last = np.append(prefixes[1:] != prefixes[:-1], True)  # of its prefix: the highest
-        folded = 0
-        if np.count_nonzero(is_last) > _MAX_PREFIXES:
-            folded = int(np.median(numbers))
-            is_last &= numbers > folded
-        self.prefixes, self.prefix_numbers = prefixes[is_last], numbers[is_last]
+        order = np.lexsort((numbers, hashes))
+        hashes, numbers = hashes[order], numbers[order]
+        is_last = np.append(hashes[1:] != hashes[:-1], True)  # of its hash: the highest
+        hashes, numbers = hashes[is_last], numbers[is_last]
+        at = np.searchsorted(self.hashes, hashes)
+        known = np.flatnonzero(at < len(self.hashes))
+        known = known[self.hashes[at[known]] == hashes[known]]
+        raised = np.maximum(self.hash_numbers[at[known]], numbers[known])
+        self.hash_numbers[at[known]] = raised
+        at, hashes, numbers = (np.delete(each, known) for each in (at, hashes, numbers))
+        self.hashes = np.insert(self.hashes, at, hashes)
+        self.hash_numbers = np.insert(self.hash_numbers, at, numbers)
+        if len(self.hashes) <= _MAX_HASHES:
+            return 0
+        folded = int(np.median(self.hash_numbers))
+        self._keep_hashes(self.hash_numbers > folded)
         return folded
+
+    def _keep_hashes(self, are_kept: NDArray[np.bool_]) -> None:
+        self.hashes, self.hash_numbers = self.hashes[are_kept], self.hash_numbers[are_kept]
 
     def keep_only(self, lowest: int) -> None:
         for numbers in (self.keys, self.tenants, self.namespaces):
             for each in [each for each, number in numbers.items() if number < lowest]:
                 del numbers[each]
-        are_kept = self.prefix_numbers >= lowest
-        self.prefixes, self.prefix_numbers = self.prefixes[are_kept], self.prefix_numbers[are_kept]
+        self._keep_hashes(self.hash_numbers >= lowest)
 
     def of(self, namespace: bytes, tenant: bytes, key: bytes) -> int:
         return max(
             self.keys.get(key, 0),
-            self._of_prefix(key) if len(self.prefixes) else 0,
+            self._of_hash(key) if len(self.hashes) else 0,
             self.tenants.get(tenant, 0),
             self.namespaces.get(namespace, 0),
         )
 
-    def _of_prefix(self, key: bytes) -> int:
-        prefix = np.frombuffer(key, np.uint64, 1)[0]
-        at = int(np.searchsorted(self.prefixes, prefix))
-        is_there = at < len(self.prefixes) and self.prefixes[at] == prefix
-        return int(self.prefix_numbers[at]) if is_there else 0
+    def _of_hash(self, key: bytes) -> int:
+        hashed = np.uint64(_hash(key))
+        at = int(np.searchsorted(self.hashes, hashed))
+        is_there = at < len(self.hashes) and self.hashes[at] == hashed
+        return int(self.hash_numbers[at]) if is_there else 0
 
 
 class Erased:
@@ -319,6 +350,10 @@ class Erased:
     def hides(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
         told = self._told.of(namespace, tenant, key)
         return stamp < max(self._floor, told) or self.kills(namespace, tenant, key, stamp)
+
+
+def _hash(key: bytes) -> int:
+    return xxh3_64_intdigest(key, _SEED)
 
 
 def _raise(numbers: dict[bytes, int], each: bytes, number: int) -> None:

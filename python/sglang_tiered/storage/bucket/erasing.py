@@ -107,18 +107,24 @@ class Records:
         state = self._state
         with self._lock:
             erased = state.erased  # its records are learned under this lock alone
-            records, lowest = read_records(self._requests, erased.known, 0 if full else erased.top)
+            after = 0 if full else erased.top
+            lowest = read_records(self._requests, self._apply, erased.known, after)
             with state.lock:
                 if state.closed:
                     return
-                for record in records:
-                    state.apply(record)
                 if full and lowest is not None:
                     erased.keep_only(lowest)
                 top = erased.top
             self.tell()
             with state.lock:
                 state.seen = max(state.seen, top)
+
+    def _apply(self, record: Record) -> None:
+        """Apply one alone: lookups wait for it."""
+        state = self._state
+        with state.lock:
+            if not state.closed:
+                state.apply(record)
 
     def tell(self) -> None:
         """Tell the owner, many records at once: it writes to its disk."""
@@ -285,8 +291,8 @@ class Keeper:
         state, found = self._state, read_pin(self._requests, listed)
         if found is not None:
             with state.lock:
-                pin, stamp = alive(*found, state.erased, layout.namespace), state.erased.top
-            write_changed(self._requests, listed.path, found[0], pin, stamp)
+                pin = alive(*found, state.erased, layout.namespace)
+            write_changed(self._requests, listed.path, found, pin)
 
     def _delete_doomed(self) -> None:
         state = self._state

@@ -90,12 +90,13 @@ def read_pin(requests: Requests, listed: Listed) -> tuple[Pin, int] | None:
         raise
 
 
-def write_changed(requests: Requests, path: str, was: Pin, pin: Pin | None, stamp: int) -> None:
-    """Write what is left of a pin; delete it where that is nothing. Raises ``RequestError``."""
+def write_changed(requests: Requests, path: str, was: tuple[Pin, int], pin: Pin | None) -> None:
+    """Write what is left of a pin under its own stamp; delete it where that is nothing. Raises
+    ``RequestError``."""
     if pin is None:
         requests.delete([path])
-    elif pin is not was:
-        requests.put(path, pack_pin(pin, stamp))
+    elif pin is not was[0]:
+        requests.put(path, pack_pin(pin, was[1]))
 
 
 def pin_share(capacity_bytes: int | None) -> int:

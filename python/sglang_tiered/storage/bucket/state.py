@@ -249,8 +249,6 @@ class BucketState:
         for key in what.keys:
             held = self.index.get(key)
             if held is not None and held.stamp < record.number:
-                # Its eraser may not know of it.
-                self.doom(self.index.name_of(key, held).path(self.layout))
                 self.num_pages_erased += self.index.drop(key)
 
     def drop_uploads(self, what: Erasure | None) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.storage.bucket.erased import Erased, read_records
+from sglang_tiered.storage.bucket.erased import Erased, all_records
 from sglang_tiered.storage.bucket.names import Layout, parse_page
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = {} if arguments.tier_dir is None else _noted_sizes(arguments.tier_dir)
     target = open_bucket(arguments.place)
     with requests_end(target.url):
-        records, _ = read_records(target.requests)
+        records = all_records(target.requests)
         erased = Erased()
         for record in records:
             if record.what is not None:

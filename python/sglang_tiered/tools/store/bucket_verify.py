@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.storage.bucket.erased import read_records
+from sglang_tiered.storage.bucket.erased import all_records
 from sglang_tiered.storage.bucket.names import Layout, PageName, page_checksum, parse_page
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     namespaces: list[dict[str, Any]] = []
     with requests_end(target.url), ThreadPoolExecutor(arguments.jobs) as pool:
         records = _Found()
-        for record in read_records(target.requests)[0]:
+        for record in all_records(target.requests):
             if record.what is None:
                 records.problem(record.path, "cannot be read: servers miss all that is older")
         for name in target.namespaces:

@@ -11,10 +11,11 @@ import pytest
 
 from kit.runs import NAMESPACE
 from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.checksummed import seal
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
-from sglang_tiered.storage.bucket import discovery, names
 from sglang_tiered.storage.bucket import erased as records
+from sglang_tiered.storage.bucket import names
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.erased import Erased, Record
 from sglang_tiered.storage.bucket.pins import pack_pin
@@ -84,9 +85,10 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
         assert erased.kills(N, A, key, number - 1)
         assert not erased.hides(N, A, key, number)
     assert not erased.hides(N, A, b"x" * 32, 1), "keys before the last are known by 8 bytes"
+    assert not erased.hides(N, A, bytes([20]) * 8 + b"x" * 24, 1), "or a page goes for another"
     erased.keep_only(20)
     assert [erased.kills(N, A, bytes([n]) * 32, 0) for n in (15, 25, 5)] == [False, True, True]
-    monkeypatch.setattr(records, "_MAX_PREFIXES", 4)
+    monkeypatch.setattr(records, "_MAX_HASHES", 4)
     erased = Erased()
     add(range(1, 11))
     for number in range(1, 11):
@@ -391,6 +393,81 @@ def test_records_merged_under_a_reader_are_read(make_engine: MakeEngine) -> None
         assert all(b._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
 
+def test_what_was_read_before_an_error_is_kept(make_engine: MakeEngine) -> None:
+    a, keys = make_engine(), [bytes([n]) * 32 for n in range(20)]
+    assert a.refresh(TIMEOUT_S)
+    for number, key in enumerate(keys):
+        what = Erasure.of([key])
+        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
+    get, asked, is_first = a._requests.get, list[int](), [True]
+
+    def fails_once(path: str, nbytes: int) -> memoryview:
+        asked.append(int(path.rpartition("/")[2][:12], 16))
+        if asked[-1] == 15 and is_first:
+            is_first.pop()
+            raise RequestError(Failure.UNAVAILABLE, "get was not answered in time")
+        return get(path, nbytes)
+
+    a._requests.get = fails_once  # type: ignore[method-assign, assignment]
+    assert not a.refresh(TIMEOUT_S)
+    assert a.refresh(TIMEOUT_S)
+    assert [asked.count(number) for number in range(1, 15)] == [1] * 14
+    with a._state.lock:
+        assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
+
+
+def test_the_lock_is_let_go_of_between_records(make_engine: MakeEngine) -> None:
+    """Of one object too: as it is read at a start, lookups wait for each of a million pages."""
+    a = make_engine()
+    assert a.refresh(TIMEOUT_S)
+    entries = [records._Entry(n, bytes([n]) * 16, 0.0, bytes([n]) * 64) for n in range(1, 9)]
+    path = f"{records.ERASED}/{8:012x}-{'ab' * 16}-m{1:012x}"
+    a._requests.put(path, seal(records._Merged(entries)))
+    lock, apply, taken, at = a._state.lock, a._state.apply, [0], list[int]()
+
+    class Counted:
+        def __enter__(self) -> None:
+            lock.acquire()
+            taken[0] += 1
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def noted(record: Record) -> None:
+        at.append(taken[0])
+        apply(record)
+
+    a._state.lock, a._state.apply = Counted(), noted  # type: ignore[method-assign, assignment]
+    assert a.refresh(TIMEOUT_S)
+    assert len(set(at)) == 9
+
+
+@pytest.mark.parametrize("number", [0, 9, 1 << 31])
+def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, number: int) -> None:
+    """As a damaged writer's: the numbers of all later ones would go on from there."""
+    a = make_engine()
+    entries = [records._Entry(number, b"i" * 16, 0.0, b"k" * 32)]
+    path = f"{records.ERASED}/{8:012x}-{'ab' * 16}-m{1:012x}"
+    a._requests.put(path, seal(records._Merged(entries)))
+    assert a.refresh(TIMEOUT_S)
+    with a._state.lock:
+        assert a._state.erased.top == 8
+        assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
+
+
+def test_records_of_many_pages_are_merged_too() -> None:
+    size = records._MAX_MERGED_BYTES // 32 // 4
+    found = [
+        Record(
+            n, Erasure.of(bytes([n]) * 30 + k.to_bytes(2) for k in range(size)), b"", str(n), 1.0
+        )
+        for n in range(1, 10)
+    ]
+    merges = list(records.mergeable(found, 0.0))
+    assert [replaced for _, _, replaced in merges] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert max(len(data) for _, data, _ in merges) <= records._MAX_MERGED_BYTES
+
+
 def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """Of pins that the eraser never heard of, here and in other namespaces, and of late ones."""
     a, b, other = make_engine(), make_engine(), make_engine(namespace=M)
@@ -464,17 +541,18 @@ def test_no_listing_brings_a_pin_back(make_engine: MakeEngine, make_run: MakeRun
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
 
-def test_what_another_server_holds_of_a_forget_goes(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = make_engine(), make_engine()
-    run = make_run(1, PAGES)
+def test_hearing_of_a_forget_deletes_nothing(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Or each of all servers deletes each page: a full listing does, which finds it left over."""
+    a, b, run = make_engine(), make_engine(), make_run(1, PAGES)
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S)
     store(b, run)
-    for name in ("NEAR_S", "LOOK_BACK_S"):  # it is stored since long
-        monkeypatch.setattr(discovery, name, -60.0)
-    assert b.refresh(TIMEOUT_S)
     assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
+    with b._state.lock:
+        assert not any(b._state.index.holds(run.keys)) and not b._state.doomed
+    assert "delete" not in b.object_stats().requests
+    assert b.refresh(TIMEOUT_S, full=True)
     eventually(lambda: not listed(b, b._state.layout.pages))
 
 
