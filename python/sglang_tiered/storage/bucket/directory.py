@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import secrets
+import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.storage.filesystem import NOT_OFFERED_ERRNOS, sync_names
@@ -31,6 +32,7 @@ _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
 _LISTED_AT_ONCE = 1000
 _MAX_KEPT = 32
+_PAGES = "/pages/"
 STAGED = "#"
 """In the name of a file that is still being written, or whose writer died."""
 
@@ -74,6 +76,8 @@ class Directory:
             os.close(fd)
 
     def _open_file(self, path: str) -> int:
+        """Open a file; of a page the folder is kept, as its bytes tell whether they are right. What
+        else is read must be what is there now, whatever is renamed or mounted."""
         folder, _, name = path.rpartition("/")
         kept = self._kept.get(folder)
         if kept is not None:
@@ -81,6 +85,8 @@ class Directory:
                 return _open(name, _OPEN, kept.fd)
         with self._open_folder(folder) as folder_fd:
             fd = _open(name, _OPEN, folder_fd)
+            if _PAGES not in folder:
+                return fd
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()
             self._kept[folder] = _Kept(os.dup(folder_fd))
@@ -88,11 +94,9 @@ class Directory:
 
     def modified(self, path: str) -> float:
         """Return when a file was written, in seconds since 1970."""
-        fd = self._open_file(path)
-        try:
-            return os.stat(fd).st_mtime
-        finally:
-            os.close(fd)
+        folder, _, name = path.rpartition("/")
+        with self._open_folder(folder) as fd:
+            return _status(name, fd).st_mtime
 
     def read(self, path: str, room: memoryview) -> int:
         """Fill the room as far as the file goes; returns how far. What is no file is not found."""
@@ -246,6 +250,13 @@ def _no_file(error: OSError) -> OSError:
     """Return what an error says of an object: what is no file is not found."""
     is_none = error.errno in _NOT_A_FILE
     return FileNotFoundError(errno.ENOENT, "not a file") if is_none else error
+
+
+def _status(name: str, folder: int) -> os.stat_result:
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a file")
+    return status
 
 
 def _open(name: str, flags: int, folder: int) -> int:

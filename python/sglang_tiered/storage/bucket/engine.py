@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,7 @@ class BucketEngine(TierEngine):
         """Ask the bucket whether it has each page that is known here, and forget it where not: for
         up to ten minutes nobody hears of what others delete. What is not answered in time is false.
         Blocks."""
-        state, end = self._state, time.monotonic() + timeout_s
+        state = self._state
         names: list[PageName | None] = []
         with state.lock:
             layout = state.layout
@@ -196,7 +196,7 @@ class BucketEngine(TierEngine):
                 names.append(None if held is None else state.index.name_of(key, held))
 
         def is_there(name: PageName | None) -> bool:
-            if name is None or time.monotonic() > end:
+            if name is None:
                 return False
             try:
                 if self._requests.modified(name.path(layout)) is not None:
@@ -208,8 +208,13 @@ class BucketEngine(TierEngine):
                     state.num_pages_vanished += state.index.drop(name.key)
             return False
 
-        with ThreadPoolExecutor(self._settings.num_connections) as pool:
-            return list(pool.map(is_there, names))
+        pool = ThreadPoolExecutor(self._settings.num_connections)
+        try:
+            asked = [pool.submit(is_there, name) for name in names]
+            wait(asked, timeout_s)
+            return [each.done() and each.result() for each in asked]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # requests end with their own timeout
 
     def some_keys(self, limit: int) -> list[bytes]:
         if self._state.closed or self._breaker.is_open:

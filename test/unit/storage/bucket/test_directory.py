@@ -189,6 +189,20 @@ def test_a_folder_removed_meanwhile_is_made_anew(
             folder.read("v2/n/pages/1/a", room)
 
 
+def test_only_pages_are_read_from_kept_folders(tmp_path: Path) -> None:
+    """What is renamed or mounted there has other records and pins."""
+    folder, room = Directory(tmp_path / "now"), memoryview(bytearray(3))
+    for data in (b"old", b"new"):
+        for path in ("v2/erased/1", "v2/n/pins/1", "v2/n/pages/1/a"):
+            if data == b"old" or "pages" not in path:
+                Directory(tmp_path / "now").write(path, data)
+                assert (folder.read(path, room), bytes(room)) == (3, data)
+        if data == b"old":
+            (tmp_path / "now").rename(tmp_path / "before")
+    with pytest.raises(FileNotFoundError):
+        folder.modified("v2/n/pages/1/a")
+
+
 def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
     folder = Directory(tmp_path)
     names = sorted(f"v2/n/pages/{hour}/{second:04d}-x" for hour in range(3) for second in range(9))

@@ -288,3 +288,22 @@ def test_a_full_listing_sweeps_what_it_drops(
     assert engine.refresh(TIMEOUT_S, full=True)
     engine.check_integrity()
     assert engine._state.index.sweep(()) is False
+
+
+def test_confirming_ends_in_time(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """Whatever the requests under way wait for."""
+    engine, run = make_engine(num_connections=1), make_run(1, [100, 200])
+    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+    modified, goes_on, asked = engine._requests.modified, threading.Event(), list[str]()
+
+    def hangs(path: str) -> float | None:
+        asked.append(path)
+        assert len(asked) == 1 or goes_on.wait(TIMEOUT_S)
+        return modified(path)
+
+    engine._requests.modified = hangs  # type: ignore[method-assign]
+    try:
+        assert engine.confirm(run.keys, 1.0)[1] is False
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
