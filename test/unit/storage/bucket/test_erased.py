@@ -1,0 +1,147 @@
+"""Records of erasures: what they say of a page, and how they are read and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kit.waiting import TIMEOUT_S
+from sglang_tiered.checksummed import seal
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.bucket import erased as records
+from sglang_tiered.storage.bucket.erased import Erased, Record
+from sglang_tiered.storage.bucket.requests import Failure, RequestError
+
+if TYPE_CHECKING:
+    from sglang_tiered.storage.bucket import BucketEngine
+
+MakeEngine = Callable[..., "BucketEngine"]
+
+A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
+
+
+@pytest.mark.parametrize(
+    ("what", "namespace", "dead"),
+    [
+        (Erasure(tenant=A), b"", lambda of, tenant, key: tenant == A),
+        (Erasure.of([b"k" * 32]), b"", lambda of, tenant, key: key == b"k" * 32),
+        (Erasure(), N, lambda of, tenant, key: of == N),
+    ],
+)
+def test_a_record_kills_what_did_not_know_it(
+    what: Erasure, namespace: bytes, dead: Callable[[bytes, bytes, bytes], bool]
+) -> None:
+    erased = Erased()
+    erased.add(Record(5, what, namespace, "5", 0.0))
+    erased.add(Record(3, Erasure(what.keys, what.tenant), namespace, "3", 0.0))
+    for page in [(of, t, k) for of in (N, M) for t in (A, B) for k in (b"k" * 32, b"l" * 32)]:
+        assert erased.kills(*page, 4) == erased.hides(*page, 4) == dead(*page)
+        assert not erased.kills(*page, 5)
+    assert erased.top == 5
+    erased.keep_only(6)
+    assert not erased.kills(N, A, b"k" * 32, 0)
+
+
+def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_MAX_KEYS", 4)
+    erased = Erased()
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            what = Erasure.of([bytes([number % 40]) * 32])
+            erased.add(Record(number, what, b"", f"{number}", 0.0))
+
+    add(range(1, 53))
+    for number in range(13, 53):
+        key = bytes([number % 40]) * 32
+        assert erased.kills(N, A, key, number - 1)
+        assert not erased.hides(N, A, key, number)
+    assert not erased.hides(N, A, b"x" * 32, 1), "keys before the last are known by 8 bytes"
+    assert not erased.hides(N, A, bytes([20]) * 8 + b"x" * 24, 1), "or a page goes for another"
+    erased.keep_only(20)
+    assert [erased.kills(N, A, bytes([n]) * 32, 0) for n in (15, 25, 5)] == [False, True, True]
+    monkeypatch.setattr(records, "_MAX_HASHES", 4)
+    erased = Erased()
+    add(range(1, 11))
+    for number in range(1, 11):
+        assert erased.hides(N, A, bytes([number]) * 32, number - 1)
+    assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
+    assert not erased.kills(N, A, b"x" * 32, 1), "nothing is deleted for it"
+    assert not erased.hides(N, A, b"x" * 32, 10)
+
+
+def test_what_was_read_before_an_error_is_kept(make_engine: MakeEngine) -> None:
+    a, keys = make_engine(), [bytes([n]) * 32 for n in range(20)]
+    assert a.refresh(TIMEOUT_S)
+    for number, key in enumerate(keys):
+        what = Erasure.of([key])
+        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
+    get, asked, is_first = a._requests.get, list[int](), [True]
+
+    def fails_once(path: str, nbytes: int) -> memoryview:
+        asked.append(int(path.rpartition("/")[2][:12], 16))
+        if asked[-1] == 15 and is_first:
+            is_first.pop()
+            raise RequestError(Failure.UNAVAILABLE, "get was not answered in time")
+        return get(path, nbytes)
+
+    a._requests.get = fails_once  # type: ignore[method-assign, assignment]
+    assert not a.refresh(TIMEOUT_S)
+    assert a.refresh(TIMEOUT_S)
+    assert [asked.count(number) for number in range(1, 15)] == [1] * 14
+    with a._state.lock:
+        assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
+
+
+def test_the_lock_is_let_go_of_between_records(make_engine: MakeEngine) -> None:
+    """Of one object too: as it is read at a start, lookups wait for each of a million pages."""
+    a = make_engine()
+    assert a.refresh(TIMEOUT_S)
+    entries = [records._Entry(n, bytes([n]) * 16, 0.0, bytes([n]) * 64) for n in range(1, 9)]
+    path = f"{records.ERASED}/{8:012x}-{'ab' * 16}-m{1:012x}"
+    a._requests.put(path, seal(records._Merged(entries)))
+    lock, apply, taken, at = a._state.lock, a._state.apply, [0], list[int]()
+
+    class Counted:
+        def __enter__(self) -> None:
+            lock.acquire()
+            taken[0] += 1
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def noted(record: Record) -> None:
+        at.append(taken[0])
+        apply(record)
+
+    a._state.lock, a._state.apply = Counted(), noted  # type: ignore[method-assign, assignment]
+    assert a.refresh(TIMEOUT_S)
+    assert len(set(at)) == 9
+
+
+@pytest.mark.parametrize("number", [0, 9, 1 << 31])
+def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, number: int) -> None:
+    """As a damaged writer's: the numbers of all later ones would go on from there."""
+    a = make_engine()
+    entries = [records._Entry(number, b"i" * 16, 0.0, b"k" * 32)]
+    path = f"{records.ERASED}/{8:012x}-{'ab' * 16}-m{1:012x}"
+    a._requests.put(path, seal(records._Merged(entries)))
+    assert a.refresh(TIMEOUT_S)
+    with a._state.lock:
+        assert a._state.erased.top == 8
+        assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
+
+
+def test_records_of_many_pages_are_merged_too() -> None:
+    size = records._MAX_MERGED_BYTES // 32 // 4
+    found = [
+        Record(
+            n, Erasure.of(bytes([n]) * 30 + k.to_bytes(2) for k in range(size)), b"", str(n), 1.0
+        )
+        for n in range(1, 10)
+    ]
+    merges = list(records.mergeable(found, 0.0))
+    assert [replaced for _, _, replaced in merges] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert max(len(data) for _, data, _ in merges) <= records._MAX_MERGED_BYTES
