@@ -236,8 +236,8 @@ class _Run:
             else:
                 self._pinned.update(pin.keys)
                 if self._delete:
-                    write_changed(self._requests, listed.path, found, pin)
-        self._remove_batch()  # before their owners change them
+                    write_changed(self._requests, listed, found, pin)
+            self._remove_batch()  # before its owner changes it
 
     def _keeps(self, key: bytes, nbytes: int) -> bool:
         """Return whether a page stays for a pin: the oldest do, up to what pins may keep."""

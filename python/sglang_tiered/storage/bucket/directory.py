@@ -156,6 +156,19 @@ class Directory:
                     self._sync_names(fd)
             self._synced.add(folder)
 
+    def replace(self, listed: Listed, data: bytes) -> bool:
+        """Write a file in the place of one that was listed; returns whether that was still so. What
+        another server does in the instant between the look and the write is lost."""
+        folder, _, name = listed.path.rpartition("/")
+        try:
+            with self._open_folder(folder) as fd:
+                is_same = _tag(_status(name, fd)) == listed.tag
+        except FileNotFoundError:
+            return False
+        if is_same:
+            self.write(listed.path, data)
+        return is_same
+
     def _write(self, folder: int, name: str, data: bytes) -> None:
         """Others may read it as far as the umask says: servers of other users share them."""
         staged = f"{name}{STAGED}{secrets.token_hex(8)}"
@@ -205,8 +218,7 @@ class Directory:
                             found.append(path)
                     elif path > after and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        tag = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
-                        found.append(Listed(path, status.st_size, status.st_mtime, tag))
+                        found.append(Listed(path, status.st_size, status.st_mtime, _tag(status)))
         for each in sorted(found, key=lambda each: each if isinstance(each, str) else each.path):
             if isinstance(each, str):
                 yield from self._walk(each, after)
@@ -250,6 +262,10 @@ def _no_file(error: OSError) -> OSError:
     """Return what an error says of an object: what is no file is not found."""
     is_none = error.errno in _NOT_A_FILE
     return FileNotFoundError(errno.ENOENT, "not a file") if is_none else error
+
+
+def _tag(status: os.stat_result) -> str:
+    return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
 
 
 def _status(name: str, folder: int) -> os.stat_result:

@@ -50,6 +50,7 @@ __all__ = ["Keeper", "Records", "erase"]
 logger = logging.getLogger(__name__)
 
 _MAX_RENUMBERED = 16
+_MAX_LISTINGS = 8
 _TOLD_AT_ONCE = 64
 _DELETED_AT_ONCE = 1000
 
@@ -283,16 +284,21 @@ class Keeper:
     def _clean_pins(self, layout: Layout) -> None:
         """Rewrite pins that name what was erased, as they note what was there, or delete them.
         What memory says of a pin is no word on what the bucket has of it."""
-        listed = itertools.chain.from_iterable(self._requests.listing(layout.pins))
-        with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first pin
-            list(pool.map(lambda each: self._clean_pin(layout, each), listed))
+        for _ in range(_MAX_LISTINGS):
+            listed = itertools.chain.from_iterable(self._requests.listing(layout.pins))
+            with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first pin
+                if all(list(pool.map(lambda each: self._clean_pin(layout, each), listed))):
+                    return
+        raise RequestError(Failure.UNAVAILABLE, "put found pins changed again and again")
 
-    def _clean_pin(self, layout: Layout, listed: Listed) -> None:
+    def _clean_pin(self, layout: Layout, listed: Listed) -> bool:
+        """Return whether nobody changed it meanwhile."""
         state, found = self._state, read_pin(self._requests, listed)
-        if found is not None:
-            with state.lock:
-                pin = alive(*found, state.erased, layout.namespace)
-            write_changed(self._requests, listed.path, found, pin)
+        if found is None:
+            return True
+        with state.lock:
+            pin = alive(*found, state.erased, layout.namespace)
+        return write_changed(self._requests, listed, found, pin)
 
     def _delete_doomed(self) -> None:
         state = self._state

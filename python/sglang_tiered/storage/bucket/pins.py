@@ -90,13 +90,16 @@ def read_pin(requests: Requests, listed: Listed) -> tuple[Pin, int] | None:
         raise
 
 
-def write_changed(requests: Requests, path: str, was: tuple[Pin, int], pin: Pin | None) -> None:
-    """Write what is left of a pin under its own stamp; delete it where that is nothing. Raises
-    ``RequestError``."""
+def write_changed(
+    requests: Requests, listed: Listed, was: tuple[Pin, int], pin: Pin | None
+) -> bool:
+    """Write what is left of a pin under its own stamp; delete it where that is nothing. Returns
+    whether nobody changed it since it was listed. Raises ``RequestError``."""
     if pin is None:
-        requests.delete([path])
+        requests.delete([listed.path])
     elif pin is not was[0]:
-        requests.put(path, pack_pin(pin, was[1]))
+        return requests.replace(listed, pack_pin(pin, was[1]))
+    return True
 
 
 def pin_share(capacity_bytes: int | None) -> int:

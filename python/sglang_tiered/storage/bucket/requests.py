@@ -333,6 +333,27 @@ class Requests:
         with self._lock:
             self.bytes_out += len(data)
 
+    def replace(self, listed: Listed, data: bytes) -> bool:
+        """Write an object in the place of one that was listed; returns whether that was still so.
+        Where the store cannot tell, it goes in the place of any."""
+        store, directory, path, outcome = self._store, self._directory, listed.path, [True]
+
+        def put() -> None:
+            if directory is not None:
+                outcome[0] = directory.replace(listed, data)
+                return
+            try:
+                obstore.put(store, path, data, mode={"e_tag": listed.tag}, use_multipart=False)
+            except (obstore.exceptions.PreconditionError, obstore.exceptions.NotFoundError):
+                outcome[0] = False
+            except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError):
+                obstore.put(store, path, data)
+
+        self._write("put", put)
+        with self._lock:
+            self.bytes_out += len(data)
+        return outcome[0]
+
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; a missing one counts as deleted."""
         for start in range(0, len(paths), _AT_ONCE):

@@ -23,6 +23,7 @@ from sglang_tiered.storage.region.pins import Pin
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+    from pathlib import Path
 
     from kit.runs import MakeRun
     from sglang_tiered.storage.bucket import BucketEngine
@@ -395,6 +396,55 @@ def test_no_note_outlives_an_erasure_that_is_true(
         a._requests.delete = delete  # type: ignore[method-assign]
     assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert not listed(a, a._state.layout.pins)
+
+
+@pytest.mark.parametrize("change", ["unpin", "pin"])
+@pytest.mark.parametrize("place", ["memory", "directory"])
+def test_no_erasure_undoes_what_a_pins_owner_did(
+    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path, place: str, change: str
+) -> None:
+    """Between another's read of the pin and its write of it."""
+    url = f"memory://{tmp_path}" if place == "memory" else tmp_path.as_uri()
+    owner, eraser = make_engine(url=url), make_engine(url=url)
+    gone, kept, more = (make_run(seed, PAGES) for seed in range(3))
+    assert is_true(owner.pin("p", [*gone.keys, *kept.keys]), TIMEOUT_S)  # type: ignore[arg-type]
+    get, is_changed = eraser._requests.get, list[bool]()
+
+    def changed_behind(path: str, nbytes: int) -> memoryview:
+        data = get(path, nbytes)
+        if "/pins/" in path and not is_changed:
+            begun = owner.unpin("p") if change == "unpin" else owner.pin("p", more.keys)
+            is_changed.append(is_true(begun, TIMEOUT_S))  # type: ignore[arg-type]
+        return data
+
+    eraser._requests.get = changed_behind  # type: ignore[method-assign, assignment]
+    assert is_true(eraser.erase(Erasure.of(gone.keys)), TIMEOUT_S)
+    assert is_changed == [True]
+    assert owner.refresh(TIMEOUT_S)
+    assert owner._state.pins.book.wanted(more.keys) == (list(more.keys) if change == "pin" else [])
+    assert owner.has_pin("p") == (change == "pin")
+
+
+def test_no_collector_deletes_a_pin_renewed_since(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    a, run, now = make_engine(), make_run(1, PAGES), time.time()
+    for name in ("p", "q"):
+        assert is_true(a.pin(name, run.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
+    names_of = {names.Layout(NAMESPACE).pin(name): name for name in ("p", "q")}
+    get, read = a._requests.get, list[str]()
+
+    def renewed_behind(path: str, nbytes: int) -> memoryview:
+        read.append(path)
+        if len(read) == 2:
+            begun = a.pin(names_of[read[0]], run.keys, until_s=now + 900)
+            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
+        return get(path, nbytes)
+
+    a._requests.get = renewed_behind  # type: ignore[method-assign, assignment]
+    later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
+    assert later.run_once(NAMESPACE).num_removed == 2
+    assert listed(a, a._state.layout.pins) == read[:1]
 
 
 def test_no_listing_brings_a_pin_back(make_engine: MakeEngine, make_run: MakeRun) -> None:

@@ -115,8 +115,12 @@ def test_the_same_requests_everywhere(
     client.delete(["v1/x/objects/99"])
     listed = sorted(entry.path for chunk in other.listing("v1/x/objects") for entry in chunk)
     assert listed == names[2:]
-    assert other.requests["get"] == 4
-    assert client.requests["put"] == 5
+    last = [each for chunk in other.listing("v1/x") for each in chunk][-1]
+    assert client.replace(last, b"new") and not client.replace(last, b"newer")
+    assert bytes(other.get(last.path, 5)) == b"new"
+    assert not client.replace(last._replace(path="v1/x/objects/99"), b"1")
+    assert other.requests["get"] == 5
+    assert client.requests["put"] == 8
     assert client.troubles == {}
 
 
