@@ -108,7 +108,7 @@ class Records:
         state = self._state
         with self._lock:
             erased = state.erased  # its records are learned under this lock alone
-            after = 0 if full else erased.top
+            after = 0 if full else state.seen  # below it none is missing
             lowest = read_records(self._requests, self._apply, erased.known, after)
             with state.lock:
                 if state.closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -91,6 +91,37 @@ def test_what_was_read_before_an_error_is_kept(make_engine: MakeEngine) -> None:
     assert not a.refresh(TIMEOUT_S)
     assert a.refresh(TIMEOUT_S)
     assert [asked.count(number) for number in range(1, 15)] == [1] * 14
+    with a._state.lock:
+        assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
+
+
+def test_failing_readers_skip_no_merged_record(make_engine: MakeEngine) -> None:
+    """What is read behind one that a collector merged says nothing of it."""
+    a, keys = make_engine(), [bytes([n]) * 32 for n in range(5)]
+    assert a.refresh(TIMEOUT_S)
+    paths = [records.record_path(n + 1, Erasure.of([key]), N) for n, key in enumerate(keys)]
+    for path, key in zip(paths, keys, strict=True):
+        a._requests.put(path, records.record_data(Erasure.of([key])))
+    get, listing, are_merged = a._requests.get, a._requests.listing, list[bool]()
+
+    def merges(path: str, nbytes: int) -> memoryview:
+        if path == paths[1] and not are_merged:
+            are_merged.append(True)
+            entries = [records._Entry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
+            merged = f"{records.ERASED}/{2:012x}-{'ab' * 16}-m{1:012x}"
+            a._requests.put(merged, seal(records._Merged(entries)))
+            a._requests.delete(paths[:2])
+        return get(path, nbytes)
+
+    def fails_once(path: str, **more: Any) -> Any:
+        if path == records.ERASED and are_merged == [True]:
+            are_merged.append(True)
+            raise RequestError(Failure.UNAVAILABLE, "list was not answered in time")
+        return listing(path, **more)
+
+    a._requests.get, a._requests.listing = merges, fails_once  # type: ignore[method-assign, assignment]
+    assert not a.refresh(TIMEOUT_S)
+    assert a.refresh(TIMEOUT_S) and len(are_merged) == 2
     with a._state.lock:
         assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
