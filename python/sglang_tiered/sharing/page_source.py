@@ -228,7 +228,11 @@ class PageSource:
         with self._lock:
             if self._later is not None:
                 self._owns.update((key, (own, at)) for at, key in enumerate(run.keys))
-        submit(run).call_at_end(partial(self._own_ended, own))
+        try:
+            submit(run).call_at_end(partial(self._own_ended, own))
+        except BaseException:
+            self._own_ended(own, own.job)  # or who joined it would wait for ever
+            raise
         return own.job
 
     def _moment(self) -> object:

@@ -317,6 +317,25 @@ def test_own_load_ends_whatever_its_lender_does(
     assert set(finished(job)) == {Reason.MISS}
 
 
+def test_load_that_cannot_begin_leaves_nobody_waiting(
+    held: tuple[HeldEngine, PageLender],
+    borrower: BorrowedEngine,
+    make_run: MakeRun,
+    blank: Blank,
+) -> None:
+    _, lends = held
+    run, joined = make_run(1, [100]), []
+
+    def refuses(wanted: Run) -> Job:
+        joined.append(borrower.submit_load(blank(wanted)))
+        eventually(lambda: bool(lends._source._reads))
+        raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed"):
+        lends.load(blank(run), refuses)
+    assert finished(joined[0]) == [Reason.MISS] and not lends._source._owns
+
+
 def test_who_asks_after_an_erasure_joins_no_read(
     owner: RegionEngine, make_run: MakeRun, blank: Blank
 ) -> None:
