@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from erasing_servers import Servers
+from peer_servers import end_links
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import running
 from simulation.ledger import TIMEOUT_S, Ledger, content, keys
@@ -465,9 +466,7 @@ def test_an_erasure_reaches_a_peer_before_pages(
     elif other_is == "away":
         peers.cut()
         for stack in (one, other):  # else they follow each other for as long as both answer
-            sync: Any = stack.remote[beyond]._sync  # type: ignore[attr-defined]
-            assert sync.refresh(TIMEOUT_S)
-            sync.follower._loop.call(sync.follower._end_all)
+            end_links(stack.remote[beyond]._sync)  # type: ignore[attr-defined]
         eventually(lambda: one.remote[beyond].stats().num_peers == 0)  # type: ignore[attr-defined]
     assert is_true(one.erase(what), TIMEOUT_S)
     if other_is == "both restarted":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from peer_child import sharer
+from peer_servers import know_each_other
 from shared_tier import SharedTier
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
@@ -71,8 +72,7 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         own = opened.enter_context(sharer(roster, directory / "own", namespace=NAMESPACE))
 
         def settle() -> None:
-            assert holder.tier.refresh(TIMEOUT_S)
-            assert own.tier.refresh(TIMEOUT_S)
+            know_each_other(holder.tier._sync, own.tier._sync)
 
         return Place(own.tier, holder.region, settle)
     if name == SAYS_ALL:

@@ -13,7 +13,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 from line_process import LineProcess
@@ -178,14 +178,27 @@ def _segments(buffer: memoryview, cuts: int) -> tuple[memoryview, ...]:
     return tuple(buffer[at : at + step] for at in range(0, buffer.nbytes, step))
 
 
-class StrangeServer:
-    """A page server made of one socket: it hears what is asked, and answers what the test says."""
+class _Stranger:
+    """One socket that hears and says what a test wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: int) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket = self.context.socket(kind)
         self.socket.linger = 0
         self.socket.rcvtimeo = self.socket.sndtimeo = int(DEADLINE_S * 1000)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+
+class StrangeServer(_Stranger):
+    """A page server: it hears what is asked, and answers what the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(zmq.ROUTER)
         self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
         self.client = b""
 
@@ -226,18 +239,12 @@ class StrangeServer:
         payload = [page for _, page in found if page is not None]
         self.say(messages.Found(number or asked.number, checksums), *payload)
 
-    def close(self) -> None:
-        self.context.destroy(linger=0)
 
-
-class StrangeClient:
-    """A client made of one socket."""
+class StrangeClient(_Stranger):
+    """A client that says anything."""
 
     def __init__(self, port: int, hwm: int = 1000) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = self.socket.sndtimeo = int(DEADLINE_S * 1000)
+        super().__init__(zmq.DEALER)
         self.socket.rcvhwm = hwm
         self.socket.connect(f"tcp://{HOST}:{port}")
 
@@ -254,27 +261,6 @@ class StrangeClient:
     def hear(self) -> tuple[Any, list[bytes]]:
         frames = self.socket.recv_multipart()
         return messages.decode_from_server(frames), frames[2:]
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-@contextmanager
-def strange_server() -> Iterator[StrangeServer]:
-    server = StrangeServer()
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@contextmanager
-def strange_client(port: int, hwm: int = 1000) -> Iterator[StrangeClient]:
-    client = StrangeClient(port, hwm)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 class FrozenProcess(LineProcess):
@@ -304,9 +290,7 @@ class ServerProcess(FrozenProcess):
 def main(seed: int, size: int, count: int) -> None:
     with page_server(make_pages(seed, [size] * count)) as (server, _):
         print(server.port, flush=True)
-        for line in sys.stdin:
-            if line.strip() == "exit":
-                return
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -30,10 +30,18 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["NAMESPACE", "OTHER", "Server", "Servers", "key", "quick"]
+__all__ = [
+    "NAMESPACE",
+    "OTHER",
+    "Server",
+    "Servers",
+    "end_links",
+    "key",
+    "know_each_other",
+    "quick",
+]
 
 NAMESPACE, OTHER = bytes(range(32)), b"x" * 32
-WAIT_S = 20.0
 
 
 def key(page: int) -> bytes:
@@ -44,6 +52,41 @@ def quick(roster: list[Target], **changes: Any) -> PeerSettings:
     """Settings of a server that looks at ``roster``, which may grow, again and again."""
     values = {"publish_s": 0.02, "look_s": 0.05, "peers": roster, **changes}
     return PeerSettings(**values)
+
+
+def know_each_other(*syncs: PeerSync) -> None:
+    """Wait until each has heard all that those it follows have to tell, these among them."""
+    servers = {sync.server: sync for sync in syncs}
+    eventually(lambda: all(_has_heard(sync, servers) for sync in syncs))
+
+
+def _has_heard(sync: PeerSync, servers: dict[bytes, PeerSync]) -> bool:
+    holdings, discovery, followed = sync.holdings, sync.discovery, sync.follower._all()
+    targets = {f"{target.host}:{target.port}" for target in discovery._targets}
+    found = {address for addresses in discovery._known.values() for address in addresses}
+    return (
+        holdings._held(holdings._version) is None
+        and sync.digest == sync.book.noted_digest
+        and targets == discovery._known.keys() | discovery._troubles.keys()
+        and found == {each.address for each in followed if each.is_named}
+        and all(_is_heard(each, servers.get(each.server)) for each in followed)
+    )
+
+
+def _is_heard(each: Any, other: PeerSync | None) -> bool:
+    """Whether all is known of the server at an address, or why it is not."""
+    if each.is_live and other is not None:
+        position = each.position
+        now = (other.holdings.epoch, other.holdings.sequence, None)
+        known = (position.epoch, position.sequence, position.cursor)
+        return known == now and each.known.digest == other.digest and position.is_asked
+    return bool(each.trouble or each.aside_until or not each.is_named)
+
+
+def end_links(sync: PeerSync) -> None:
+    """End the links to servers that are named no more."""
+    eventually(lambda: not any(each.is_named for each in sync.follower._all()))
+    sync.follower._loop.call(sync.follower._end_all)
 
 
 class Server:
@@ -132,11 +175,7 @@ class Server:
     def lose_sight(self) -> None:
         """Name no other server, and end the links to those that were named."""
         self.sync.discovery._targets = ()
-        self.refresh()
-        self.sync.follower._loop.call(self.sync.follower._end_all)
-
-    def refresh(self) -> None:
-        assert self.sync.refresh(WAIT_S)
+        end_links(self.sync)
 
     def close(self) -> None:
         if self.target in self._roster:
@@ -160,10 +199,7 @@ class Servers:
 
     def know_each_other(self) -> None:
         """Everything was told and heard."""
-        for _ in range(2):
-            for server in self._servers:
-                if not server.sync._is_closed:
-                    server.refresh()
+        know_each_other(*(one.sync for one in self._servers if not one.sync._is_closed))
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +218,6 @@ def main(ports: str, first: str, count: str) -> None:
     roster = [Target(HOST, int(port)) for port in ports.split(",")]
     pages = range(int(first), int(first) + int(count))
     server = Server(roster, pages)
-    eventually(lambda: server.sync.refresh(1.0))
     print(server.name, server.target.port, flush=True)
     sys.stdin.read()
 

@@ -1,7 +1,7 @@
 """A real Redis server in a process of its own, which a test may pause, kill and empty.
 
     with RedisServer() as server:
-        index = LocalityIndex(PeerSettings(index_url=server.url), ...)
+        client = redis.Redis.from_url(server.url)
 
 The program is the one of ``scripts/redis-server``; a test that asks for the fixture where there is
 none to be had is skipped.

@@ -13,6 +13,7 @@ from redis_server import RedisServer
 from kit.waiting import eventually
 from sglang_tiered.checksummed import seal
 from sglang_tiered.sharing.discovery import Discovery
+from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import (
     VERSION,
     Membership,
@@ -40,7 +41,7 @@ def join(redis_server: RedisServer) -> Iterator[Callable[..., Membership]]:
     def join(number: int, url: str = "", **changes: object) -> Membership:
         values = {"namespace": lambda: NAMESPACE, "host": "127.0.0.1", "timeout_s": 1.0}
         one = Membership(
-            url or redis_server.url,
+            parse_index_url(url or redis_server.url),
             server=f"{number:032x}",
             port=7000 + number,
             expiry_s=2.0,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from socket import create_connection, create_server
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
-from page_peers import PATIENT, Wanted, make_pages, page_client, page_server
+from page_peers import HOST, PATIENT, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import Outcome
@@ -23,65 +25,43 @@ PAGES = make_pages(1, [4096, 3 << 20])
 HASTY = replace(PATIENT, connect_timeout_s=1.0, answer_timeout_s=1.0)
 
 
-def peer_keys(directory: Path) -> Keys:
-    make_keys(directory, [PEER])
-    return load_keys(directory, PEER)
-
-
-def test_servers_with_the_same_keys_share(tmp_path: Path) -> None:
-    keys = peer_keys(tmp_path)
-    with page_server(PAGES, keys=keys) as (server, _), page_client(keys=keys) as client:
-        wanted = Wanted(client, server.port, PAGES)
-        assert wanted.wait() == [Outcome.OK] * 2
-        assert wanted.is_right
+@pytest.fixture
+def known(tmp_path: Path) -> dict[str, Keys | None]:
+    """``forged`` can encrypt to a server of ``ours``, and is not among those admitted."""
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, [PEER])
+    ours, theirs = (load_keys(tmp_path / name, PEER) for name in ("ours", "theirs"))
+    forged = replace(theirs, peer_public=ours.public)
+    return {"ours": ours, "theirs": theirs, "forged": forged, "none": None}
 
 
 @pytest.mark.parametrize(
-    ("asking", "serving"), [("theirs", "ours"), ("none", "ours"), ("ours", "none")]
+    ("asking", "serving"),
+    [("theirs", "ours"), ("none", "ours"), ("forged", "ours"), ("ours", "none")],
 )
-def test_any_others_get_nothing(asking: str, serving: str, tmp_path: Path) -> None:
-    known = {
-        "ours": peer_keys(tmp_path / "ours"),
-        "theirs": peer_keys(tmp_path / "theirs"),
-        "none": None,
-    }
-    with (
-        page_server(PAGES, keys=known[serving]) as (server, reader),
-        page_client(HASTY, keys=known[asking]) as client,
-    ):
-        wanted = Wanted(client, server.port, PAGES)
-        assert wanted.wait() == [Outcome.LOST] * 2
-        assert wanted.is_untouched
-        assert reader.num_reads == server.stats.num_requests == 0
-        if known[serving] is not None:
-            with page_client(keys=known[serving]) as friend:
-                assert Wanted(friend, server.port, PAGES).wait() == [Outcome.OK] * 2
+def test_only_who_has_the_same_keys_gets_pages(
+    known: dict[str, Keys | None], asking: str, serving: str
+) -> None:
+    with page_server(PAGES, keys=known[serving]) as (server, reader):
+        with page_client(HASTY, keys=known[asking]) as stranger:
+            wanted = Wanted(stranger, server.port, PAGES)
+            assert wanted.wait() == [Outcome.LOST] * 2
+            assert wanted.is_untouched
+            assert reader.num_reads == server.stats.num_requests == 0
+        with page_client(keys=known[serving]) as friend:
+            wanted = Wanted(friend, server.port, PAGES)
+            assert wanted.wait() == [Outcome.OK] * 2
+            assert wanted.is_right
 
 
-def test_the_public_key_alone_gets_nothing(tmp_path: Path) -> None:
-    """It can encrypt to the server, and is not among those admitted."""
-    ours, theirs = peer_keys(tmp_path / "ours"), peer_keys(tmp_path / "theirs")
-    forged = replace(theirs, peer_public=ours.public)
-    with (
-        page_server(PAGES, keys=ours) as (server, reader),
-        page_client(HASTY, keys=forged) as client,
-    ):
-        assert Wanted(client, server.port, PAGES).wait() == [Outcome.LOST] * 2
-        assert reader.num_reads == 0
-
-
-def test_nothing_readable_is_on_the_wire(tmp_path: Path) -> None:
-    from socket import create_connection, create_server  # a relay of one connection
-    from threading import Thread
-
-    keys = peer_keys(tmp_path)
+def test_nothing_readable_is_on_the_wire(known: dict[str, Keys | None]) -> None:
     page = b"a page that nobody on the way may read. " * 4000
     pages = {b"k" * 32: page}
     heard: list[bytes] = []
     with (
-        page_server(pages, keys=keys) as (server, _),
-        page_client(keys=keys) as client,
-        create_server(("127.0.0.1", 0)) as relay,
+        page_server(pages, keys=known["ours"]) as (server, _),
+        page_client(keys=known["ours"]) as client,
+        create_server((HOST, 0)) as relay,
     ):
 
         def pump(source: object, sink: object) -> None:
@@ -94,7 +74,7 @@ def test_nothing_readable_is_on_the_wire(tmp_path: Path) -> None:
 
         def serve() -> None:
             near, _ = relay.accept()
-            with near, create_connection(("127.0.0.1", server.port)) as far:
+            with near, create_connection((HOST, server.port)) as far:
                 back = Thread(target=pump, args=(far, near), daemon=True)
                 back.start()
                 pump(near, far)

@@ -1,4 +1,4 @@
-"""Page servers in processes of their own that are killed or stopped, and clients that vanish."""
+"""Page servers in processes of their own that are killed or stopped, and clients that wait."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 MiB = 1 << 20
 SMALL_STEPS = replace(PATIENT, request_bytes=MiB, max_requests=2)
+HASTY = replace(SMALL_STEPS, answer_timeout_s=1.0)
 
 
 def test_a_server_killed_midway_ends_the_fetch() -> None:
@@ -37,6 +38,15 @@ def test_a_server_killed_midway_ends_the_fetch() -> None:
         assert again.is_untouched
 
 
+def test_a_server_stopped_for_good_is_given_up() -> None:
+    with ServerProcess(3, MiB, 4) as process, page_client(HASTY) as client:
+        assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
+        process.freeze()
+        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
+        assert wanted.wait() == [Outcome.LOST] * 4
+        assert client.num_links == 0
+
+
 def test_a_server_stopped_too_long_lands_nothing() -> None:
     with ServerProcess(2, MiB, 32) as process, page_client(SMALL_STEPS) as client:
         assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
@@ -52,21 +62,3 @@ def test_a_server_stopped_too_long_lands_nothing() -> None:
         assert after.is_right
         assert wanted.is_untouched
         assert client.stats.num_links_lost == 0
-
-
-def test_a_server_stopped_for_good_is_given_up() -> None:
-    settings = replace(SMALL_STEPS, answer_timeout_s=1.0)
-    with ServerProcess(3, MiB, 4) as process, page_client(settings) as client:
-        assert set(Wanted(client, process.port, process.pages).wait()) == {Outcome.OK}
-        process.freeze()
-        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
-        assert wanted.wait() == [Outcome.LOST] * 4
-        assert client.num_links == 0
-
-
-def test_a_server_stopped_before_asking_is_abandoned() -> None:
-    settings = replace(SMALL_STEPS, connect_timeout_s=0.5, answer_timeout_s=1.0)
-    with ServerProcess(4, MiB, 4) as process, page_client(settings) as client:
-        process.freeze()
-        wanted = Wanted(client, process.port, process.pages, deadline_s=None)
-        assert wanted.wait() == [Outcome.LOST] * 4

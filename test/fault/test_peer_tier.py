@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -16,16 +14,8 @@ from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
-from sglang_tiered.storage.base import (
-    TENANT_BYTES,
-    Erasure,
-    Health,
-    LookupResult,
-    Reason,
-    Run,
-    Stop,
-)
-from sglang_tiered.storage.promises import ended, is_true
+from sglang_tiered.storage.base import Health, LookupResult, Reason, Run, Stop
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, make_keys
 
 if TYPE_CHECKING:
@@ -49,15 +39,7 @@ def own(roster: list[Target], tmp_path: Path) -> Iterator[Sharer]:
 
 
 @pytest.fixture
-def other(roster: list[Target], tmp_path: Path) -> Iterator[SharerProcess]:
-    with SharerProcess(roster, tmp_path / "other") as process:
-        assert process.ask(f"store {SEED} {SIZE} {COUNT}") == "True"
-        yield process
-
-
-@pytest.fixture
 def near(roster: list[Target], tmp_path: Path) -> Iterator[Sharer]:
-    """As ``other``, in this process."""
     with sharer(roster, tmp_path / "near") as one:
         one.store(stored_run(SEED, SIZE, COUNT))
         yield one
@@ -89,8 +71,7 @@ def test_the_holder_is_killed_in_the_middle(
     own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
     size, count = MiB, 64
-    with SharerProcess(roster, tmp_path / "other") as other:
-        other.ask(f"store 7 {size} {count}")
+    with SharerProcess(roster, tmp_path / "other", 7, size, count) as other:
         run = blank_run(7, size, count)
         own.finds(run.keys)
         job = own.tier.submit_load(run, deadline_s=20.0)
@@ -109,44 +90,6 @@ def test_the_holder_is_killed_in_the_middle(
     assert own.load(blank_run(7, size, count)) == [Reason.MISS] * count
 
 
-def test_a_holder_stopped_too_long_lands_nothing(own: Sharer, other: SharerProcess) -> None:
-    run = blank_run(SEED, SIZE, COUNT)
-    own.finds(run.keys)
-    other.freeze()
-    begun = time.monotonic()
-    assert own.load(run, deadline_s=0.3) == [Reason.IO_ERROR] * COUNT
-    assert 0.3 <= time.monotonic() - begun < 4.5
-    assert list(own.tier._loader._silent.values()) == [1], "avoided for a while"
-    os.kill(other.pid, signal.SIGCONT)
-    own.finds(run.keys)
-    again = blank_run(SEED, SIZE, COUNT)
-    assert own.load(again) == [Reason.OK] * COUNT
-    assert is_right(again)
-    assert is_untouched(run), "what came too late landed nowhere"
-
-
-def test_a_purge_reaches_every_server_and_stays(
-    own: Sharer, roster: list[Target], tmp_path: Path
-) -> None:
-    tenant = b"t" * TENANT_BYTES
-    run = stored_run(SEED, SIZE, COUNT)
-    with sharer(roster, tmp_path / "other") as other:
-        other.store(Run(run.keys, run.pages, tenant))
-        kept = stored_run(5, SIZE, 3)
-        other.store(kept)
-        own.finds(run.keys)
-        purge = own.tier.erase(Erasure(tenant=tenant))
-        assert own.tier.contains(run.keys) == [False] * COUNT, "from the start"
-        assert is_true(purge, 20.0)
-        eventually(lambda: other.purged == [tenant])
-        assert other.region.view.contains(run.keys) == [False] * COUNT
-        own.finds(kept.keys)
-        assert own.tier.contains(run.keys) == [False] * COUNT
-        assert own.purged == []
-        assert own.tier.stats().num_purges_told == 1
-        eventually(lambda: other.tier.stats().num_purges_applied == 1)
-
-
 def test_the_only_other_server_goes_and_comes_back(
     own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
@@ -162,26 +105,15 @@ def test_the_only_other_server_goes_and_comes_back(
     assert own.tier.some_keys(3) == []
     assert own.load(run) == [Reason.MISS] * COUNT
     assert str(port) in own.tier.stats().health_reason
+    assert own.tier.stats().is_discovering
+    roster.append(Target("no-such-host.invalid", 1))
+    eventually(lambda: not own.tier.stats().is_discovering)
+    roster.pop()
     with sharer(roster, tmp_path / "near", listen_port=port):
         own.finds(run.keys)
         assert own.load(run) == [Reason.OK] * COUNT
         assert is_right(run)
         roster.remove(Target("127.0.0.1", port))
-
-
-def test_names_that_do_not_resolve_end_no_server(
-    own: Sharer, near: Sharer, roster: list[Target]
-) -> None:
-    """At the start and later; what is known already stays so."""
-    run = blank_run(SEED, SIZE, COUNT)
-    roster.append(Target("no-such-host.invalid", 1))
-    own.finds(run.keys)
-    eventually(lambda: not own.tier.stats().is_discovering)
-    assert own.load(run) == [Reason.OK] * COUNT
-    assert own.tier.health is Health.RUNNING
-    assert not own.tier.refresh(20.0)
-    roster.pop()
-    eventually(lambda: own.tier.stats().is_discovering)
 
 
 def test_a_server_with_other_keys_gets_nothing(roster: list[Target], tmp_path: Path) -> None:
@@ -209,27 +141,20 @@ def test_a_server_with_other_keys_gets_nothing(roster: list[Target], tmp_path: P
         assert is_right(target)
 
 
-def test_closing_ends_what_is_under_way(own: Sharer, other: SharerProcess) -> None:
+def test_closing_ends_what_is_under_way(own: Sharer, roster: list[Target], tmp_path: Path) -> None:
     run = blank_run(SEED, SIZE, COUNT)
-    own.finds(run.keys)
-    other.freeze()
-    job = own.tier.submit_load(run)
-    own.tier.close()
-    assert job.wait(20.0)
-    assert job.reasons == [Reason.CANCELLED] * COUNT
-    os.kill(other.pid, signal.SIGCONT)
+    with SharerProcess(roster, tmp_path / "other", SEED, SIZE, COUNT) as other:
+        own.finds(run.keys)
+        other.freeze()
+        job = own.tier.submit_load(run)
+        own.tier.close()
+        assert job.wait(20.0)
+        assert job.reasons == [Reason.CANCELLED] * COUNT
     assert own.tier.health is Health.FAILED
     assert own.load(run) == [Reason.CANCELLED] * COUNT
     assert is_untouched(run)
     assert own.tier.lookup(run.keys).stop is Stop.UNHEALTHY
     own.tier.close()
-
-
-def test_a_page_held_only_here_is_not_remote(own: Sharer) -> None:
-    run = stored_run(3, SIZE, 4)
-    own.store(run)
-    assert own.tier.refresh(20.0)
-    assert own.tier.contains(run.keys) == [False] * 4
 
 
 @pytest.mark.parametrize(

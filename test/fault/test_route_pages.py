@@ -3,7 +3,8 @@ now, without their events and from before it was there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -39,11 +40,29 @@ def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageFollower]:
     made._mirror.check_integrity()
 
 
-def replica_at(port: int, *, keyed: bool = False) -> Replica:
-    record = record_of(
-        MODEL, pages_at=f"tcp://*:{port}", namespace=NAMESPACE.hex(), server="00", keyed=keyed
-    )
-    return Replica(Member(f"http://{HOST}:1", ""), record, 0)
+@pytest.fixture
+def serving(follower: PageFollower) -> Iterator[Callable[..., tuple[Server, Replica]]]:
+    """Opens servers, and replicas of them to be followed, over a relay or not."""
+    opened: list[Server | Relay] = []
+
+    def serve(
+        pages: range, *, keyed: bool = False, how: str = "", **more: Any
+    ) -> tuple[Server, Replica]:
+        opened.append(server := Server([], pages, **more))
+        port = server.pages.port
+        if how:
+            opened.append(relay := Relay(port, "changes", MISTREATMENTS[how]))
+            port = relay.port
+        record = record_of(
+            MODEL, pages_at=f"tcp://*:{port}", namespace=NAMESPACE.hex(), server="00", keyed=keyed
+        )
+        replica = Replica(Member(f"http://{HOST}:1", ""), record, 0)
+        replica.following = (follower.start(replica),)
+        return server, replica
+
+    yield serve
+    for each in reversed(opened):
+        each.close()
 
 
 def held(follower: PageFollower, replica: Replica, pages: range) -> int:
@@ -51,75 +70,51 @@ def held(follower: PageFollower, replica: Replica, pages: range) -> int:
     return sum(bool(bits & replica.bit) for bits in found)
 
 
-def test_what_came_and_went_is_known(follower: PageFollower) -> None:
-    one, other = Server([], range(1, MANY)), Server([], range(MANY, MANY + 10))
-    first, second = (replica_at(each.pages.port) for each in (one, other))
+Serve = Callable[..., tuple[Server, Replica]]
+
+
+def test_what_came_and_went_is_known(follower: PageFollower, serving: Serve) -> None:
+    one, first = serving(range(1, MANY))
+    _, second = serving(range(MANY, MANY + 10))
     everything = range(1, MANY + 10)
-    try:
-        work = [follower.start(each) for each in (first, second)]
-        eventually(lambda: held(follower, first, everything) == MANY - 1)
-        eventually(lambda: held(follower, second, everything) == 10)
-        one.hold(range(5, MANY + 5))
-        eventually(lambda: held(follower, first, range(1, 5)) == 0)
-        eventually(lambda: held(follower, first, everything) == MANY)
-        work[0].cancel()
-        eventually(lambda: held(follower, first, everything) == 0)
-        assert held(follower, second, everything) == 10
-    finally:
-        one.close()
-        other.close()
+    eventually(lambda: held(follower, first, everything) == MANY - 1)
+    eventually(lambda: held(follower, second, everything) == 10)
+    one.hold(range(5, MANY + 5))
+    eventually(lambda: held(follower, first, range(1, 5)) == 0)
+    eventually(lambda: held(follower, first, everything) == MANY)
+    first.following[0].cancel()
+    eventually(lambda: held(follower, first, everything) == 0)
+    assert held(follower, second, everything) == 10
 
 
-@pytest.mark.parametrize("name", MISTREATMENTS)
-def test_mistreated_answer_is_asked_for_again(follower: PageFollower, name: str) -> None:
-    server = Server([], range(1, 100))
-    relay = Relay(server.pages.port, "changes", MISTREATMENTS[name])
-    replica = replica_at(relay.port)
-    try:
-        follower.start(replica)
-        eventually(lambda: held(follower, replica, range(1, 200)) == 99)
-        server.hold(range(50, 200))
-        eventually(lambda: held(follower, replica, range(1, 50)) == 0)
-        eventually(lambda: held(follower, replica, range(1, 200)) == 150)
-        assert relay.num_mistreated == 1
-    finally:
-        relay.close()
-        server.close()
-
-
-def test_pages_of_other_weights_or_keys_are_unknown(follower: PageFollower) -> None:
-    """With keys nobody is asked: the key that lets ask opens pages too."""
-    server = Server([], range(1, 100), namespace=OTHER)
-    wrong, keyed = replica_at(server.pages.port), replica_at(server.pages.port, keyed=True)
-    same = Server([], range(1, 100))
-    right = replica_at(same.pages.port)
-    try:
-        for each in (wrong, keyed, right):
-            follower.start(each)
-        eventually(lambda: held(follower, right, range(1, 100)) == 99)
-        assert held(follower, wrong, range(1, 100)) == held(follower, keyed, range(1, 100)) == 0
-        same.sync.set_namespace(OTHER)
-        same.pages.set_namespace(OTHER)
-        eventually(lambda: held(follower, right, range(1, 100)) == 0)
-    finally:
-        server.close()
-        same.close()
-
-
-def test_too_many_pages_are_left_out(
-    follower: PageFollower, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", MISTREATMENTS)
+def test_mistreated_answer_is_asked_for_again(
+    follower: PageFollower, serving: Serve, how: str
 ) -> None:
-    follower._mirror._max_pages = 50
-    monkeypatch.setattr(following, "AGAIN_BEYOND_S", 0.2)
-    server, small = Server([], range(1, 100)), Server([], range(1, 20))
-    replicas = [replica_at(each.pages.port) for each in (server, small)]
-    try:
-        for each in replicas:
-            follower.start(each)
-        eventually(lambda: held(follower, replicas[1], range(1, 100)) == 19)
-        assert held(follower, replicas[0], range(1, 100)) == 0
-        server.hold(range(1, 40))
-        eventually(lambda: held(follower, replicas[0], range(1, 100)) == 39)
-    finally:
-        server.close()
-        small.close()
+    server, replica = serving(range(1, 100), how=how)
+    eventually(lambda: held(follower, replica, range(1, 200)) == 99)
+    server.hold(range(50, 200))
+    eventually(lambda: held(follower, replica, range(1, 50)) == 0)
+    eventually(lambda: held(follower, replica, range(1, 200)) == 150)
+
+
+def test_pages_of_other_weights_or_keys_are_unknown(follower: PageFollower, serving: Serve) -> None:
+    """With keys nobody is asked: the key that lets ask opens pages too."""
+    _, wrong = serving(range(1, 100), namespace=OTHER)
+    _, keyed = serving(range(1, 100), keyed=True)
+    same, right = serving(range(1, 100))
+    eventually(lambda: held(follower, right, range(1, 100)) == 99)
+    assert held(follower, wrong, range(1, 100)) == held(follower, keyed, range(1, 100)) == 0
+    same.set_namespace(OTHER)
+    eventually(lambda: held(follower, right, range(1, 100)) == 0)
+
+
+def test_too_many_pages_are_left_out(follower: PageFollower, serving: Serve) -> None:
+    follower._mirror.max_pages = 50
+    server, large = serving(range(1, 100))
+    _, small = serving(range(1, 20))
+    eventually(lambda: held(follower, small, range(1, 100)) == 19)
+    eventually(lambda: large.known is not None and large.known.is_cut)
+    assert held(follower, large, range(1, 100)) == 0
+    server.hold(range(1, 21))
+    eventually(lambda: held(follower, large, range(1, 100)) == 20)

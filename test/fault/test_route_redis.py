@@ -10,6 +10,7 @@ import pytest
 from sglang_tiered.route import fleet as fleets
 from sglang_tiered.route.fleet import Fleet
 from sglang_tiered.route.source import Source
+from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import Membership
 from sglang_tiered.sharing.serving import Role, Serving
 
@@ -29,7 +30,7 @@ def test_servers_stay_when_their_redis_is_gone(
 
     def name(number: int) -> None:
         member = Membership(
-            redis_server.url,
+            parse_index_url(redis_server.url),
             namespace=lambda: bytes(32),
             server=f"{number:032x}",
             host="127.0.0.1",

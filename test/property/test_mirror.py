@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_tiered.sharing import holdings
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing import holdings, position
 from sglang_tiered.sharing.holdings import Holdings
-from sglang_tiered.sharing.mirror import Mirror, Peer
+from sglang_tiered.sharing.mirror import Mirror, MirroredPeer, Peer
+from sglang_tiered.sharing.pages.messages import Changes
+from sglang_tiered.sharing.position import Position
 
+NOTHING, SOMETHING = bytes(16), b"p" * 16
+FACTOR = 0x9E37_79B9_7F4A_7C15
 pages_lists = st.lists(st.integers(0, 60), max_size=30)
 peers = st.integers(0, 5)
 
@@ -19,57 +27,169 @@ def peer_of(number: int) -> Peer:
     return Peer(f"{number:032x}", f"tcp://192.0.2.{number}:1")
 
 
-@settings(max_examples=200, deadline=None)
+def fingerprints(pages: Any, factor: int = FACTOR) -> np.ndarray:
+    """Small numbers as fingerprints anywhere, zero staying zero."""
+    return np.array([page * factor % (1 << 64) for page in pages], np.uint64)
+
+
+# ---- A follower of one server ----
+
+
+class Followed:
+    """A server that holds pages, and a follower that reads what it tells."""
+
+    def __init__(self, max_pages: int = 1000) -> None:
+        self.now, self.version = {1, 2, 3}, 1
+        self.source = Holdings(self.held)
+        self.mirror = Mirror(max_pages, 1, salt=1, digest=lambda: NOTHING, clock=lambda: 0.0)
+        known = self.mirror.join(peer_of(1))
+        assert known is not None
+        self.known: MirroredPeer = known
+        self.position = Position(self.mirror)
+        self.last: tuple[Changes, list[bytes]] | None = None
+
+    def held(self, known: int) -> tuple[int, np.ndarray] | None:
+        return None if known == self.version else (self.version, fingerprints(self.now))
+
+    def change(self, pages: Any) -> None:
+        self.now = (self.now ^ set(pages)) - {0}
+        self.version += 1
+        self.source.look()
+
+    def answer(self) -> tuple[Changes, list[bytes]]:
+        question = self.position.ask(bytes(32), bytes(16), NOTHING)
+        part = self.source.since(question.epoch, question.sequence, question.cursor)
+        fields: tuple[Any, ...] = (question.epoch, question.sequence, None, None, 0, 0, False)
+        pages = b""
+        if part is not None:
+            sizes = len(part.added), len(part.removed)
+            fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
+            pages = part.added.tobytes() + part.removed.tobytes()
+        return Changes(bytes(32), b"s" * 16, NOTHING, *fields), [pages]
+
+    def read(self, how: str = "once") -> bool:
+        """Ask once; what is answered gets lost, comes twice, or after what was answered to the
+        next question. Returns whether there was any news."""
+        answer = self.answer()
+        late, self.last = self.last, answer
+        if how == "lost":
+            return True
+        for each in {"once": [answer], "twice": [answer] * 2, "late": [late or answer]}[how]:
+            self.position.is_asked = True
+            self.position.hear(each[0])
+            self.position.take(self.known, *each)
+        return bool(answer[1][0]) or answer[0].start is not None
+
+    def read_all(self) -> None:
+        for _ in range(1000):
+            if not self.read():
+                return
+        raise AssertionError("it reads without an end")
+
+    def mirrored(self) -> set[int]:
+        self.mirror.check_integrity()
+        bits = self.mirror.holders(fingerprints(range(61)))[0]
+        return {page for page, bit in enumerate(bits.tolist()) if bit}
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    steps=st.lists(st.tuples(pages_lists, st.integers(0, 3)), max_size=12),
+    steps=st.lists(
+        st.tuples(
+            pages_lists,
+            st.lists(st.sampled_from(["once", "once", "lost", "twice", "late"]), max_size=4),
+            st.sampled_from(["", "", "", "connects", "epoch", "forgets"]),
+        ),
+        max_size=12,
+    ),
     piece=st.integers(1, 7),
     log=st.integers(0, 40),
+    max_pages=st.sampled_from([10, 40, 1000]),
 )
-def test_reading_while_pages_change_ends_with_them_all(
-    steps: list[tuple[list[int], int]], piece: int, log: int
+def test_a_follower_ends_with_what_is_held(
+    steps: list[tuple[list[int], list[str], str]], piece: int, log: int, max_pages: int
 ) -> None:
-    """A follower that reads at any time, and ever so slowly, ends with what is held."""
-    now: list[set[int]] = [{1, 2, 3}]
-    version = [1]
-
-    def held(known: int) -> tuple[int, np.ndarray] | None:
-        return None if known == version[0] else (version[0], np.array(sorted(now[0]), np.uint64))
-
+    """Whatever becomes of answers, whenever it reads, and however often numbers begin anew. Of
+    what does not fit nothing is known."""
     old = holdings.MAX_FINGERPRINTS, holdings._MIN_LOG
     holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = piece, log
     try:
-        source = Holdings(held)
-        epoch, sequence, cursor, mirrored = 0, 0, 0, set[int]()
-
-        def read() -> bool:
-            nonlocal epoch, sequence, cursor, mirrored
-            part = source.since(epoch, sequence, cursor)
-            if part is None:
-                return False
-            if part.start == 0:
-                epoch, sequence, mirrored = part.epoch, part.sequence, set()
-            if part.start is None:
-                sequence += 1
-                assert sequence == part.sequence
-                mirrored -= set(part.removed.tolist())
-            else:
-                cursor = None if part.end is None else part.end + 1
-            mirrored |= set(part.added.tolist())
-            assert len(part.added) + len(part.removed) <= piece
-            return True
-
-        for pages, num_reads in steps:
-            now[0] = (now[0] ^ set(pages)) - {0}
-            version[0] += 1
-            source.look()
-            for _ in range(num_reads):
-                read()
-        for _ in range(1000):
-            if not read():
-                break
-        assert mirrored == (now[0] if source.sequence else set())
+        one = Followed(max_pages)
+        for pages, reads, event in steps:
+            one.change(pages)
+            if event == "epoch":
+                one.source.begin()
+                one.source.look()
+            elif event == "connects":
+                one.position.connect()
+            elif event == "forgets":
+                one.mirror.unload(one.known)
+                one.position.forget()
+            for how in reads:
+                one.read(how)
+        one.source.look()
+        one.read_all()
+        if one.known.is_cut:
+            assert one.mirrored() == set()
+        else:
+            assert one.mirrored() == one.now and one.known.is_loaded
+            num_snapshots = one.position.num_snapshots
+            one.change([59])
+            one.read_all()
+            assert one.known.is_cut or one.mirrored() == one.now
+            if log > 2:
+                assert one.position.num_snapshots == num_snapshots
     finally:
         holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = old
+
+
+def test_pages_beyond_the_bound_wait_for_room() -> None:
+    one = Followed(max_pages=40)
+    one.change(range(4, 61))
+    one.read_all()
+    assert one.mirrored() == set() and one.mirror.figures().num_cut == 60
+    one.change(range(1, 16))
+    one.read_all()
+    assert one.mirrored() == set(), "there are 45"
+    one.change(range(16, 31))
+    one.read_all()
+    assert one.mirrored() == set(range(31, 61))
+
+
+def changes(**more: Any) -> Changes:
+    named = {"epoch": 7, "sequence": 1, "start": 0, "end": None, "num_added": 1, "num_removed": 0}
+    return Changes(bytes(32), b"s" * 16, NOTHING, **{**named, "more": False, **more})
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (changes(num_added=2), bytes(8)),
+        (changes(), bytes(4)),
+        (changes(), bytes(16)),
+        (changes(start=9, end=3), bytes(8)),
+    ],
+)
+def test_a_misfit_answer_is_a_breach(message: Changes, payload: bytes) -> None:
+    one = Followed()
+    one.position.ask(bytes(32), bytes(16), NOTHING)
+    one.position.hear(message)
+    with pytest.raises(TransferError):
+        one.position.take(one.known, message, [payload])
+    with pytest.raises(TransferError, match="not asked"):
+        one.position.hear(message)
+
+
+def test_endless_pages_of_a_liar_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(position, "MAX_FINGERPRINTS", 100)
+    one = Followed(max_pages=10)
+    with pytest.raises(TransferError, match="without an end"):
+        for at in range(200):
+            one.position.take(one.known, changes(start=at, end=at, num_added=0), [])
+    assert at == 140
+
+
+# ---- What is found at whom ----
 
 
 class MirrorMachine(RuleBasedStateMachine):
@@ -77,46 +197,68 @@ class MirrorMachine(RuleBasedStateMachine):
 
     @initialize(spread=st.integers(0, 1 << 63))
     def open(self, spread: int) -> None:
-        # Small page numbers as fingerprints anywhere, zero staying zero.
         self.factor = spread | 1
-        self.now = 0.0
-        self.mirror = Mirror(10_000, 130, salt=1, digest=lambda: bytes(16), clock=lambda: self.now)
+        self.now, self.digest = 0.0, NOTHING
+        self.mirror = Mirror(
+            10_000, 130, salt=1, digest=lambda: self.digest, clock=lambda: self.now
+        )
         self.held: dict[int, set[int]] = {}
         self.avoided: dict[int, float] = {}
 
     def fingerprints(self, pages: list[int]) -> np.ndarray:
-        return np.array([page * self.factor % (1 << 64) for page in pages], np.uint64)
+        return fingerprints(pages, self.factor)
 
     def keys(self, pages: list[int]) -> list[bytes]:
         return [int(page).to_bytes(8, "little") + bytes(24) for page in self.fingerprints(pages)]
 
-    def peer(self, number: int) -> object:
+    def peer(self, number: int) -> MirroredPeer:
         return self.mirror._peers[peer_of(number).server]
 
-    @rule(number=peers, pages=pages_lists)
-    def join_or_begin_anew(self, number: int, pages: list[int]) -> None:
+    @rule(number=peers, pages=pages_lists, is_whole=st.booleans())
+    def join_or_begin_anew(self, number: int, pages: list[int], is_whole: bool) -> None:
         known = self.mirror.join(peer_of(number)) or self.peer(number)
-        known.is_live, known.digest = True, bytes(16)  # type: ignore[attr-defined]
-        self.mirror.unload(known)  # type: ignore[arg-type]
+        known.is_live, known.digest = True, NOTHING
+        self.mirror.unload(known)
         self.held[number] = set(pages) - {0}
-        self.mirror.add_pages(known, self.fingerprints(pages))  # type: ignore[arg-type]
-        self.mirror.loaded(known)  # type: ignore[arg-type]
+        self.mirror.add_pages(known, self.fingerprints(pages))
+        if is_whole:
+            self.mirror.loaded(known)
+
+    @precondition(lambda self: self.held)
+    @rule(
+        data=st.data(),
+        is_live=st.booleans(),
+        erased=st.sampled_from([NOTHING, SOMETHING]),
+        agreed=st.sampled_from([b"", b"", NOTHING, SOMETHING]),
+    )
+    def answer(self, data: st.DataObject, is_live: bool, erased: bytes, agreed: bytes) -> None:
+        known = self.peer(data.draw(st.sampled_from(sorted(self.held))))
+        known.is_live, known.digest, known.agreed_with = is_live, erased, agreed
+        self.mirror.choose()
+
+    @rule(digest=st.sampled_from([NOTHING, SOMETHING]))
+    def erase(self, digest: bytes) -> None:
+        self.digest = digest
+        self.mirror.choose()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), added=pages_lists, removed=pages_lists)
     def change(self, data: st.DataObject, added: list[int], removed: list[int]) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        known = self.peer(number)
-        self.mirror.add_pages(known, self.fingerprints(added))  # type: ignore[arg-type]
-        self.mirror.remove_pages(known, self.fingerprints(removed))  # type: ignore[arg-type]
+        self.mirror.add_pages(self.peer(number), self.fingerprints(added))
+        self.mirror.remove_pages(self.peer(number), self.fingerprints(removed))
         self.held[number] = (self.held[number] | set(added) - {0}) - set(removed)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), pages=pages_lists)
-    def lack(self, data: st.DataObject, pages: list[int]) -> None:
+    @rule(data=st.data(), pages=pages_lists, everywhere=st.booleans())
+    def lack(self, data: st.DataObject, pages: list[int], everywhere: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        self.mirror.lacks(peer_of(number).server, self.keys(pages))
-        self.held[number] -= set(pages)
+        if everywhere:
+            self.mirror.hide_pages(self.keys(pages))
+        else:
+            self.mirror.lacks(peer_of(number).server, self.keys(pages))
+        for each in self.held if everywhere else [number]:
+            self.held[each] -= set(pages)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), seconds=st.sampled_from([1.0, 5.0]))
@@ -131,7 +273,7 @@ class MirrorMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[number]
         self.avoided.pop(number, None)
-        self.mirror.drop(self.peer(number))  # type: ignore[arg-type]
+        self.mirror.drop(self.peer(number))
 
     @rule()
     def time_passes(self) -> None:
@@ -142,16 +284,28 @@ class MirrorMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject) -> None:
         self.mirror._grow(data.draw(st.integers(0, 20_000)))
 
+    def is_usable(self, number: int) -> bool:
+        known = self.peer(number)
+        has_erased_the_same = self.digest in (known.digest, known.agreed_with)
+        is_well = known.is_live and self.avoided.get(number, 0.0) <= self.now
+        return is_well and known.is_loaded and has_erased_the_same
+
     @invariant()
     def finds_what_the_model_holds(self) -> None:
         if not hasattr(self, "mirror"):
             return
         self.mirror.check_integrity()
         everything = list(range(61))
-        usable = {n: p for n, p in self.held.items() if self.avoided.get(n, 0.0) <= self.now}
+        usable = {n: pages for n, pages in self.held.items() if self.is_usable(n)}
         for page, peer in zip(everything, self.mirror.find(self.keys(everything)), strict=True):
             holders = {number for number, pages in usable.items() if page in pages}
             assert (int(peer.server, 16) in holders) if peer else not holders, (page, holders)
+        figures = self.mirror.figures()
+        assert figures.num_peers == sum(self.peer(number).is_live for number in self.held)
+        assert (figures.num_usable, figures.num_pages) == (
+            len(usable),
+            len(set().union(*self.held.values())),
+        )
 
 
 MirrorMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -21,17 +21,16 @@ import zmq.asyncio
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.route.events import bound, reachable
-from sglang_tiered.sharing.following import changed_pages
 from sglang_tiered.sharing.mirror import Mirror, Peer
 from sglang_tiered.sharing.pages.messages import (
     ID_BYTES,
     MAX_FOLLOW_FRAME_BYTES,
     VERSION_FRAME,
     Changes,
-    Follow,
     decode_from_server,
     encode,
 )
+from sglang_tiered.sharing.position import Position
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -47,7 +46,7 @@ __all__ = ["PageFollower"]
 MAX_PAGES, MAX_SERVERS = 1 << 24, 1024
 """A page takes about 36 bytes up to 64 servers, however many of them hold it, and 16 for each 64
 more."""
-AGAIN_S, AGAIN_BEYOND_S, SILENCE_S, STOP_S = 1.0, 60.0, 10.0, 5.0
+AGAIN_S, SILENCE_S, STOP_S = 1.0, 10.0, 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +67,7 @@ class PageFollower:
     def __init__(self) -> None:
         self._mirror = Mirror(MAX_PAGES, MAX_SERVERS, salt=0, digest=bytes, clock=time.monotonic)
         self._id = secrets.token_bytes(ID_BYTES)
+        self._told: dict[str, str] = {}  # what is wrong with a server, by URL
         self._loop: asyncio.AbstractEventLoop | None = None  # before there is a server
 
     def start(self, replica: Followed) -> Future[None]:
@@ -107,66 +107,47 @@ class PageFollower:
         known = self._mirror.join(Peer(secrets.token_hex(), ""))
         if known is None:  # more than ``MAX_SERVERS``
             return
-        replica.known, told = known, ""
+        replica.known = known
         try:
             while True:
-                record, problem = replica.record, ""
+                record = replica.record
                 if record.pages_at and record.namespace and not record.keyed:
                     where = reachable(record.pages_at, replica.url)
                     try:
-                        await self._follow(where, bytes.fromhex(record.namespace), known)
+                        await self._follow(where, bytes.fromhex(record.namespace), replica, known)
                     except Exception as error:  # whatever is wrong with a server, it is asked again
-                        problem = str(error) or type(error).__name__
-                        if not known.is_cut:
-                            self._mirror.unload(known)
-                if problem and problem != told:
-                    logger.info("pages of %s are not followed: %s", replica.url, problem)
-                told = problem
-                await asyncio.sleep(AGAIN_BEYOND_S if known.is_cut else AGAIN_S)
+                        self._report(replica, str(error) or type(error).__name__)
+                        self._mirror.unload(known)
+                await asyncio.sleep(AGAIN_S)
         finally:
             self._mirror.drop(known)
+            self._told.pop(replica.url, None)
 
-    async def _follow(self, where: str, namespace: bytes, known: MirroredPeer) -> None:
+    async def _follow(
+        self, where: str, namespace: bytes, replica: Followed, known: MirroredPeer
+    ) -> None:
         """Keep a server's pages. Raises ``TransferError``, ``zmq.ZMQError``, or ``TimeoutError``
         once it says nothing, for one that cannot be followed."""
-        epoch, sequence, num_taken = 0, 0, 0
-        cursor: int | None = 0
-        digest = bytes(ID_BYTES)
+        position = Position(self._mirror)
         with self._context.socket(zmq.DEALER) as socket:
             bound(socket, MAX_FOLLOW_FRAME_BYTES)
             socket.connect(where)
             while True:
-                ask = Follow(namespace, self._id, bytes(ID_BYTES), digest, epoch, sequence, cursor)
-                await socket.send_multipart([VERSION_FRAME, encode(ask)])
+                question = position.ask(namespace, self._id, bytes(ID_BYTES))
+                await socket.send_multipart([VERSION_FRAME, encode(question)])
                 async with asyncio.timeout(SILENCE_S):
                     frames = await socket.recv_multipart()
                 message = decode_from_server(frames)
                 if not isinstance(message, Changes) or message.namespace != namespace:
                     raise TransferError("it has another model, or other settings or weights")
-                digest = message.digest
-                added, removed = changed_pages(message, [memoryview(one) for one in frames[2:]])
-                if message.start == 0:
-                    self._mirror.unload(known)
-                    epoch, sequence, cursor, num_taken = message.epoch, message.sequence, 0, 0
-                if message.epoch != epoch or epoch == 0:
-                    epoch, cursor = 0, 0
-                elif message.start is not None and message.start == cursor:
-                    cursor = None if message.end is None else message.end + 1
-                    num_taken += max(len(added), 1)
-                    if num_taken > MAX_PAGES or not self._mirror.add_pages(known, added):
-                        self._mirror.cut(known, num_taken)
-                        raise TransferError(f"there are more than {MAX_PAGES:,} pages")
-                    if cursor is None:
-                        self._mirror.loaded(known)
-                elif message.start is None and (len(added) or len(removed)):
-                    self._mirror.remove_pages(known, removed)
-                    if (
-                        cursor is None
-                        and message.sequence == sequence + 1
-                        and self._mirror.add_pages(known, added)
-                    ):
-                        sequence += 1
-                    else:
-                        cursor = 0
-                elif message.start is not None:
-                    cursor = 0
+                position.hear(message)
+                position.take(known, message, frames[2:])
+                if known.is_cut:
+                    self._report(replica, f"there are more than {MAX_PAGES:,} pages")
+                elif known.is_loaded:
+                    self._told.pop(replica.url, None)
+
+    def _report(self, replica: Followed, why: str) -> None:
+        if why != self._told.get(replica.url):
+            logger.info("pages of %s are not followed: %s", replica.url, why)
+        self._told[replica.url] = why

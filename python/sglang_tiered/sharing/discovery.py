@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.addresses import resolve, shown_address
 from sglang_tiered.storage.backoff import OnceLog
-from sglang_tiered.storage.promises import Promises, keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from sglang_tiered.sharing.addresses import Target
     from sglang_tiered.sharing.membership import Membership
@@ -26,15 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Discovery"]
 
 MAX_ADDRESSES = 1024
-_INDEX = "the Redis"
 
 logger = logging.getLogger(__name__)
 
 
 class Discovery:
     """Tells ``found`` the addresses whenever it has looked, and whether each name was found by now,
-    be it once. ``ports`` are added to a target's
-    port: those of the ranks to follow. ``membership`` is closed with it."""
+    be it once. ``ports``: those of the ranks to follow, counted from a target's. ``membership`` is
+    closed with it."""
 
     def __init__(
         self,
@@ -50,14 +47,10 @@ class Discovery:
         self._membership = membership
         self._found = found
         self._every_s = every_s
-        self._known: dict[str, list[str]] = {}  # by target or index
+        self._known: dict[str, list[str]] = {}  # by name
         self._troubles: dict[str, str] = {}
         self._log = OnceLog(logger)
-        self._promises = Promises()
-        self._asked: list[Future[bool]] = []
-        self._wakes = threading.Condition()
-        self._is_closed = False
-        self._is_awaited = True
+        self._is_closed = threading.Event()
         self.num_failures = 0
         self._thread = threading.Thread(target=self._run, name="tier-peer-discovery", daemon=True)
         self._thread.start()
@@ -67,58 +60,40 @@ class Discovery:
         """Why servers may be unknown, as one clause; empty while all is well."""
         return next(iter(self._troubles.values()), "")
 
-    @property
-    def num_known(self) -> int:
-        return sum(map(len, self._known.values()))
-
-    def look(self) -> Future[bool]:
-        """Look again now. True once that succeeded."""
-        promise = self._promises.make()
-        with self._wakes:
-            self._asked.append(promise)
-            self._is_awaited = True
-            self._wakes.notify()
-        return promise
-
     def close(self) -> None:
         """End soon, without waiting for a name that is being resolved. Idempotent."""
-        with self._wakes:
-            self._is_closed = True
-            self._wakes.notify()
-        self._promises.close()
+        self._is_closed.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while True:
-            with self._wakes:
-                self._wakes.wait_for(lambda: self._is_closed or self._is_awaited, self._every_s)
-                if self._is_closed:
-                    break
-                asked, self._asked = self._asked, []
-                self._is_awaited = False
-            works = self._look()
-            for promise in asked:
-                keep(promise, works)
+        self._look()
+        while not self._is_closed.wait(self._every_s):
+            self._look()
         if self._membership is not None:
             self._membership.close()
 
-    def _look(self) -> bool:
-        works = True
-        named = {f"{host}:{port}" for host, port in self._targets} | {_INDEX}
-        gone = self._known.keys() - named
-        for name in gone:
-            del self._known[name]
-        for name in self._troubles.keys() - named:
-            del self._troubles[name]
-        for target in self._targets:
-            works &= self._try(f"{target.host}:{target.port}", partial(self._resolved, target))
+    def _look(self) -> None:
+        asks: dict[str, Callable[[], list[str]]] = {
+            f"{target.host}:{target.port}": partial(self._resolved, target)
+            for target in self._targets
+        }
         if self._membership is not None:
-            works &= self._try(_INDEX, self._membership.exchange)
-        addresses = dict.fromkeys(each for found in self._known.values() for each in found)
-        if self._membership is None:
-            named.discard(_INDEX)
-        self._found(list(addresses)[:MAX_ADDRESSES], named <= self._known.keys())
-        return works
+            asks["the Redis"] = self._membership.exchange
+        known, troubles = {}, {}
+        for name, ask in asks.items():
+            try:
+                known[name] = ask()
+                self._log.settle(name)
+            except Exception as error:
+                self.num_failures += 1
+                why = error.strerror if isinstance(error, OSError) else None
+                troubles[name] = f"{name} is not found ({why or error})"
+                self._log.report(name, "%s; servers that are known already stay so", troubles[name])
+                if name in self._known:
+                    known[name] = self._known[name]
+        self._known, self._troubles = known, troubles
+        addresses = dict.fromkeys(each for found in known.values() for each in found)
+        self._found(list(addresses)[:MAX_ADDRESSES], known.keys() == asks.keys())
 
     def _resolved(self, target: Target) -> list[str]:
         return [
@@ -127,18 +102,3 @@ class Discovery:
             for port in self._ports
             if target.port + port < 1 << 16
         ]
-
-    def _try(self, name: str, ask: Callable[[], list[str]]) -> bool:
-        try:
-            found = ask()
-        except Exception as error:
-            self.num_failures += 1
-            why = error.strerror if isinstance(error, OSError) else None
-            clause = f"{name} is not found ({why or error})"
-            self._troubles[name] = clause
-            self._log.report(name, "%s; servers that are known already stay so", clause)
-            return False
-        self._known[name] = found
-        self._troubles.pop(name, None)
-        self._log.settle(name)
-        return True

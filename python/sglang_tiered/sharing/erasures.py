@@ -45,6 +45,9 @@ MAX_FORGETS = 16_384
 MAX_KEYS_BYTES = 8 << 20
 """Bounds their keys: 262,144 pages."""
 
+RETENTION_S = 7 * 86400.0
+"""A server that was away for longer may bring back pages that were erased meanwhile."""
+
 MAX_DROPPED = 16_384
 MAX_NAMESPACES = 8  # of which erasures are remembered; each change of weights begins one
 VERSION = 3
@@ -88,7 +91,6 @@ class _Shelf:
     """What is known of one namespace, oldest first."""
 
     records: dict[bytes, _Record] = field(default_factory=dict)
-    names: dict[bytes, bytes] = field(default_factory=dict)  # of records, by short ids
     dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
     sum: int = 0
     noted: int = 0  # the same of those that outlast a restart
@@ -97,7 +99,6 @@ class _Shelf:
 
     def add(self, name: bytes, record: _Record) -> None:
         self.records[name] = record
-        self.names[name[:SHORT_ID_BYTES]] = name
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
             self.noted ^= xxhash.xxh3_128_intdigest(name)
@@ -123,7 +124,6 @@ class _Shelf:
     def withdraw(self, name: bytes) -> None:
         """Know it no longer: whoever does may tell it again."""
         record = self.records.pop(name)
-        self.names.pop(name[:SHORT_ID_BYTES], None)
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
             self.noted ^= xxhash.xxh3_128_intdigest(name)
@@ -156,7 +156,7 @@ class ErasureBook:
         self,
         namespace: bytes,
         *,
-        retention_s: float,
+        retention_s: float = RETENTION_S,
         notes: NoteStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -183,7 +183,7 @@ class ErasureBook:
     @property
     def known(self) -> Known:
         with self._lock:
-            return Known(self._shelf.sum.to_bytes(ID_BYTES, "little"), self._version)
+            return Known(self.digest, self._version)
 
     @property
     def digest(self) -> bytes:
@@ -203,8 +203,9 @@ class ErasureBook:
         """What is known, and the short ids of all that was ever applied, as far as is known."""
         with self._lock:
             shelf = self._shelf
-            names = b"".join([*shelf.names, *shelf.dropped])
-            return Known(shelf.sum.to_bytes(ID_BYTES, "little"), self._version), names
+            known = Known(self.digest, self._version)
+            names = [*shelf.records, *shelf.dropped]
+        return known, b"".join(name[:SHORT_ID_BYTES] for name in names)
 
     def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
         """Compare with what another server knows, by short ids. Returns the digest of what is noted
@@ -217,7 +218,7 @@ class ErasureBook:
             shelf = self._shelf
             unnoted = (name[:SHORT_ID_BYTES] for name in self._unnoted if name in shelf.records)
             lacking |= theirs.intersection(unnoted)
-            digest = shelf.noted.to_bytes(ID_BYTES, "little")
+            digest = self.noted_digest
         return digest, self._pack(lacked), b"".join(lacking)
 
     def take(self, ids: bytes) -> list[Erased]:
@@ -237,7 +238,7 @@ class ErasureBook:
     def _names(self) -> dict[bytes, bytes]:
         """Return the names of what is known, by short ids, oldest first. They may be many, so they
         are looked through without the lock."""
-        return self._shelf.names.copy()
+        return {name[:SHORT_ID_BYTES]: name for name in self._shelf.records.copy()}
 
     def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
         """Return those that were not applied here, each once."""
@@ -323,9 +324,7 @@ class ErasureBook:
             left = []
             for each in self._spreading:
                 begun = [records[name] for name in each.names if name in records]
-                if any(r.local is not None and r.local.done() and not r.is_durable for r in begun):
-                    keep(each.is_done, False)
-                elif all(r.is_noted for r in begun) and each.version <= reached:
+                if all(r.is_noted for r in begun) and each.version <= reached:
                     keep(each.is_done, True)
                     self.num_told += 1
                 else:
@@ -347,10 +346,6 @@ class ErasureBook:
         while len(self._shelves) > MAX_NAMESPACES:
             del self._shelves[next(iter(self._shelves))]
         return shelf
-
-    def promise(self) -> Future[bool]:
-        """Return a future that ends, as false, at the latest when the book is closed."""
-        return self._promises.make()
 
     def close(self) -> None:
         """End what has not spread, as false."""
@@ -419,7 +414,6 @@ class ErasureBook:
                 assert total == shelf.sum, f"the digest of {len(shelf.records)} erasures is off"
                 counted = (shelf.keys_bytes, shelf.num_forgets)
                 assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
-                assert list(shelf.names.values()) == list(shelf.records), "names of other records"
 
 
 def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> Note:

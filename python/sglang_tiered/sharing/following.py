@@ -8,32 +8,29 @@ time (``Follow``) and answers when there is something to say.
 
 Where digests of erasures differ, both sides say what they know (``Compare``), and teach each other
 the difference. What begins here is told at once.
+
+Where digests of erasures differ, both sides say what they know (``Compare``), and teach each other
+the difference. What begins here is told at once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import ID_BYTES, MAX_FOLLOW_FRAME_BYTES
+from sglang_tiered.sharing.position import Position
 from sglang_tiered.storage.backoff import Backoff, OnceLog
-from sglang_tiered.storage.promises import Promises, keep
 from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from concurrent.futures import Future
-
-    import numpy.typing as npt
 
     from sglang_tiered.sharing.erasures import ErasureBook, Known
     from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
@@ -42,9 +39,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
-    Fingerprints = npt.NDArray[np.uint64]
-
-__all__ = ["Follower", "changed_pages"]
+__all__ = ["Follower"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +50,6 @@ _ASIDE_S = 30.0  # an address that leads to this server, or to one that is known
 _COMPARE_S = 1.0  # what was told meanwhile needs no comparison
 _TEACH = 8  # erasures of a message, with 1,024 keys each
 _NOBODY = bytes(ID_BYTES)
-_UNTOLD = b"\xff" * ID_BYTES  # no digest: who says so is answered at once
-_Position = tuple[int, int, int | None]  # epoch, sequence, cursor
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +58,7 @@ class _Followed:
 
     address: str
     backoff: Backoff
+    position: Position
     is_named: bool = True  # else it is followed for as long as it answers
     has_answered: bool = False  # over this link
     link: PageLink | None = None
@@ -73,22 +67,10 @@ class _Followed:
     trouble: str = ""
     server: bytes = _NOBODY
     known: MirroredPeer | None = None
-    epoch: int = 0
-    sequence: int = 0
-    cursor: int | None = 0
-    num_taken: int = 0  # fingerprints of the snapshot under way
-    asked: deque[_Position] = field(default_factory=deque)  # without an answer
-    num_answers: int = 0
-    told: bytes = _UNTOLD
     version: int = -1  # of the book: it has applied all up to here
     comparing: Known | None = None
     compare_at: float = 0.0
     is_teaching: bool = False  # what it told is being applied
-    waiting: list[tuple[int, Future[bool]]] = field(default_factory=list)  # for so many answers
-
-    @property
-    def position(self) -> _Position:
-        return self.epoch, self.sequence, self.cursor
 
     @property
     def is_live(self) -> bool:
@@ -108,7 +90,6 @@ class Follower:
         server: bytes,
         settings: PageSettings,
         silence_s: float,
-        max_pages: int,
         keys: Keys | None,
         heard: Callable[[list[Erased]], None],
         server_side: PageServer,
@@ -120,20 +101,16 @@ class Follower:
         self._server = server
         self._settings = settings
         self._silence_s = silence_s
-        self._max_pages = max_pages
         self._keys = keys
         self._heard = heard
         self._clock = clock
         self._context = server_side.context
         self._followed: dict[str, _Followed] = {}
-        self._promises = Promises()
         self._log = OnceLog(logger)
         self._is_closed = False
         self._is_whole = False
         self.num_failures = 0
         self.num_breaches = 0
-        self.num_fingerprints = 0  # heard
-        self.num_snapshots = 0
         self._loop = server_side.loop
         self._loop.call(self._loop.add_tick, self._tick)
 
@@ -161,31 +138,19 @@ class Follower:
         self._mirror.hide()
         self._loop.call(self._begin_namespace, namespace)
 
-    def refresh(self) -> Future[bool]:
-        """True once every server that answers has said what is new."""
-        whole = self._promises.make()
-        self._loop.call(self._refresh, whole)
-        return whole
-
     @property
     def troubles(self) -> dict[str, str]:
         """Why nothing is found at an address, as one clause each."""
         return {each.address: each.trouble for each in self._all() if each.trouble}
-
-    @property
-    def num_links(self) -> int:
-        return sum(each.link is not None for each in self._all())
 
     def _all(self) -> list[_Followed]:
         return list(self._followed.values())
 
     def close(self) -> None:
         """End the connections, soon. Idempotent; before the page server is stopped."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._promises.close()
-        self._loop.call(self._end_all)
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.call(self._end_all)
 
     # ---- The page server's thread ----
 
@@ -196,7 +161,7 @@ class Follower:
         for address in addresses:
             if address not in self._followed:
                 backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
-                self._followed[address] = _Followed(address, backoff)
+                self._followed[address] = _Followed(address, backoff, Position(self._mirror))
         self._tick(0.0)
 
     def _tick(self, _: float) -> None:
@@ -235,26 +200,15 @@ class Follower:
         except TransferError as error:
             self._fail(each, printable(str(error)))
             return
-        each.asked.clear()
         each.comparing, each.version = None, -1
-        each.has_answered, each.told = False, _UNTOLD
+        each.has_answered = False
+        each.position.connect()
         self._loop.add_socket(link.socket, lambda: self._on_messages(each, link))
         self._loop.add_socket(link.monitor, lambda: self._on_monitor(each, link))
-        self._ask(each)
+        self._ask(each, link)
 
-    def _ask(self, each: _Followed) -> None:
-        assert each.link is not None
-        question = messages.Follow(
-            self._namespace,
-            self._server,
-            self._book.digest,
-            each.told,
-            each.epoch,
-            each.sequence,
-            each.cursor,
-        )
-        if each.link.send(question):
-            each.asked.append(each.position)
+    def _ask(self, each: _Followed, link: PageLink) -> None:
+        link.send(each.position.ask(self._namespace, self._server, self._book.digest))
 
     def _on_messages(self, each: _Followed, link: PageLink) -> None:
         for frames in received(link.socket, _MAX_MESSAGES):
@@ -281,124 +235,49 @@ class Follower:
         if isinstance(message, messages.Erasures):
             self._hear_erasures(each, message)
         elif isinstance(message, messages.Changes):
-            added, removed = changed_pages(message, frames[2:])
-            self._hear_changes(each, message, added, removed)
+            each.position.hear(message)
+            self._hear_changes(each, message, frames[2:])
+            if each.link is not None:
+                self._ask(each, each.link)
         else:
             raise TransferError("a page server answered what it was not asked.")
 
-    def _hear_changes(
-        self,
-        each: _Followed,
-        message: Changes,
-        added: Fingerprints,
-        removed: Fingerprints,
-    ) -> None:
-        if not each.asked:
-            raise TransferError("a page server answered what it was not asked.")
-        is_new = each.asked.popleft() == each.position  # else it is of a question from before
-        each.num_answers += 1
+    def _hear_changes(self, each: _Followed, message: Changes, payload: list[memoryview]) -> None:
         each.has_answered = True
         each.backoff.succeed()
         if message.server == self._server:
             self._set_aside(each)  # it is this server itself
-            return
-        each.told = message.digest
-        if message.namespace != self._namespace:
-            each.epoch, each.cursor = 0, 0
+        elif message.namespace != self._namespace:
             self._drop(each)
             self._report(each, "it has another model, or other settings or weights")
-        elif self._greet(each, message):
-            known = each.known
-            assert known is not None
+        elif (known := self._greet(each, message)) is not None:
             known.is_live = True
-            if is_new or message.epoch != each.epoch:
-                self._take(each, known, message, added, removed)
+            each.position.take(known, message, payload)
             if known.digest != message.digest and not message.more:
                 # Pages that it erased are not listed here any more.
                 known.digest, known.agreed_with = message.digest, b""
             self._mirror.choose()
             self._agree(each)
             self._settle()
-            if not (known.is_cut or each.trouble.startswith("its erasures")):
+            if known.is_cut:
+                most = self._mirror.max_pages
+                self._report(each, f"with its pages there are more than {most:,} to be known")
+            elif not each.trouble.startswith("its erasures"):
                 self._recover(each)
-        if each.link is None:
-            return
-        if not message.more:
-            for wanted, future in each.waiting:
-                if each.num_answers >= wanted:
-                    keep(future, True)
-            each.waiting = [one for one in each.waiting if not one[1].done()]
-        if not each.asked:
-            self._ask(each)
 
-    def _greet(self, each: _Followed, message: Changes) -> bool:
-        """Know the server that answers. Returns false where there is none to know."""
+    def _greet(self, each: _Followed, message: Changes) -> MirroredPeer | None:
+        """Know the server that answers. Returns None where there is none to know."""
         if each.known is not None and each.server == message.server:
-            return True
+            return each.known
         self._drop(each)
-        each.server, each.epoch, each.version = message.server, 0, -1
+        each.server, each.version = message.server, -1
         each.known = self._mirror.join(Peer(message.server.hex(), each.address))
         if each.known is None:
-            if any(other.server == each.server and other is not each for other in self._all()):
-                self._set_aside(each)  # it is known by another address
-            else:
+            is_known = any(o.server == each.server and o is not each for o in self._all())
+            self._set_aside(each)
+            if not is_known:  # by another address
                 self._report(each, "there are more servers than this one can know")
-        return each.known is not None
-
-    def _take(
-        self,
-        each: _Followed,
-        known: MirroredPeer,
-        message: Changes,
-        added: Fingerprints,
-        removed: Fingerprints,
-    ) -> None:
-        """Take up what came and went. What does not follow on what is known is asked for anew."""
-        self.num_fingerprints += len(added) + len(removed)
-        if message.start == 0:
-            self._mirror.unload(known)
-            each.epoch, each.sequence, each.cursor = message.epoch, message.sequence, 0
-            each.num_taken = 0
-            self.num_snapshots += 1
-        if message.epoch != each.epoch or each.epoch == 0:
-            each.epoch, each.cursor = 0, 0  # of numbers whose beginning is not here
-        elif message.start is not None:
-            self._take_piece(each, known, message, added)
-        elif message.num_added or message.num_removed:
-            if each.cursor is not None or message.sequence != each.sequence + 1:
-                each.cursor = 0
-                return
-            if known.is_cut:
-                self._mirror.note_cut(known, len(added) - len(removed))
-            else:
-                self._mirror.remove_pages(known, removed)
-                if not self._mirror.add_pages(known, added):
-                    self._cut(each, known, known.num_pages + known.num_cut + len(added))
-            each.sequence += 1
-        if each.cursor is None and self._mirror.may_hold_more(known):
-            each.cursor = 0
-
-    def _take_piece(
-        self, each: _Followed, known: MirroredPeer, message: Changes, added: Fingerprints
-    ) -> None:
-        if message.start != each.cursor:
-            each.cursor = 0
-            return
-        each.num_taken += max(len(added), 1)
-        if each.num_taken > 4 * self._max_pages + messages.MAX_FINGERPRINTS:
-            raise TransferError("a page server names pages without an end.")
-        each.cursor = None if message.end is None else message.end + 1
-        if not self._mirror.add_pages(known, added):
-            part = (each.cursor or 1 << 64) / (1 << 64)  # fingerprints are spread evenly
-            self._cut(each, known, int(each.num_taken / part))
-        elif each.cursor is None:
-            self._mirror.loaded(known)
-
-    def _cut(self, each: _Followed, known: MirroredPeer, num_pages: int) -> None:
-        """Go on without a server's pages until there is room for all."""
-        self._mirror.cut(known, num_pages)
-        each.cursor = None
-        self._report(each, f"with its pages there are more than {self._max_pages:,} to be known")
+        return each.known
 
     # ---- Erasures ----
 
@@ -484,36 +363,17 @@ class Follower:
         self._mirror.begin_namespace()
         self._namespace = namespace
         for each in self._all():
-            each.known, each.server, each.epoch, each.cursor = None, _NOBODY, 0, 0
-            each.comparing, each.version, each.compare_at = None, -1, 0.0
-            each.has_answered = False
-            if each.link is not None:
-                self._ask(each)  # its parked question is of the one before
-
-    def _refresh(self, whole: Future[bool]) -> None:
-        left = 0
-
-        def end(_: Future[bool] | None = None) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                keep(whole, True)
-
-        left = 1
-        for each in self._all():
-            if each.link is not None and each.aside_until <= self._clock():
-                part = self._promises.make()
-                left += 1
-                part.add_done_callback(end)
-                self._ask(each)
-                each.waiting.append((each.num_answers + len(each.asked), part))
-                self._ask(each)  # which has the one before answered at once
-        end()
+            had_link = each.link is not None
+            self._end_link(each)  # over which it is asked about the one before
+            self._forget(each)
+            each.version, each.compare_at = -1, 0.0
+            if had_link:
+                self._connect(each, self._clock())
 
     def _set_aside(self, each: _Followed) -> None:
         self._end_link(each)
-        each.aside_until = self._clock() + _ASIDE_S
-        each.known, each.trouble = None, ""
+        each.aside_until, each.trouble = self._clock() + _ASIDE_S, ""
+        self._forget(each)
 
     def _lose(self, each: _Followed, why: str) -> None:
         """End a connection. What the server holds is known for a while longer, should it be back,
@@ -533,9 +393,6 @@ class Follower:
             link.close()
             self._loop.remove_socket(link.monitor)
             self._loop.remove_socket(link.socket)
-        for _, future in each.waiting:
-            keep(future, True)  # there is nobody to ask
-        each.waiting.clear()
 
     def _end(self, each: _Followed) -> None:
         del self._followed[each.address]
@@ -550,8 +407,11 @@ class Follower:
     def _drop(self, each: _Followed) -> None:
         if each.known is not None:
             self._mirror.drop(each.known)
-            each.known = None
-            each.server, each.epoch, each.cursor, each.told = _NOBODY, 0, 0, _UNTOLD
+        self._forget(each)
+
+    def _forget(self, each: _Followed) -> None:
+        each.known, each.server = None, _NOBODY
+        each.position.forget()
 
     def _fail(self, each: _Followed, why: str) -> None:
         self.num_failures += 1
@@ -565,17 +425,3 @@ class Follower:
     def _recover(self, each: _Followed) -> None:
         each.trouble = ""
         self._log.settle(each.address)
-
-
-def changed_pages(message: Changes, payload: list[memoryview]) -> tuple[Fingerprints, ...]:
-    """Return the fingerprints that came and went. Raises ``TransferError`` for a breach."""
-    data = b"".join(payload)
-    if len(data) != 8 * (message.num_added + message.num_removed):
-        raise TransferError(
-            f"a page server sent {len(data)} bytes for {message.num_added} pages that came and "
-            f"{message.num_removed} that went."
-        )
-    if message.end is not None and not (message.start or 0) <= message.end < 1 << 64:
-        raise TransferError("a page server sent a piece that ends before it begins.")
-    pages = np.frombuffer(data, "<u8")
-    return pages[: message.num_added], pages[message.num_added :]

@@ -53,7 +53,6 @@ class Holdings:
         self._lock = threading.Lock()
         self._version = 0
         self._pages = _NONE
-        self.num_told = 0  # fingerprints, snapshots included
         self.begin()
 
     def begin(self) -> None:
@@ -103,10 +102,7 @@ class Holdings:
                 cursor is None and not self.sequence - len(self._log) <= sequence <= self.sequence
             ):
                 cursor = 0
-            part = self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
-            if part is not None:
-                self.num_told += len(part.added) + len(part.removed)
-            return part
+            return self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
 
     def _piece(self, start: int, begun_at: int) -> Part:
         pages = self._pages

@@ -140,16 +140,16 @@ class Membership:
 
     def __init__(
         self,
-        url: str,
+        url: IndexUrl,
         *,
         namespace: Callable[[], bytes],
         server: str,
         host: str,
         port: int,
-        timeout_s: float,
+        timeout_s: float = 3.0,
         expiry_s: float,
     ) -> None:
-        self._url = parse_index_url(url)
+        self._url = url
         self._namespace = namespace
         self._server = server
         self._host = host

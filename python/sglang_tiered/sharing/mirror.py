@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.sharing.replica_choice import choose_slots
-from sglang_tiered.sharing.table import WORD_BITS, PageTable
+from sglang_tiered.sharing.table import WORD_BITS, PageTable, choose_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +86,7 @@ class Mirror:
         clock: Callable[[], float],
     ) -> None:
         self.lock = threading.Lock()
-        self._max_pages = max_pages
+        self.max_pages = max_pages
         self._max_peers = max_peers
         self._salt = salt
         self._digest = digest
@@ -237,7 +236,7 @@ class Mirror:
             return False
         loading = [k for k in self._peers.values() if not (k.is_loaded or k.is_cut or k is known)]
         wanted = self._num_held + sum(max(k.num_cut - k.num_pages, 0) for k in loading)
-        return wanted + known.num_cut * known.is_cut < _ROOM * self._max_pages
+        return wanted + known.num_cut * known.is_cut < _ROOM * self.max_pages
 
     def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> bool:
         """Note that a server holds pages. Of one that is loaded a few that do not fit are left out;
@@ -250,7 +249,7 @@ class Mirror:
         """Find nothing at a server that has about so many pages: a conversation is found up to its
         first page that is not known, so most pages of a server are worth little."""
         self.unload(known)  # which is by pieces
-        known.is_cut, known.num_cut = True, min(num_pages, 4 * self._max_pages)
+        known.is_cut, known.num_cut = True, min(num_pages, 4 * self.max_pages)
 
     def note_cut(self, known: MirroredPeer, num_pages: int) -> None:
         """Note how the pages of a server that is cut became more, or less."""
@@ -273,7 +272,7 @@ class Mirror:
             table = self._table
             rows = table.find(pages)
             unheld = np.flatnonzero(~table.holders(rows).any(axis=0))
-            cut = unheld[max(self._max_pages - self._num_held, 0) :]
+            cut = unheld[max(self.max_pages - self._num_held, 0) :]
             if len(cut):
                 num_cut = known.num_cut + len(cut)
                 if not known.is_loaded or num_cut * _MANY > known.num_pages:
@@ -292,7 +291,7 @@ class Mirror:
         with self.lock:
             self._lacking = []
             table, num_held = self._table, self._num_held
-        wanted = min(num_held + max(num_held // 2, 1 << 13), self._max_pages) + num_new
+        wanted = min(num_held + max(num_held // 2, 1 << 13), self.max_pages) + num_new
         num_words = max(-(-len(self._slots) // WORD_BITS), table.num_words)
         copy = table.copied(wanted, num_words)
         with self.lock:
@@ -334,7 +333,7 @@ class Mirror:
     def check_integrity(self) -> None:
         with self.lock:
             self._table.check_integrity(self._num_held)
-            assert self._num_held <= self._max_pages, f"{self._num_held} pages mirrored"
+            assert self._num_held <= self.max_pages, f"{self._num_held} pages mirrored"
             for slot, known in enumerate(self._slots):
                 counted = 0 if known is None else known.num_pages
                 bits = (

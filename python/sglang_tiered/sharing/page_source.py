@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,20 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.region.engine import RegionEngine
+    from sglang_tiered.storage.region.view import StoredPage
 
 __all__ = ["BufferPool", "PageSource"]
 
 _SMALLEST_BYTES = 64 << 10
-
-
-class _Stored(Protocol):
-    """What a store knows of a page."""
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def checksum(self) -> int: ...
 
 
 class BufferPool:
@@ -127,7 +118,7 @@ class PageSource:
         submit: Callable[[Run], Job],
         *,
         max_free_bytes: int,
-        find: Callable[[Sequence[bytes]], Sequence[_Stored | None]] | None = None,
+        find: Callable[[Sequence[bytes]], Sequence[StoredPage | None]] | None = None,
         generation: Callable[[], int] | None = None,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:

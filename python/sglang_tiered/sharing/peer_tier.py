@@ -106,11 +106,7 @@ class PeerTier(TierEngine):
         keys = None
         if settings.keys_directory is not None:
             keys = load_keys(Path(settings.keys_directory), PEER)
-        pages = PageSettings(
-            connect_timeout_s=settings.connect_timeout_s,
-            window_bytes=settings.window_bytes,
-            max_serving_bytes=settings.max_serving_bytes,
-        )
+        pages = PageSettings(connect_timeout_s=1.0)
         self._region = region
         self._host = settings.listen_host
         self._namespace = namespace
@@ -128,7 +124,7 @@ class PeerTier(TierEngine):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
         try:
             self._server = PageServer(
-                PageSource.of_region(region, max_free_bytes=settings.max_serving_bytes // 2),
+                PageSource.of_region(region, max_free_bytes=pages.max_serving_bytes // 2),
                 namespace=namespace,
                 host=settings.listen_host,
                 port=settings.listen_port,
@@ -152,18 +148,17 @@ class PeerTier(TierEngine):
         )
 
     def _join(self, settings: PeerSettings) -> Membership | None:
-        if settings.index_url is None:
+        if settings.index is None:
             return None
         # Imported late: without a Redis its client is not needed.
         from sglang_tiered.sharing.membership import Membership
 
         return Membership(
-            settings.index_url,
+            settings.index,
             namespace=lambda: self._sync.namespace,
             server=self.server,
             host=settings.listen_host,
             port=self._server.port,
-            timeout_s=settings.index_timeout_s,
             expiry_s=settings.expiry_s,
         )
 
@@ -265,11 +260,6 @@ class PeerTier(TierEngine):
         self._server.set_namespace(namespace)
         self._namespace = namespace
 
-    def refresh(self, timeout_s: float) -> bool:
-        """Look what this server has to tell, and hear what others have to. Returns whether both
-        succeeded."""
-        return not self._closed and self._sync.refresh(timeout_s)
-
     def close(self) -> None:
         """End every job, leave the others, stop serving. Idempotent."""
         with self._lock:
@@ -287,5 +277,4 @@ class PeerTier(TierEngine):
         num_inflight = self._loader.num_inflight
         assert not num_inflight, f"{num_inflight} loads under way"
         self._client.check_integrity()
-        self._server.check_integrity()
         self._sync.check_integrity()

@@ -20,7 +20,7 @@ from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages.messages import ID_BYTES
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import all_true, ended, is_true, keep
+from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,9 +68,7 @@ class PeerSync:
         self.server = secrets.token_bytes(ID_BYTES)
         self.namespace = namespace
         self._num_namespaces = 0
-        self.book = ErasureBook(
-            namespace, retention_s=settings.retention_s, notes=notes, clock=clock
-        )
+        self.book = ErasureBook(namespace, notes=notes, clock=clock)
         self.mirror = Mirror(
             settings.max_pages,
             settings.max_peers,
@@ -85,7 +83,6 @@ class PeerSync:
         self._wakes = threading.Condition()
         self._told: dict[bytes, Erased] = {}  # to be applied
         self._is_awaited = self._is_closed = False
-        self._looked: list[Future[bool]] = []
         self._thread = threading.Thread(target=self._run, name="tier-peer-keeper", daemon=True)
 
     def start(
@@ -105,7 +102,6 @@ class PeerSync:
             server=self.server,
             settings=pages,
             silence_s=settings.expiry_s,
-            max_pages=settings.max_pages,
             keys=keys,
             heard=self.taught,
             server_side=server,
@@ -182,18 +178,6 @@ class PeerSync:
             self.holdings.begin()
         self._wake()
 
-    def refresh(self, timeout_s: float) -> bool:
-        """Look at once what there is to tell, and what others have to. Blocks."""
-        deadline = self._clock() + timeout_s
-        looked = self.book.promise()
-        with self._wakes:
-            self._looked.append(looked)
-        self._wake()
-        found = all_true([looked, self.discovery.look()])
-        if not is_true(found, timeout_s):
-            return False
-        return is_true(self.follower.refresh(), max(0.0, deadline - self._clock()))
-
     def close(self) -> None:
         with self._wakes:
             if self._is_closed:
@@ -224,7 +208,6 @@ class PeerSync:
                 if self._is_closed:
                     break
                 told, self._told = list(self._told.values()), {}
-                looked, self._looked = self._looked, []
                 self._is_awaited = False
                 moment = self._num_namespaces
             begun = time.thread_time()
@@ -240,8 +223,6 @@ class PeerSync:
                 self._log.fault("keeper", "internal error in what others are told; it goes on")
             else:
                 self._log.settle("keeper")
-            for future in looked:
-                keep(future, True)
             pause_s = max(self._settings.publish_s, _IDLE_PART * (time.thread_time() - begun))
             self.follower.settle()
 

@@ -1,4 +1,5 @@
-"""Maps a fingerprint to the peers that hold that page, as a bit for each peer. No I/O.
+"""Maps a fingerprint to the peers that hold that page, as a bit for each peer, and chooses one of
+them. No I/O.
 
 A hash table of buckets of eight places, filled from the left; a full bucket overflows to the next
 one. The hash multiplies by a random number, so an attacker cannot fill one bucket. Every method
@@ -11,6 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     Fingerprints = npt.NDArray[np.uint64]
     Rows = npt.NDArray[np.int64]
 
-__all__ = ["WORD_BITS", "PageTable"]
+__all__ = ["WORD_BITS", "PageTable", "choose_slots"]
 
 WORD_BITS = 64
 _WIDTH = 8  # places in a bucket: one cache line
 _MAX_FILL = 0.5  # then a page in twenty needs a second bucket
 _MIN_BUCKETS = 1 << 7
 _PIECE = 1 << 14  # places for one call of numpy, which may hold the GIL
+_MAX_RUNS = 16  # pages after these runs go to any holder
 
 
 class PageTable:
@@ -157,3 +160,49 @@ class PageTable:
         assert not self._holders[:, -1].any(), "row -1 has a holder"
         assert int(bits.sum()) == num_held, f"{int(bits.sum())} pages held, counted {num_held}"
         assert not bits[flat == 0].any(), "an empty place has a holder"
+
+
+def choose_slots(
+    bits: npt.NDArray[np.uint64], pages: Fingerprints, salt: int
+) -> npt.NDArray[np.int64]:
+    """The slot to ask for each page, -1 for a page without a holder. ``bits`` are ``[words,
+    pages]``.
+
+    Each run goes to one of the peers that hold its longest leading span. A hash of ``salt`` and its
+    first page chooses among them, so that servers spread over the holders.
+    """
+    slots = np.full(len(pages), -1, np.int64)
+    left = np.flatnonzero(bits[0] if len(bits) == 1 else bits.any(axis=0))
+    for _ in range(_MAX_RUNS):
+        if not left.size:
+            return slots
+        start = int(left[0])
+        common = np.bitwise_and.accumulate(bits[:, start:], axis=1)
+        length = int(np.count_nonzero(common.any(axis=0)))  # no bit comes back in ``common``
+        slots[start : start + length] = _pick(common[:, length - 1], int(pages[start]), salt)
+        left = left[np.searchsorted(left, start + length) :]
+    slots[left] = _lowest(bits[:, left])
+    return slots
+
+
+def _pick(words: npt.NDArray[np.uint64], page: int, salt: int) -> int:
+    holders = [
+        index * WORD_BITS + bit
+        for index, word in enumerate(words.tolist())
+        if word
+        for bit in range(WORD_BITS)
+        if word >> bit & 1
+    ]
+    if len(holders) == 1:
+        return holders[0]
+    return holders[xxhash.xxh3_64_intdigest(page.to_bytes(8, "little"), salt) % len(holders)]
+
+
+def _lowest(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The lowest bit of each column. No column may be empty."""
+    word = (bits != 0).argmax(axis=0)
+    values = bits[word, np.arange(bits.shape[1])]
+    lowest = values & (~values + np.uint64(1))
+    places: npt.NDArray[np.int64] = np.log2(lowest.astype(np.float64)).astype(np.int64)
+    slots: npt.NDArray[np.int64] = word * WORD_BITS + places
+    return slots

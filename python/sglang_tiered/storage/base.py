@@ -446,10 +446,6 @@ class TierEngine(ABC):
         refuses, the time runs out or the tier is closed. Blocks."""
         return self.health is not Health.FAILED
 
-    def refresh(self, timeout_s: float) -> bool:
-        """Return whether what other servers changed was looked for within that time. Blocks."""
-        return self.health is not Health.FAILED
-
     # ---- Erasing ----
 
     @abstractmethod

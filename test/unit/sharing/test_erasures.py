@@ -189,7 +189,7 @@ def test_an_erasure_that_is_not_done_says_so(shelf: Shelf, end: str) -> None:
     done, _ = book.begin(Erasure(), local)
     if end == "refused":
         keep(local, False)
-        book.settle(None)
+        book.save()
     elif end == "namespace":
         book.change_namespace(OTHER)
     else:

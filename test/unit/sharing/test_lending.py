@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.sharing.borrowing import BorrowedEngine
 from sglang_tiered.sharing.lending import PageLender
@@ -25,117 +25,23 @@ if TYPE_CHECKING:
 
 
 REGION = 4 << 20
+OK, MISS = Reason.OK, Reason.MISS
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator[RegionEngine]:
-    # Deeper than the address of a socket may be long.
-    shard = tmp_path / ("deep" * 30) / "shard"
-    engine = RegionEngine(
-        shard, namespace=NAMESPACE, capacity_bytes=4 * REGION, region_bytes=REGION
-    )
-    yield engine
-    engine.close()
+class World:
+    """A store, whose loads may be held, its lender, and a borrower."""
 
-
-@pytest.fixture
-def lending(owner: RegionEngine) -> Iterator[PageLender]:
-    lends = PageLender(owner.directory, owner.submit_load)
-    lends.claim = b"model"
-    yield lends
-    lends.close()
-
-
-@pytest.fixture
-def borrower(owner: RegionEngine) -> Iterator[BorrowedEngine]:
-    engine = BorrowedEngine()
-    engine.open(owner.directory)
-    engine.claim = b"model"
-    yield engine
-    engine.close()
-    engine.check_integrity()
-
-
-def store(engine: RegionEngine, run: Run) -> None:
-    assert set(finished(engine.submit_store(run))) == {Reason.OK}
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 9_000, 4 << 20])
-def test_another_process_loads_in_pieces_of_any_size(
-    owner: RegionEngine,
-    lending: PageLender,
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    page_data: PageData,
-    piece_bytes: int,
-) -> None:
-    client: Any = borrower._lender[1]
-    client._settings = dataclasses.replace(client._settings, request_bytes=piece_bytes)
-    stored, missing = make_run(1, [100, (4096, 50), 9000, (1,) * 600]), make_run(2, [100])
-    store(owner, stored)
-    keys, pages = stored.keys, stored.pages
-    run = Run((*keys[:2], *missing.keys, *keys[2:]), (*pages[:2], *missing.pages, *pages[2:]))
-    for _ in range(2):  # over one connection
-        target = blank(run)
-        ok, miss = Reason.OK, Reason.MISS
-        assert finished(borrower.submit_load(target)) == [ok, ok, miss, ok, ok]
-        data = page_data(target)
-        assert data[:2] + data[3:] == page_data(stored)
-        assert data[2] == b"\xa5" * 100
-    assert owner.stats().num_pages_loaded == 8, "which counts them, for all ranks together"
-
-
-def test_a_borrower_holds_every_key_and_stores_nothing(
-    owner: RegionEngine, lending: PageLender, borrower: BorrowedEngine, make_run: MakeRun
-) -> None:
-    run = make_run(1, [100, 200])
-    assert borrower.lookup(run.keys) == (2, Stop.END)
-    assert borrower.contains(run.keys) == [True, True]
-    assert finished(borrower.submit_store(run)) == [Reason.DUPLICATE] * 2
-    assert owner.lookup(run.keys) == (0, Stop.MISS)
-    assert owner.stats().bytes_written == 0
-
-
-def test_a_page_the_lender_lost_is_a_miss(
-    owner: RegionEngine,
-    lending: PageLender,
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
-) -> None:
-    run = make_run(1, [100])
-    store(owner, run)
-    assert is_true(owner.erase(Erasure()), TIMEOUT_S)
-    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
-
-
-@pytest.mark.parametrize("claim", [None, b"another model"])
-def test_pages_of_another_claim_are_not_given(
-    owner: RegionEngine,
-    lending: PageLender,
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    claim: bytes | None,
-) -> None:
-    run = make_run(1, [100])
-    store(owner, run)
-    lending.claim = claim
-    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
-    borrower.claim, lending.claim = claim, b"model"
-    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
-    assert borrower.lookup(run.keys).num_hits == (0 if claim is None else 1)
-    borrower.claim = b"model"
-    assert finished(borrower.submit_load(blank(run))) == [Reason.OK]
-
-
-class HeldEngine:
-    """Loads that end when they are told to."""
-
-    def __init__(self, engine: RegionEngine) -> None:
-        self._engine = engine
+    def __init__(self, directory: Path) -> None:
+        # Deeper than the address of a socket may be long.
+        self.shard = directory / ("deep" * 30) / "shard"
+        self.owner = RegionEngine(
+            self.shard, namespace=NAMESPACE, capacity_bytes=4 * REGION, region_bytes=REGION
+        )
         self.begun, self.let_go = threading.Event(), threading.Event()
+        self.let_go.set()
+        self.generation = 0
+        self.borrowers: list[BorrowedEngine] = []
+        self.borrower = self.borrow()
 
     def submit(self, run: Run) -> Job:
         job = Job(JobKind.LOAD, run)
@@ -145,217 +51,219 @@ class HeldEngine:
     def _load(self, job: Job) -> None:
         self.begun.set()
         assert self.let_go.wait(TIMEOUT_S)
-        job.reasons = finished(self._engine.submit_load(job.run))
+        job.reasons = finished(self.owner.submit_load(job.run))
         job.finish()
+
+    def lend(self) -> PageLender:
+        lender = PageLender(self.shard, self.submit, lambda: self.generation)
+        lender.claim = b"model"
+        return lender
+
+    def borrow(self, **options: Any) -> BorrowedEngine:
+        borrower = BorrowedEngine(**options)
+        borrower.open(self.shard)
+        borrower.claim = b"model"
+        self.borrowers.append(borrower)
+        return borrower
+
+    def stored(self, seed: int, *sizes: int | tuple[int, ...]) -> Run:
+        run = make_run(seed, sizes or [100])
+        assert set(finished(self.owner.submit_store(run))) == {OK}
+        return run
+
+    def ask(self, run: Run) -> Job:
+        return self.borrower.submit_load(blank(run))
+
+    def ask_held(self, run: Run) -> Job:
+        """Ask for pages whose read does not end before ``let_go``."""
+        self.let_go.clear()
+        job = self.ask(run)
+        assert self.begun.wait(TIMEOUT_S)
+        return job
 
 
 @pytest.fixture
-def held(owner: RegionEngine) -> Iterator[tuple[HeldEngine, PageLender]]:
-    engine = HeldEngine(owner)
-    lends = PageLender(owner.directory, engine.submit)
-    lends.claim = b"model"
-    yield engine, lends
-    engine.let_go.set()
-    lends.close()
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.let_go.set()
+    for borrower in made.borrowers:
+        borrower.close()
+        borrower.check_integrity()
+    made.owner.close()
 
 
-def test_pages_read_while_the_claim_changes_are_withheld(
-    owner: RegionEngine,
-    held: tuple[HeldEngine, PageLender],
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
+@pytest.fixture
+def lender(world: World) -> Iterator[PageLender]:
+    made = world.lend()
+    yield made
+    world.let_go.set()
+    made.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 9_000, 4 << 20])
+def test_another_process_loads_in_pieces_of_any_size(
+    world: World, lender: PageLender, piece_bytes: int
 ) -> None:
-    engine, lends = held
-    run = make_run(1, [100])
-    store(owner, run)
-    job = borrower.submit_load(blank(run))
-    assert engine.begun.wait(TIMEOUT_S)
-    lends.claim = b"after an update"
-    engine.let_go.set()
-    assert finished(job) == [Reason.MISS]
+    client: Any = world.borrower._lender[1]  # type: ignore[index]
+    client._settings = dataclasses.replace(client._settings, request_bytes=piece_bytes)
+    stored, missing = world.stored(1, 100, (4096, 50), 9000, (1,) * 600), make_run(2, [100])
+    keys, pages = stored.keys, stored.pages
+    run = Run((*keys[:2], *missing.keys, *keys[2:]), (*pages[:2], *missing.pages, *pages[2:]))
+    for _ in range(2):  # over one connection
+        job = world.ask(run)
+        assert finished(job) == [OK, OK, MISS, OK, OK]
+        data = page_data(job.run)
+        assert data[:2] + data[3:] == page_data(stored)
+        assert data[2] == b"\xa5" * 100
+    assert world.owner.stats().num_pages_loaded == 8, "which counts them, for all ranks together"
 
 
-def test_a_page_purged_on_its_way_is_cancelled(
-    owner: RegionEngine,
-    held: tuple[HeldEngine, PageLender],
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
+def test_a_borrower_holds_every_key_and_stores_nothing(world: World, lender: PageLender) -> None:
+    run, borrower = make_run(1, [100, 200]), world.borrower
+    assert borrower.lookup(run.keys) == (2, Stop.END)
+    assert borrower.contains(run.keys) == [True, True]
+    assert finished(borrower.submit_store(run)) == [Reason.DUPLICATE] * 2
+    assert world.owner.lookup(run.keys) == (0, Stop.MISS)
+    assert world.owner.stats().bytes_written == 0
+
+
+@pytest.mark.parametrize("claim", [None, b"another model"])
+def test_pages_of_another_claim_are_not_given(
+    world: World, lender: PageLender, claim: bytes | None
 ) -> None:
-    engine, _ = held
-    run = make_run(1, [100])
-    store(owner, run)
-    job = borrower.submit_load(blank(run))
-    assert engine.begun.wait(TIMEOUT_S)
-    purge = borrower.erase(Erasure())
-    assert purge.done() and purge.result()
-    engine.let_go.set()
+    run, borrower = world.stored(1), world.borrower
+    lender.claim = claim
+    assert finished(world.ask(run)) == [MISS]
+    borrower.claim, lender.claim = claim, b"model"
+    assert finished(world.ask(run)) == [MISS]
+    assert borrower.lookup(run.keys).num_hits == (0 if claim is None else 1)
+    borrower.claim = b"model"
+    assert finished(world.ask(run)) == [OK]
+    assert is_true(world.owner.erase(Erasure()), TIMEOUT_S)
+    assert finished(world.ask(run)) == [MISS], "the lender lost it"
+
+
+def test_pages_read_while_the_claim_changes_are_withheld(world: World, lender: PageLender) -> None:
+    job = world.ask_held(world.stored(1))
+    lender.claim = b"after an update"
+    world.let_go.set()
+    assert finished(job) == [MISS]
+
+
+def test_a_page_purged_on_its_way_is_cancelled(world: World, lender: PageLender) -> None:
+    job = world.ask_held(world.stored(1))
+    assert world.borrower.erase(Erasure()).result(0)
+    world.let_go.set()
     assert finished(job) == [Reason.CANCELLED]
 
 
-def test_a_closing_borrower_awaits_no_disk(
-    held: tuple[HeldEngine, PageLender], borrower: BorrowedEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    engine, _ = held
-    job = borrower.submit_load(blank(make_run(1, [100])))
-    assert engine.begun.wait(TIMEOUT_S)
-    borrower.close()
-    assert finished(job) == [Reason.MISS]
-    assert finished(borrower.submit_load(blank(make_run(1, [100])))) == [Reason.CANCELLED]
+def test_a_closing_borrower_awaits_no_disk(world: World, lender: PageLender) -> None:
+    job = world.ask_held(make_run(1, [100]))
+    world.borrower.close()
+    assert finished(job) == [MISS]
+    assert finished(world.ask(make_run(1, [100]))) == [Reason.CANCELLED]
 
 
-def test_a_dead_lender_is_misses_until_the_next(
-    owner: RegionEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_a_dead_lender_is_misses_until_the_next(world: World) -> None:
     """Its process is killed in the middle of an answer, and the socket stays behind."""
     now = 100.0
-    borrower = BorrowedEngine(clock=lambda: now)
-    borrower.open(owner.directory)
-    borrower.claim = b"model"
-    run = make_run(1, [100])
-    store(owner, run)
+    world.borrower = borrower = world.borrow(clock=lambda: now)
+    run = world.stored(1)
+    world.let_go.clear()
+    lends, told = os.pipe()
     process = os.fork()
-    if process == 0:  # listens, and is killed with the question unanswered
-        held = HeldEngine(owner)
-        first = PageLender(owner.directory, held.submit)
-        first.claim = b"model"
-        held.begun.wait(TIMEOUT_S)
+    if process == 0:  # is killed with the question unanswered
+        _ = world.lend()
+        os.write(told, b"!")  # asked before, it would not have the claim yet
+        world.begun.wait(TIMEOUT_S)
         os.kill(os.getpid(), signal.SIGKILL)
-    eventually((owner.directory / LENDING_NAME).exists)
-    assert finished(borrower.submit_load(blank(run))) == [Reason.MISS]
+    os.read(lends, 1)
+    assert finished(world.ask(run)) == [MISS]
     os.waitpid(process, 0)
-    assert (owner.directory / LENDING_NAME).exists()
+    assert (world.shard / LENDING_NAME).exists()
     assert borrower.stats().health is Health.MISS_ONLY
     assert borrower.lookup(run.keys) == (0, Stop.UNHEALTHY)
 
-    lends = PageLender(owner.directory, owner.submit_load)
-    lends.claim = b"model"
+    world.let_go.set()
+    lender = world.lend()
     now += 1.0
     assert borrower.lookup(run.keys) == (1, Stop.END)
-    assert finished(borrower.submit_load(blank(run))) == [Reason.OK]
-    lends.close()
-    borrower.close()
+    assert finished(world.ask(run)) == [OK]
+    lender.close()
 
 
-def test_only_the_servers_user_can_ask(lending: PageLender, owner: RegionEngine) -> None:
-    assert (owner.directory / "LENDING").stat().st_mode & 0o777 == 0o600
-    lending.close()
-    assert not (owner.directory / "LENDING").exists()
-
-
-def test_closing_leaves_the_socket_of_others(owner: RegionEngine) -> None:
-    """The shard was moved, and another server has one of the same name by now."""
-    lends = PageLender(owner.directory, owner.submit_load)
-    owner.directory.rename(owner.directory.parent / "moved")
-    owner.directory.mkdir()
-    others = PageLender(owner.directory, owner.submit_load)
-    lends.close()
-    assert (owner.directory / LENDING_NAME).exists()
+def test_the_socket_is_the_users_and_goes(world: World) -> None:
+    """That of another server stays, whose shard has by now the name of this one, which was
+    moved."""
+    lender, socket = world.lend(), world.shard / LENDING_NAME
+    assert socket.stat().st_mode & 0o777 == 0o600
+    world.shard.rename(world.shard.parent / "moved")
+    world.shard.mkdir()
+    others = world.lend()
+    lender.close()
+    assert socket.exists()
     others.close()
-    assert not (owner.directory / LENDING_NAME).exists()
+    assert not socket.exists()
 
 
 @pytest.mark.parametrize("lender_loads", [False, True])
 def test_one_read_serves_all_ranks_that_ask(
-    owner: RegionEngine,
-    held: tuple[HeldEngine, PageLender],
-    make_run: MakeRun,
-    blank: Blank,
-    page_data: PageData,
-    lender_loads: bool,
+    world: World, lender: PageLender, lender_loads: bool
 ) -> None:
     """The rank that lends among them."""
-    engine, lends = held
-    run = make_run(1, [5000, 100])
-    store(owner, run)
-    borrowers, jobs = [BorrowedEngine() for _ in range(3)], []
+    run, jobs = world.stored(1, 5000, 100), []
+    world.let_go.clear()
     if lender_loads:
-        jobs.append(lends.load(blank(run), engine.submit))
-    for one in borrowers:
-        one.open(owner.directory)
-        one.claim = b"model"
-        jobs.append(one.submit_load(blank(run)))
-    eventually(lambda: sum(r.num_readers for r in lends._source._reads.values()) == 3)
-    engine.let_go.set()
+        jobs.append(lender.load(blank(run), world.submit))
+    for borrower in (world.borrower, world.borrow(), world.borrow()):
+        jobs.append(borrower.submit_load(blank(run)))
+    eventually(lambda: sum(r.num_readers for r in lender._source._reads.values()) == 3)
+    world.let_go.set()
     for job in jobs:
-        assert finished(job) == [Reason.OK] * 2
+        assert finished(job) == [OK] * 2
         assert page_data(job.run) == page_data(run)
-    assert owner.stats().num_pages_loaded == 2
-    for one in borrowers:
-        one.close()
-    eventually(lambda: not lends._source._reads)
-    assert not lends._source._owns
+    assert world.owner.stats().num_pages_loaded == 2
+    eventually(lambda: not lender._source._reads)
+    assert not lender._source._owns
 
 
-def test_own_load_ends_whatever_its_lender_does(
-    owner: RegionEngine,
-    held: tuple[HeldEngine, PageLender],
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
-) -> None:
+def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender) -> None:
     """Of its pages one is missing, for whoever joined it, and it is closed meanwhile."""
-    engine, lends = held
-    run, gone = make_run(1, [100]), make_run(2, [100])
-    store(owner, run)
+    run, gone = world.stored(1), make_run(2, [100])
     both = Run(run.keys + gone.keys, run.pages + gone.pages)
-    own = lends.load(blank(both), engine.submit)
-    job = borrower.submit_load(blank(both))
-    eventually(lambda: bool(lends._source._reads))
-    late = lends.load(blank(run), engine.submit)
-    engine.let_go.set()
-    assert finished(own) == finished(job) == [Reason.OK, Reason.MISS]
-    assert finished(late) == [Reason.OK]
-    engine.let_go.clear()
-    own = lends.load(blank(both), engine.submit)
-    job = borrower.submit_load(blank(both))
-    eventually(lambda: bool(lends._source._reads))
-    lends.close()
-    engine.let_go.set()
-    assert finished(own) == [Reason.OK, Reason.MISS]
-    assert set(finished(job)) == {Reason.MISS}
+    for is_closed in (False, True):
+        world.let_go.clear()
+        own = lender.load(blank(both), world.submit)
+        job = world.ask(both)
+        eventually(lambda: bool(lender._source._reads))
+        late = lender.load(blank(run), world.submit)
+        if is_closed:
+            lender.close()
+        world.let_go.set()
+        assert finished(own) == [OK, MISS] and finished(late) == [OK]
+        assert finished(job) == [MISS if is_closed else OK, MISS]
+        eventually(lambda is_closed=is_closed: is_closed or not lender._source._reads)
 
 
-def test_load_that_cannot_begin_leaves_nobody_waiting(
-    held: tuple[HeldEngine, PageLender],
-    borrower: BorrowedEngine,
-    make_run: MakeRun,
-    blank: Blank,
-) -> None:
-    _, lends = held
-    run, joined = make_run(1, [100]), []
+def test_load_that_cannot_begin_leaves_nobody_waiting(world: World, lender: PageLender) -> None:
+    joined = []
 
     def refuses(wanted: Run) -> Job:
-        joined.append(borrower.submit_load(blank(wanted)))
-        eventually(lambda: bool(lends._source._reads))
+        joined.append(world.ask(wanted))
+        eventually(lambda: bool(lender._source._reads))
         raise RuntimeError("closed")
 
     with pytest.raises(RuntimeError, match="closed"):
-        lends.load(blank(run), refuses)
-    assert finished(joined[0]) == [Reason.MISS] and not lends._source._owns
+        lender.load(blank(make_run(1, [100])), refuses)
+    assert finished(joined[0]) == [MISS] and not lender._source._owns
 
 
-def test_who_asks_after_an_erasure_joins_no_read(
-    owner: RegionEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    generation = [0]
-    engine = HeldEngine(owner)
-    lends = PageLender(owner.directory, engine.submit, lambda: generation[0])
-    lends.claim = b"model"
-    run = make_run(1, [100])
-    store(owner, run)
-    borrowers = [BorrowedEngine() for _ in range(2)]
-    for one in borrowers:
-        one.open(owner.directory)
-        one.claim = b"model"
-    before = borrowers[0].submit_load(blank(run))
-    assert engine.begun.wait(TIMEOUT_S)
-    generation[0] += 1
-    after = borrowers[1].submit_load(blank(run))
-    eventually(lambda: len(lends._source._reads) == 2)
-    engine.let_go.set()
-    assert finished(before) == finished(after) == [Reason.OK]
-    for one in borrowers:
-        one.close()
-    lends.close()
+def test_who_asks_after_an_erasure_joins_no_read(world: World, lender: PageLender) -> None:
+    run = world.stored(1)
+    before = world.ask_held(run)
+    world.generation += 1
+    after = world.borrow().submit_load(blank(run))
+    eventually(lambda: len(lender._source._reads) == 2)
+    world.let_go.set()
+    assert finished(before) == finished(after) == [OK]

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.sharing.mirror import Mirror, MirroredPeer, Peer, distinct
+from sglang_tiered.sharing.mirror import Mirror, MirroredPeer, Peer
 
 if TYPE_CHECKING:
     import pytest
-
-NOTHING, SOMETHING = bytes(16), b"p" * 16
 
 
 def server(number: int) -> str:
@@ -23,16 +21,12 @@ def keys(*pages: int) -> list[bytes]:
 
 
 class World:
-    """A mirror, its clock and what this server has erased."""
+    """A mirror of servers that all have erased nothing."""
 
     def __init__(self, max_pages: int = 1000, max_peers: int = 4) -> None:
-        self.now = 100.0
-        self.digest = NOTHING
-        self.mirror = Mirror(
-            max_pages, max_peers, salt=7, digest=lambda: self.digest, clock=lambda: self.now
-        )
+        self.mirror = Mirror(max_pages, max_peers, salt=7, digest=bytes, clock=lambda: 0.0)
 
-    def see(self, *numbers: int, erased: bytes = NOTHING) -> None:
+    def see(self, *numbers: int) -> None:
         """Follow these servers, and no others."""
         for known in self.mirror._peers.copy().values():
             if int(known.peer.server, 16) not in numbers:
@@ -41,7 +35,7 @@ class World:
             peer = Peer(server(number), f"tcp://192.0.2.{number}:7000")
             known = self.mirror.join(peer) or self.mirror._peers.get(peer.server)
             if known is not None:
-                known.is_live, known.digest, known.agreed_with = True, erased, b""
+                known.is_live = True
         self.mirror.choose()
 
     def peer(self, number: int) -> MirroredPeer:
@@ -58,46 +52,6 @@ class World:
         """The number of the server that each page is found at."""
         self.mirror.check_integrity()
         return [peer and int(peer.server, 16) for peer in self.mirror.find(keys(*pages))]
-
-
-def test_a_snapshot_half_read_is_not_found() -> None:
-    world = World()
-    world.see(1)
-    world.mirror.add_pages(world.peer(1), np.array([10], np.uint64))
-    assert world.found(10) == [None]
-
-
-def test_a_lost_server_keeps_its_pages_a_while() -> None:
-    world = World()
-    world.see(1)
-    world.load(1, 10)
-    world.peer(1).is_live = False
-    world.mirror.choose()
-    assert world.found(10) == [None]
-    assert world.mirror.figures()[:3] == (0, 0, 1)
-    world.see(1)
-    assert world.found(10) == [1]
-
-
-def test_server_behind_on_erasures_is_not_used() -> None:
-    world = World()
-    world.see(1, 2)
-    world.load(1, 10)
-    world.load(2, 20)
-    world.digest = SOMETHING
-    world.mirror.choose()
-    assert world.found(10, 20) == [None, None]
-    world.peer(1).digest = SOMETHING
-    world.peer(2).agreed_with = SOMETHING
-    world.mirror.choose()
-    assert world.found(10, 20) == [1, 2]
-
-
-def test_nor_is_one_that_has_applied_more() -> None:
-    world = World()
-    world.see(1, erased=SOMETHING)
-    world.load(1, 10)
-    assert world.found(10) == [None]
 
 
 def test_no_more_pages_than_the_bound_are_kept() -> None:
@@ -197,8 +151,3 @@ def test_nothing_is_found_while_the_namespace_changes() -> None:
         world.see(1)
         world.load(1, 10)
         assert world.found(10) == [1 if is_last else None]
-
-
-def test_distinct_pages_are_sorted_and_without_zero() -> None:
-    assert distinct(np.array([5, 0, 3, 5, 0], np.uint64)).tolist() == [3, 5]
-    assert distinct(np.zeros(0, np.uint64)).tolist() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from page_peers import (
@@ -14,7 +14,6 @@ from page_peers import (
     make_pages,
     page_client,
     page_server,
-    strange_server,
 )
 
 from kit.waiting import eventually
@@ -24,7 +23,7 @@ from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.storage.base import Job, Reason, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.sharing.pages.client import PageClient
 
@@ -35,11 +34,12 @@ KEYS = list(PAGES)
 
 
 class Holders:
-    """Who holds what, as ``Mirror`` tells it: the first that is neither avoided nor lacks
-    the page."""
+    """Who holds what, as ``Mirror`` tells it: the first that is neither avoided nor lacks the page,
+    unless they are told of in vain."""
 
     def __init__(self, *peers: tuple[str, int]) -> None:
         self.peers = [Peer(name, f"tcp://{HOST}:{port}") for name, port in peers]
+        self.hears = True
         self.lacking: set[tuple[str, bytes]] = set()
         self.avoided: list[tuple[str, float]] = []
 
@@ -47,11 +47,10 @@ class Holders:
         return [self._find(key) for key in keys]
 
     def _find(self, key: bytes) -> Peer | None:
-        away = {name for name, _ in self.avoided}
-        for peer in self.peers:
-            if peer.server not in away and (peer.server, key) not in self.lacking:
-                return peer
-        return None
+        away = {name for name, _ in self.avoided} if self.hears else set()
+        lacking = self.lacking if self.hears else set()
+        held = (peer for peer in self.peers if (peer.server, key) not in lacking)
+        return next((peer for peer in held if peer.server not in away), None)
 
     def lacks(self, server: str, keys: Sequence[bytes]) -> None:
         self.lacking |= {(server, key) for key in keys}
@@ -76,14 +75,13 @@ def load(loader: PeerLoader, run: Run, deadline_s: float | None = DEADLINE_S) ->
     return job
 
 
-def is_right(run: Run, *positions: int) -> bool:
-    wanted = positions or range(run.num_pages)
-    return all(bytes(run.pages[i][0]) == PAGES[run.keys[i]] for i in wanted)
+def is_right(run: Run) -> bool:
+    return [bytes(page[0]) for page in run.pages] == [PAGES[key] for key in run.keys]
 
 
 @pytest.fixture
 def liar() -> Iterator[StrangeServer]:
-    with strange_server() as server:
+    with StrangeServer() as server:
         yield server
 
 
@@ -92,35 +90,47 @@ def test_each_page_comes_from_its_holder() -> None:
     with page_server(left) as (a, _), page_server(right) as (b, _), page_client() as client:
         holders = Holders(("a", a.port), ("b", b.port))
         holders.lacking = {("a", key) for key in right}
-        run = run_of(PAGES)
-        job = load(loader(holders, client), run)
-        assert job.reasons == [Reason.OK] * 4
-        assert is_right(run)
-        assert not holders.avoided
+        run, loads = run_of(PAGES), loader(holders, client)
+        assert load(loads, run).reasons == [Reason.OK] * 4 and is_right(run)
+        assert not holders.avoided and not loads.num_recovered
 
 
-def test_second_holder_is_asked_for_missing_pages() -> None:
-    with (
-        page_server({KEYS[0]: PAGES[KEYS[0]]}) as (a, _),
-        page_server(PAGES) as (b, _),
-        page_client() as client,
-    ):
-        holders = Holders(("a", a.port), ("b", b.port))
-        loads = loader(holders, client)
-        run = run_of(PAGES)
-        assert load(loads, run).reasons == [Reason.OK] * 4
-        assert is_right(run)
-        assert holders.lacking == {("a", key) for key in KEYS[1:]}
-        assert loads.num_recovered == 3
+def damaged(liar: StrangeServer, asked: messages.Fetch) -> None:
+    liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
 
 
-def test_refusing_holder_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the mirror finds it again at once."""
-    with page_server({}) as (server, _), page_client() as client:
-        holders = Holders(("a", server.port))
-        monkeypatch.setattr(holders, "lacks", lambda peer, keys: None)
-        assert load(loader(holders, client), run_of(PAGES)).reasons == [Reason.MISS] * 4
-        assert server.stats.num_requests == 1
+ANSWERS: dict[str, tuple[Callable[[StrangeServer, Any], None], Reason, float | None]] = {
+    "missing": (
+        lambda liar, asked: liar.say(messages.Found(asked.number, [None] * 4)),
+        Reason.MISS,
+        None,
+    ),
+    "damaged": (damaged, Reason.CORRUPT, None),
+    "busy": (lambda liar, asked: liar.say(messages.Busy(asked.number)), Reason.MISS, 0.2),
+    "garbage": (lambda liar, _: liar.send(b"garbage"), Reason.IO_ERROR, 0.5),
+}
+
+
+@pytest.mark.parametrize("has_second", [True, False])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_another_holder_is_asked_for_what_failed(
+    liar: StrangeServer, answer: str, has_second: bool
+) -> None:
+    """Not the same again, even where the mirror finds it at once."""
+    say, reason, avoided_s = ANSWERS[answer]
+    with page_server(PAGES) as (other, _), page_client() as client:
+        peers = [("liar", liar.port), ("other", other.port)]
+        holders = Holders(*peers[: 1 + has_second])
+        holders.hears = has_second
+        run, loads = run_of(PAGES), loader(holders, client)
+        job = loads.submit(run, NAMESPACE, deadline_s=None)
+        say(liar, liar.hear())
+        assert job.wait(DEADLINE_S)
+        assert job.reasons == [Reason.OK if has_second else reason] * 4
+        assert is_right(run) or not has_second
+        assert loads.num_recovered == 4 * has_second
+        assert holders.avoided == ([] if avoided_s is None else [("liar", avoided_s)])
+        assert holders.lacking == ({("liar", key) for key in KEYS} if avoided_s is None else set())
 
 
 def test_a_third_holder_is_not_asked() -> None:
@@ -136,43 +146,8 @@ def test_a_third_holder_is_not_asked() -> None:
         assert c.stats.num_requests == 0
 
 
-def test_damaged_page_is_fetched_from_another_holder(liar: StrangeServer) -> None:
-    with page_server(PAGES) as (honest, _), page_client() as client:
-        holders = Holders(("liar", liar.port), ("honest", honest.port))
-        run = run_of(PAGES)
-        job = loader(holders, client).submit(run, NAMESPACE, deadline_s=None)
-        asked = liar.hear()
-        liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
-        assert job.wait(DEADLINE_S)
-        assert job.reasons == [Reason.OK] * 4
-        assert is_right(run)
-
-
-def test_damaged_page_without_other_holder_is_corrupt(liar: StrangeServer) -> None:
-    with page_client() as client:
-        holders = Holders(("liar", liar.port))
-        job = loader(holders, client).submit(run_of(PAGES), NAMESPACE, deadline_s=None)
-        asked = liar.hear()
-        liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
-        assert job.wait(DEADLINE_S)
-        assert job.reasons == [Reason.CORRUPT] * 4
-        assert holders.lacking == {("liar", key) for key in KEYS}
-
-
-def test_busy_holder_is_avoided_briefly(liar: StrangeServer) -> None:
-    with page_server(PAGES) as (other, _), page_client() as client:
-        holders = Holders(("busy", liar.port), ("other", other.port))
-        job = loader(holders, client).submit(run_of(PAGES), NAMESPACE, deadline_s=None)
-        liar.say(messages.Busy(liar.hear().number))
-        assert job.wait(DEADLINE_S)
-        assert job.reasons == [Reason.OK] * 4
-        ((name, seconds),) = holders.avoided
-        assert name == "busy"
-        assert seconds < 1.0
-
-
 def test_lost_holder_is_avoided_with_growing_pauses() -> None:
-    with strange_server() as gone:
+    with StrangeServer() as gone:
         port = gone.port
     with page_client() as client:
         holders = Holders(("gone", port))

@@ -280,11 +280,16 @@ def peer_settings(
     from sglang_tiered.sharing.addresses import parse_targets
     from sglang_tiered.sharing.settings import PeerSettings
 
+    index = None
+    if config.url is not None:  # an extra
+        from sglang_tiered.sharing.index_url import parse_index_url
+
+        index = parse_index_url(config.url)
     last = max(num_ranks, rank + 1)
     return PeerSettings(
         peers=() if config.servers is None else parse_targets(config.servers),
         ports=tuple(range(rank % tp_size, last, tp_size)),
-        index_url=config.url,
+        index=index,
         listen_host=config.host,
         listen_port=0 if config.port is None else config.port + rank,
         keys_directory=config.keys_directory,

@@ -7,7 +7,6 @@ flow control.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import threading
@@ -38,7 +37,6 @@ __all__ = ["ClientStats", "PageClient"]
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 4  # of one server at a time, so that others wait only for their copies
-_MANY_DEADLINES = 256
 _MIN_WAIT_S = 0.0005
 
 
@@ -75,9 +73,7 @@ class PageClient:
         self._context = context or zmq.Context()
         self._owns_context = context is None
         self._links: dict[str, PageLink] = {}
-        self._turns: list[PageLink] = []
         self._fetches: dict[Fetch, list[Request]] = {}
-        self._deadlines: list[tuple[float, int, Fetch]] = []  # heap
         self._numbers = itertools.count(1)
         self._open_bytes = 0  # asked for and still wanted
         self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
@@ -139,9 +135,6 @@ class PageClient:
         try:
             requests = cut_requests(fetch, self._settings.request_bytes, self._numbers)
             self._fetches[fetch] = requests
-            if fetch.deadline is not None and fetch.deadline <= self._clock():
-                self._end_early(fetch, Outcome.LATE)
-                return
             if not requests:
                 self._end(fetch)
                 return
@@ -156,15 +149,6 @@ class PageClient:
         except Exception:
             logger.exception("internal error while asking for pages; they are misses")
             self._end_early(fetch, Outcome.LOST)
-        else:
-            if fetch.deadline is not None:
-                self._add_deadline(fetch.deadline, fetch)
-
-    def _add_deadline(self, deadline: float, fetch: Fetch) -> None:
-        if len(self._deadlines) >= _MANY_DEADLINES:  # drop fetches that ended, and so their buffers
-            self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, next(self._numbers), fetch))
 
     def _link_to(self, address: str) -> PageLink | None:
         """The connection to a server, made if need be; None if ``max_links`` are in use."""
@@ -178,7 +162,6 @@ class PageClient:
             self._close(min(idle, key=lambda link: link.last_heard))
         link = PageLink.connect(self._context, address, self._settings, self._keys, self._clock())
         self._links[address] = link
-        self._turns.append(link)
         self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
         self._loop.add_socket(link.socket, partial(self._on_message, link))
         return link
@@ -187,24 +170,24 @@ class PageClient:
         now = self._clock()
         self._expire(now)
         self._send_some(now)
-        return max(self._deadlines[0][0] - now, _MIN_WAIT_S) if self._deadlines else None
+        deadlines = [each.deadline for each in self._fetches if each.deadline is not None]
+        return max(min(deadlines) - now, _MIN_WAIT_S) if deadlines else None
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and (
-            self._deadlines[0][0] <= now or not self._deadlines[0][2].is_open
-        ):
-            self._end_early(heapq.heappop(self._deadlines)[2], Outcome.LATE)
+        for fetch in list(self._fetches):
+            if fetch.deadline is not None and fetch.deadline <= now:
+                self._end_early(fetch, Outcome.LATE)
 
     def _send_some(self, now: float) -> None:
         """Send requests while there is room, one of each server in turn."""
         sent = True
         while sent:
             sent = False
-            for link in list(self._turns):
+            for link in list(self._links.values()):
                 if self._may_send(link) and self._send_next(link, now):
                     sent = True
-        if len(self._turns) > 1:
-            self._turns.append(self._turns.pop(0))
+        for address in list(self._links)[:1]:  # another one is the first, next time
+            self._links[address] = self._links.pop(address)
 
     def _may_send(self, link: PageLink) -> bool:
         """Whether the first request of a link fits. Without any other request, every size fits."""
@@ -353,7 +336,6 @@ class PageClient:
     def _close(self, link: PageLink) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
-            self._turns.remove(link)
         left = [*link.open_requests.values(), *link.waiting]
         link.open_requests.clear()
         link.waiting.clear()

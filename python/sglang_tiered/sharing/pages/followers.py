@@ -1,4 +1,4 @@
-"""``Followers``: who follows this server, each with few questions and one answer under way.
+"""``Followers``: who follows this server, each with one question or one answer under way.
 
 A follower asks again once it has its answer: that is the flow control, and nothing is kept for it
 but what it asks. The page server's thread only.
@@ -7,11 +7,9 @@ but what it asks. The page server's thread only.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages.messages import (
     MAX_FINGERPRINTS,
     Changes,
@@ -37,7 +35,6 @@ SIGN_OF_LIFE_S = 2.0
 """A follower that there is nothing to tell is answered after so long."""
 
 _MAX_FOLLOWERS = 1024
-_MAX_QUESTIONS = 8  # of one follower, without an answer
 
 assert MAX_FINGERPRINTS * 8 <= 1 << 20, "one frame"
 
@@ -66,13 +63,13 @@ class Told(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    questions: deque[Follow] = field(default_factory=deque)  # without an answer
+    question: Follow | None = None  # without an answer
     asked_at: float = 0.0
     sending: Sequence[zmq.MessageTracker] = ()  # fingerprints that have not left
 
     @property
     def is_blocked(self) -> bool:
-        return bool(self.questions) and not all(tracker.done for tracker in self.sending)
+        return self.question is not None and not all(tracker.done for tracker in self.sending)
 
 
 class Followers:
@@ -83,10 +80,6 @@ class Followers:
         self._send = send
         self._clock = clock
         self._known: dict[bytes, _Follower] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._known)
 
     def hear(self, client: bytes, message: Follow | Compare | Teach) -> None:
         """Serve a message. Raises ``TransferError`` for a breach of the protocol."""
@@ -109,10 +102,7 @@ class Followers:
             if len(self._known) >= _MAX_FOLLOWERS:
                 self._known.pop(next(iter(self._known)))  # it asks again, or is gone
             known = self._known[client] = _Follower()
-        if len(known.questions) >= _MAX_QUESTIONS:
-            raise TransferError("a follower asks and asks, and reads no answer.")
-        known.questions.append(question)
-        known.asked_at = self._clock()
+        known.question, known.asked_at = question, self._clock()
         self._answer(client, known)
 
     def answer_all(self) -> None:
@@ -132,23 +122,17 @@ class Followers:
         """Give signs of life, and drop who has asked nothing for long."""
         now = self._clock()
         for client, known in list(self._known.items()):
-            if not known.questions:
+            if known.question is None:
                 if now - known.asked_at > 10 * SIGN_OF_LIFE_S:
                     del self._known[client]
             elif now - known.asked_at >= SIGN_OF_LIFE_S:
-                self._answer(client, known, is_sign=True)
+                self._answer(client, known, at_once=True)
 
-    def _answer(self, client: bytes, known: _Follower, *, is_sign: bool = False) -> None:
-        """Answer what there is an answer to; one that is asked again is answered at once."""
-        while known.questions and not known.is_blocked:
-            at_once = is_sign or len(known.questions) > 1
-            if not self._answer_one(client, known, known.questions[0], at_once=at_once):
-                return
-
-    def _answer_one(
-        self, client: bytes, known: _Follower, question: Follow, *, at_once: bool
-    ) -> bool:
-        told = self._told
+    def _answer(self, client: bytes, known: _Follower, *, at_once: bool = False) -> None:
+        """Answer a question, if there is one, once there is something to say."""
+        question, told = known.question, self._told
+        if question is None or known.is_blocked:
+            return
         namespace, digest = told.namespace, told.digest
         part = None
         if question.namespace == namespace:
@@ -157,7 +141,7 @@ class Followers:
         elif question.epoch:  # it does not know yet that this is another namespace
             at_once = True
         if part is None and not at_once:
-            return False
+            return
         if part is None:
             epoch = question.epoch if question.namespace == namespace else 0
             fields: tuple[Any, ...] = (epoch, question.sequence, None, None, 0, 0, False)
@@ -166,13 +150,10 @@ class Followers:
             sizes = (len(part.added), len(part.removed))
             fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
             payload = part.added.tobytes() + part.removed.tobytes()
-        known.questions.popleft()
         if question.namespace != namespace:  # told to nobody who does not know it
             namespace = hashlib.sha256(namespace).digest()
         answer = Changes(namespace, told.server, digest, *fields)
         sent = self._send(client, answer, [memoryview(payload)] if payload else [])
         if sent is None:
-            known.questions.clear()
             self._known.pop(client, None)
-        known.sending = sent or ()
-        return True
+        known.question, known.sending = None, sent or ()

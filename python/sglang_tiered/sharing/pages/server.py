@@ -174,10 +174,6 @@ class PageServer:
             self.loop.call(self._followers.answer_all)
 
     @property
-    def num_followers(self) -> int:
-        return 0 if self._followers is None else self._followers.num_waiting
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of pages that are being read or sent."""
         return self._queue.held_bytes
@@ -194,10 +190,6 @@ class PageServer:
         self._is_stopped = True
         self.loop.stop()
         self._destroy()
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance. Call while no client asks."""
-        self._queue.check_integrity()
 
     # ---- The server's thread ----
 
@@ -241,15 +233,13 @@ class PageServer:
 
     def _step(self) -> float | None:
         self._reap()
-        now = self._clock()
-        while len(self._reading) < (1 if self._reader.is_pressed else self._settings.max_reads):
-            request = self._queue.next_request(now)
-            if request is None:
-                break
-            self._start_read(request)
-        for request in self._queue.expired:
+        for request in self._queue.expire(self._clock()):
             self._send(request.client, messages.Busy(request.number))
-        self._queue.expired.clear()
+        while len(self._reading) < (1 if self._reader.is_pressed else self._settings.max_reads):
+            wanted = self._queue.next_request()
+            if wanted is None:
+                break
+            self._start_read(wanted)
         if self._followers is not None and self._followers.step():
             return _SHORT_POLL_S
         if not self._sending:

@@ -104,7 +104,8 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
     config = resolve(tier_index=URL, tier_peer_host="127.0.0.1", tier_peer_keys=str(tmp_path))
     assert config is not None
     settings = peer_settings(config, 0)
-    assert (settings.index_url, settings.listen_host) == (URL, "127.0.0.1")
+    assert settings.index is not None and settings.index.shown == URL
+    assert settings.listen_host == "127.0.0.1"
     assert settings.keys_directory == str(tmp_path)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
+from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolName,
@@ -170,7 +171,7 @@ def test_after_a_weight_update_nothing_is_shared(
     assert b.storage.lookup_leading(keys) == 0
     a.storage.change_weights(tree_is_empty=True)
     store(a, keys, slots(0))
-    assert b.storage.stack.remote[Tier.PEER].refresh(TIMEOUT_S)
+    know_each_other(*(side.storage.stack.remote[Tier.PEER]._sync for side in (a, b)))
     assert b.storage.lookup_leading(keys) == 0
 
 
