@@ -12,6 +12,7 @@ from redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,15 @@ def s3_url(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.M
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     return f"s3://{object_server.make_bucket()}/tier"
+
+
+@pytest.fixture(params=["directory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A bucket of either kind."""
+    if request.param == "directory":
+        return tmp_path.as_uri()
+    found: str = request.getfixturevalue("s3_url")
+    return found
 
 
 @pytest.fixture

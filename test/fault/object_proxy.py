@@ -12,18 +12,20 @@ waits for time to pass; what hangs, hangs until it is released or the proxy clos
 from __future__ import annotations
 
 import contextlib
+import http.client
 import re
 import select
 import socket
 import struct
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from email.message import Message
     from types import TracebackType
 
 __all__ = [
@@ -47,24 +49,16 @@ __all__ = [
 
 HOST = "127.0.0.1"
 _TIMEOUT_S = 60.0
-_PIECE = 1 << 16
-_MAX_HEAD = 1 << 16
-_NO_BODY = (204, 304)
+_FRAMING = {"content-length", "transfer-encoding", "connection", "keep-alive"}
 
 
-class _Gone(Exception):
-    """The connection of this exchange is over."""
-
-
-@dataclass
-class Request:
+class Request(NamedTuple):
     method: str
     target: str  # path and query, as sent
-    headers: list[tuple[str, str]]
-    length: int  # of its body; -1 when it comes in chunks
+    headers: Message
 
     def header(self, name: str) -> str | None:
-        return _header(self.headers, name)
+        return self.headers.get(name)
 
     @property
     def kind(self) -> str:
@@ -89,71 +83,125 @@ class Response:
     status: int
     headers: list[tuple[str, str]]
     body: bytes
-    stated_length: int | None = None  # of the body; None for what it has
-
-    def head(self, method: str) -> bytes:
-        length = len(self.body) if self.stated_length is None else self.stated_length
-        headers = [(n, v) for n, v in self.headers if n.lower() not in _FRAMING]
-        if method == "HEAD":
-            headers += [(n, v) for n, v in self.headers if n.lower() == "content-length"]
-        elif self.status not in _NO_BODY:
-            headers.append(("Content-Length", str(length)))
-        lines = [f"HTTP/1.1 {self.status} -", *(f"{name}: {value}" for name, value in headers)]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-
-
-_FRAMING = {"content-length", "transfer-encoding", "connection", "keep-alive"}
 
 
 class Exchange:
     """One request under way, for a fault to deal with."""
 
-    def __init__(self, proxy: FaultProxy, client: _Stream, request: Request) -> None:
-        self.proxy, self.client, self.request = proxy, client, request
+    def __init__(self, proxy: FaultProxy, handler: _Handler) -> None:
+        self.proxy, self._handler = proxy, handler
+        self.request = Request(handler.command, handler.path, handler.headers)
 
-    def forward(self, body: bytes | None = None) -> Response:
+    def body(self, most: int = 1 << 62) -> bytes:
+        """Read the request's body."""
+        return self._handler.rfile.read(min(int(self.request.header("content-length") or 0), most))
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[http.client.HTTPConnection]:
+        """Send the head to the server as it came, on a connection of its own."""
+        server = http.client.HTTPConnection(*self.proxy.upstream, timeout=_TIMEOUT_S)
+        server.connect()
+        with contextlib.closing(server), self.proxy.track(server.sock):
+            request = self.request
+            server.putrequest(
+                request.method, request.target, skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in request.headers.items():
+                if name.lower() not in ("connection", "expect"):
+                    server.putheader(name, value)
+            server.putheader("Connection", "close")
+            server.endheaders()
+            yield server
+
+    def forward(self) -> Response:
         """Pass the request on whole and take the whole response."""
-        if body is None:
-            body = self.client.body(self.request.headers)
-        with self.proxy._connect() as server:
-            server.send(_request_bytes(self.request))
+        body = self.body()
+        with self.begin() as server:
             server.send(body)
-            return server.response(self.request.method)
+            with server.getresponse() as found:
+                return Response(found.status, found.getheaders(), found.read())
 
     def answer(self, response: Response) -> None:
-        self.client.send(response.head(self.request.method))
-        if self.request.method != "HEAD":
-            self.client.send(response.body)
+        self.answer_head(response)
+        self.send(response.body)
 
-    def swallow(self) -> None:
-        """Read the request's body and forget it."""
-        self.client.body(self.request.headers)
+    def answer_head(self, response: Response) -> None:
+        handler, is_head = self._handler, self.request.method == "HEAD"
+        handler.send_response_only(response.status)
+        for name, value in response.headers:
+            if name.lower() not in _FRAMING or (is_head and name.lower() == "content-length"):
+                handler.send_header(name, value)
+        if not is_head and response.status != 204:
+            handler.send_header("Content-Length", str(len(response.body)))
+        handler.end_headers()
+
+    def send(self, data: bytes) -> None:
+        if self.request.method != "HEAD":
+            self._handler.wfile.write(data)
+
+    def client_is_gone(self) -> bool:
+        ready, _, _ = select.select([self._handler.connection], [], [], 0)
+        return bool(ready) and self._handler.connection.recv(1, socket.MSG_PEEK) == b""
 
     def reset(self) -> None:
         """End the connection as a dead host does."""
-        self.client.reset()
-        raise _Gone
+        _reset(self._handler.connection)
+        raise ConnectionAbortedError
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection of a client."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = _TIMEOUT_S
+    server: _Server
+
+    def handle(self) -> None:
+        with self.server.proxy.track(self.connection), contextlib.suppress(OSError):
+            super().handle()
+
+    def _deal(self) -> None:
+        proxy = self.server.proxy
+        exchange = Exchange(proxy, self)
+        proxy.fault_of(exchange.request)(exchange)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _deal  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False
+    request_queue_size = 256
+    proxy: FaultProxy
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        """Close it alone, as it may be that it is to be reset."""
+        self.close_request(request)
 
 
 Fault = Callable[[Exchange], None]
-"""Deals with an exchange altogether; what it does not answer ends the connection."""
+"""Deals with an exchange altogether; ``ConnectionAbortedError`` ends its connection."""
 
 
-def status(code: int, name: str = "InternalError", *, retry_after: int | None = None) -> Fault:
+def status(code: int, name: str = "InternalError") -> Fault:
     """An S3 error instead of what was asked for; nothing reaches the server."""
 
     def fault(exchange: Exchange) -> None:
-        exchange.swallow()
-        headers = [("Content-Type", "application/xml")]
-        if retry_after is not None:
-            headers.append(("Retry-After", str(retry_after)))
+        exchange.body()
         text = f"<Error><Code>{name}</Code><Message>injected</Message></Error>"
-        exchange.answer(Response(code, headers, text.encode()))
+        exchange.answer(Response(code, [("Content-Type", "application/xml")], text.encode()))
 
     return fault
 
 
-def expire(tokens: Iterable[str]) -> Fault:
+def expire(tokens: Container[str]) -> Fault:
     """Session tokens in ``tokens`` (looked at each time) are refused; others pass."""
 
     def fault(exchange: Exchange) -> None:
@@ -172,16 +220,15 @@ def hang(released: threading.Event | None = None, *, after_head: bool = False) -
     def fault(exchange: Exchange) -> None:
         response = exchange.forward()
         if after_head:
-            exchange.client.send(response.head(exchange.request.method))
+            exchange.answer_head(response)
         until = released or exchange.proxy.closing
         while not (until.wait(0.05) or exchange.proxy.closing.is_set()):
-            if exchange.client.peer_is_gone():
-                raise _Gone
+            if exchange.client_is_gone():
+                raise ConnectionAbortedError
         if not exchange.proxy.closing.is_set():
-            if after_head:
-                exchange.client.send(response.body)
-            else:
-                exchange.answer(response)
+            if not after_head:
+                exchange.answer_head(response)
+            exchange.send(response.body)
 
     return fault
 
@@ -191,9 +238,9 @@ def truncate(keep: int) -> Fault:
 
     def fault(exchange: Exchange) -> None:
         response = exchange.forward()
-        exchange.client.send(response.head(exchange.request.method))
-        exchange.client.send(response.body[:keep])
-        raise _Gone
+        exchange.answer_head(response)
+        exchange.send(response.body[:keep])
+        raise ConnectionAbortedError
 
     return fault
 
@@ -243,36 +290,30 @@ def drop_upload(after: int) -> Fault:
     """Both connections break once ``after`` bytes of the request's body have passed."""
 
     def fault(exchange: Exchange) -> None:
-        with exchange.proxy._connect() as server:
-            server.send(_request_bytes(exchange.request))
-            server.send(exchange.client.read_exactly(min(after, exchange.request.length)))
-            server.reset()
+        with exchange.begin() as server:
+            server.send(exchange.body(after))
+            _reset(server.sock)
         exchange.reset()
 
     return fault
 
 
-@dataclass
+@dataclass(eq=False)
 class Rule:
     """Applies to requests of ``method`` ("*" for any, or a ``Request.kind``) whose target has
-    ``pattern``, after ``skip`` of them and at most ``count`` times. Later rules go first."""
+    ``pattern``, at most ``count`` times. Later rules go first."""
 
     method: str
     pattern: re.Pattern[str]
     fault: Fault
     count: int | None
-    skip: int
-    num_seen: int = 0
     num_hit: int = 0
     hit: threading.Event = field(default_factory=threading.Event)
 
     def takes(self, request: Request) -> bool:
-        if self.method not in ("*", request.method, request.kind):
+        if self.method not in ("*", request.method, request.kind) or self.num_hit == self.count:
             return False
         if not self.pattern.search(request.target):
-            return False
-        self.num_seen += 1
-        if self.num_seen <= self.skip or (self.count is not None and self.num_hit >= self.count):
             return False
         self.num_hit += 1
         self.hit.set()
@@ -283,18 +324,19 @@ class FaultProxy:
     """Thread-safe. ``seen`` counts requests by kind, those included that a fault dealt with."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
+        self.upstream = upstream
         self.closing = threading.Event()
-        self._upstream = upstream
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._seen: Counter[str] = Counter()
-        self._targets: list[tuple[str, str]] = []
-        self._streams: set[_Stream] = set()
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server((HOST, 0), backlog=256)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="proxy-accept", daemon=True)
-        self._acceptor.start()
+        self._sockets: set[socket.socket] = set()
+        self._server = _Server((HOST, 0), _Handler)
+        self._server.proxy = self
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="proxy", daemon=True
+        )
+        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -305,54 +347,48 @@ class FaultProxy:
         with self._lock:
             return self._seen.copy()
 
-    @property
-    def targets(self) -> list[tuple[str, str]]:
-        """``(kind, target)`` of every request so far."""
-        with self._lock:
-            return list(self._targets)
-
-    def add(
-        self,
-        method: str,
-        pattern: str,
-        fault: Fault,
-        *,
-        count: int | None = None,
-        skip: int = 0,
-    ) -> Rule:
-        rule = Rule(method, re.compile(pattern), fault, count, skip)
+    def add(self, method: str, pattern: str, fault: Fault, *, count: int | None = None) -> Rule:
+        rule = Rule(method, re.compile(pattern), fault, count)
         with self._lock:
             self._rules.insert(0, rule)
         return rule
 
-    def remove(self, *rules: Rule) -> None:
+    def remove(self, rule: Rule) -> None:
         with self._lock:
-            self._rules = [rule for rule in self._rules if rule not in rules]
+            self._rules.remove(rule)
 
     def clear(self) -> None:
         with self._lock:
             self._rules.clear()
 
-    def wait_for(self, kind: str, number: int = 1, timeout_s: float = 20.0) -> None:
-        """Until ``number`` more requests of a kind have come."""
-        goal = self.seen[kind] + number
-        deadline = time.monotonic() + timeout_s
-        while self.seen[kind] < goal:
-            assert time.monotonic() < deadline, f"no {kind} within {timeout_s} s"
-            self.closing.wait(0.002)
+    def fault_of(self, request: Request) -> Fault:
+        with self._lock:
+            self._seen[request.kind] += 1
+            for rule in self._rules:
+                if rule.takes(request):
+                    return rule.fault
+        return lambda exchange: exchange.answer(exchange.forward())
+
+    @contextlib.contextmanager
+    def track(self, connection: socket.socket) -> Iterator[None]:
+        """Have a connection end with the proxy."""
+        with self._lock:
+            self._sockets.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(connection)
 
     def close(self) -> None:
         self.closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._acceptor.join(_TIMEOUT_S)
+        self._server.shutdown()
         with self._lock:
-            streams, threads = list(self._streams), list(self._threads)
-        for stream in streams:
-            stream.shut()
-        for thread in threads:
-            thread.join(_TIMEOUT_S)
+            for connection in self._sockets:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()  # waits for all threads
+        self._thread.join(_TIMEOUT_S)
 
     def __enter__(self) -> FaultProxy:
         return self
@@ -364,164 +400,3 @@ class FaultProxy:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _accept(self) -> None:
-        while not self.closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="proxy", daemon=True
-            )
-            with self._lock:
-                self._threads = [t for t in self._threads if t.is_alive()]
-                self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with self._track(_Stream(connection)) as client, contextlib.suppress(OSError, _Gone):
-            while not self.closing.is_set():
-                exchange = Exchange(self, client, client.request())
-                self._fault(exchange.request)(exchange)
-
-    def _fault(self, request: Request) -> Fault:
-        with self._lock:
-            self._seen[request.kind] += 1
-            self._targets.append((request.kind, request.target))
-            for rule in self._rules:
-                if rule.takes(request):
-                    return rule.fault
-        return _pass
-
-    def _connect(self) -> contextlib.AbstractContextManager[_Stream]:
-        return self._track(_Stream(socket.create_connection(self._upstream, _TIMEOUT_S)))
-
-    @contextlib.contextmanager
-    def _track(self, stream: _Stream) -> Iterable[_Stream]:
-        with self._lock:
-            self._streams.add(stream)
-        try:
-            yield stream
-        finally:
-            with self._lock:
-                self._streams.discard(stream)
-            stream.close()
-
-
-def _pass(exchange: Exchange) -> None:
-    exchange.answer(exchange.forward())
-
-
-class _Stream:
-    """One connection, of ours or to us."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._read = bytearray()
-
-    def send(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def request(self) -> Request:
-        first, headers = self._head()
-        method, target, _ = first.split(" ", 2)
-        chunked = "chunked" in (_header(headers, "transfer-encoding") or "")
-        length = -1 if chunked else int(_header(headers, "content-length") or 0)
-        return Request(method, target, headers, length)
-
-    def response(self, method: str) -> Response:
-        first, headers = self._head()
-        code = int(first.split(" ", 2)[1])
-        empty = method == "HEAD" or code in _NO_BODY
-        return Response(code, headers, b"" if empty else self.body(headers, until_end=True))
-
-    def body(self, headers: list[tuple[str, str]], *, until_end: bool = False) -> bytes:
-        """What comes behind the head; ``until_end``: all there is, where no length is stated."""
-        if "chunked" in (_header(headers, "transfer-encoding") or ""):
-            pieces = []
-            while size := int(self._line().split(b";")[0], 16):
-                pieces.append(self.read_exactly(size))
-                self._line()
-            while self._line():
-                pass
-            return b"".join(pieces)
-        length = _header(headers, "content-length")
-        if length is not None or not until_end:
-            return self.read_exactly(int(length or 0))
-        with contextlib.suppress(_Gone):
-            while True:
-                self._fill()
-        data, self._read = bytes(self._read), bytearray()
-        return data
-
-    def read_exactly(self, size: int) -> bytes:
-        while len(self._read) < size:
-            self._fill()
-        data = bytes(self._read[:size])
-        del self._read[:size]
-        return data
-
-    def peer_is_gone(self) -> bool:
-        try:
-            ready, _, _ = select.select([self._socket], [], [], 0)
-            return bool(ready) and self._socket.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
-
-    def reset(self) -> None:
-        linger = struct.pack("ii", 1, 0)
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        self._socket.close()
-
-    def shut(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _fill(self) -> None:
-        piece = self._socket.recv(_PIECE)
-        if not piece:
-            raise _Gone
-        self._read += piece
-
-    def _line(self) -> bytes:
-        while (end := self._read.find(b"\r\n")) < 0:
-            self._fill()
-        line = bytes(self._read[:end])
-        del self._read[: end + 2]
-        return line
-
-    def _head(self) -> tuple[str, list[tuple[str, str]]]:
-        first = self._line().decode("latin-1")
-        headers = []
-        size = 0
-        while line := self._line().decode("latin-1"):
-            name, _, value = line.partition(":")
-            headers.append((name, value.strip()))
-            size += len(line)
-            if size > _MAX_HEAD:
-                raise _Gone
-        return first, headers
-
-
-def _header(headers: list[tuple[str, str]], name: str) -> str | None:
-    return next((value for n, value in headers if n.lower() == name), None)
-
-
-def _request_bytes(request: Request) -> bytes:
-    """The head for the server: as it came, on a connection of its own."""
-    headers = [(n, v) for n, v in request.headers if n.lower() not in ("connection", "expect")]
-    headers.append(("Connection", "close"))
-    if request.length < 0:
-        headers = [(n, v) for n, v in headers if n.lower() != "transfer-encoding"]
-    lines = [
-        f"{request.method} {request.target} HTTP/1.1",
-        *(f"{name}: {value}" for name, value in headers),
-    ]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

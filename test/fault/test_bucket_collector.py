@@ -46,14 +46,6 @@ DAY = 86_400.0
 RUN_BYTES = 12_000
 
 
-@pytest.fixture(params=["directory", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "directory":
-        return tmp_path.as_uri()
-    found: str = request.getfixturevalue("s3_url")
-    return found
-
-
 def records(engine: Any) -> list[str]:
     return [each.path for chunk in engine._requests.listing(ERASED) for each in chunk]
 
@@ -196,9 +188,6 @@ def test_a_run_over_budget_resumes_next_time(url: str) -> None:
         collector = Collector(
             engine._requests, CollectorSettings(ttl_s=DAY), clock=lambda: time.time() + 2 * DAY
         )
-        stop = threading.Event()
-        stop.set()
-        assert not collector.run_once(NAMESPACE, stop=stop).is_complete
         for left in (7, 2, 0):
             report = collector.run_once(NAMESPACE, 5)
             assert report.is_complete == (left == 0)

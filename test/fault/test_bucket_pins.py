@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from bucket_engines import TIMEOUT_S, collect, load, opened, paths, run_of, store
 from object_proxy import status
 
@@ -26,14 +25,6 @@ OK = {Reason.OK}
 TENANT = b"\x22" * 16
 DAY = 86_400.0
 CAP = 1 << 20
-
-
-@pytest.fixture(params=["directory", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "directory":
-        return tmp_path.as_uri()
-    found: str = request.getfixturevalue("s3_url")
-    return found
 
 
 def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:

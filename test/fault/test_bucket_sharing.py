@@ -7,7 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
 from object_proxy import expire, hang, status
 
@@ -16,22 +15,13 @@ from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    import pytest
     from object_proxy import FaultProxy
     from object_server import ObjectServer
 
 OK = {Reason.OK}
 SUCCESS = {Reason.OK, Reason.DUPLICATE}
 TENANT, OTHER = b"\x22" * 16, b"\x33" * 16
-
-
-@pytest.fixture(params=["directory", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "directory":
-        return tmp_path.as_uri()
-    found: str = request.getfixturevalue("s3_url")
-    return found
 
 
 def objects_of(object_server: ObjectServer, url: str, folder: str) -> list[str]:
@@ -120,24 +110,6 @@ def test_erasures_at_the_same_time_are_all_heard(url: str) -> None:
     finally:
         for engine in engines:
             engine.close()
-
-
-def test_a_store_behind_an_erasure_awaits_its_record(s3_url: str, proxy: FaultProxy) -> None:
-    run = run_of(1)
-    released = threading.Event()
-    with opened(s3_url, request_timeout_s=20.0) as engine, opened(s3_url) as other:
-        assert store(engine, run) == OK
-        rule = proxy.add("put", "/erased/", hang(released), count=1)
-        begun = engine.erase(Erasure.of(run.keys))
-        assert rule.hit.wait(TIMEOUT_S)
-        job = engine.submit_store(run)
-        released.set()
-        assert is_true(begun, TIMEOUT_S)
-        assert job.wait(TIMEOUT_S)
-        assert set(job.reasons) == OK
-        for each in (engine, other):
-            assert each.refresh(TIMEOUT_S, full=True)
-            assert load(each, run) == OK
 
 
 def test_what_cannot_be_recorded_is_not_stored_again(s3_url: str, proxy: FaultProxy) -> None:
