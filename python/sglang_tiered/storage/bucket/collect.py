@@ -8,6 +8,7 @@ needs its own lifecycle rule for them (AbortIncompleteMultipartUpload after a da
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erased import Record
     from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.region.pins import Pin
 
 __all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal", "old_objects"]
 
@@ -72,7 +74,8 @@ class Removal(msgspec.Struct):
 
 
 class CollectorReport(msgspec.Struct):
-    """What one run saw and did. ``removals`` holds at most the run's budget."""
+    """What one run saw and did. ``removals`` holds at most the run's budget, and
+    pins."""
 
     num_pages: int = 0
     page_bytes: int = 0  # as listed, before anything was removed
@@ -80,7 +83,7 @@ class CollectorReport(msgspec.Struct):
     num_unreadable: int = 0  # erasures and pins that do not verify; left alone
     num_removed: int = 0
     removed_bytes: int = 0
-    is_complete: bool = True  # false: stopped, or the budget ended it
+    is_complete: bool = True  # false: the budget ended it
     seconds: float = 0.0
     removals: list[Removal] = msgspec.field(default_factory=list)
 
@@ -109,13 +112,12 @@ class Collector:
         delete: bool = True,
         is_server: bool = True,
         old_namespaces: bool = True,
-        stop: threading.Event | None = None,
     ) -> CollectorReport:
-        """Remove at most ``budget`` things (100,000 by default), or only plan to. Ends early once
-        ``stop`` is set. ``is_server``: one that uses the namespace, which says so there.
-        ``old_namespaces``: remove those that no server uses, of all others. Raises
-        ``RequestError``; whatever was done stands, and the next run goes on from there."""
-        run = _Run(self, Layout(namespace), budget or BUDGET, delete=delete, stop=stop)
+        """Remove at most ``budget`` things (100,000 by default) and any pins, or only plan to.
+        ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
+        those that no server uses, of all others. Raises ``RequestError``; whatever was done stands,
+        and the next run goes on from there."""
+        run = _Run(self, Layout(namespace), budget or BUDGET, delete=delete)
         if delete and is_server:  # others wait for their turn, and see that the namespace is used
             self.requests.put(run.layout.collected, b"collected")
         if self._clock is not None:
@@ -135,7 +137,8 @@ class Collector:
         return modified is None or not 0 <= now - modified < self.settings.interval_s
 
     def run_in_background(self, stop: threading.Event, namespace: Callable[[], bytes]) -> None:
-        """Collect until ``stop`` is set, on a thread of the owner. Servers take turns."""
+        """Collect until ``stop`` is set, and the requests closed, on a thread of the owner. Servers
+        take turns."""
         log = OnceLog(logger)
         source = random.Random()
         wait_s = min(_FIRST_RUN_S, self.settings.interval_s)
@@ -147,8 +150,8 @@ class Collector:
                     continue
                 is_over = False
                 while not is_over:
-                    report = self.run_once(name, stop=stop)
-                    is_over = report.is_complete or stop.is_set()
+                    report = self.run_once(name)
+                    is_over = report.is_complete
                     if report.num_removed:
                         logger.info(
                             "object tier: removed %d objects, %d bytes; %d pages were listed",
@@ -157,13 +160,15 @@ class Collector:
                             report.num_pages,
                         )
             except Exception as error:  # of the network, or a bug: a server lives without it
-                log.report("collect", "object tier: collection failed (%s); it is retried", error)
+                if not stop.is_set():
+                    text = "object tier: collection failed (%s); it is retried"
+                    log.report("collect", text, error)
                 continue
             log.settle("collect")
 
 
 class _Enough(Exception):  # noqa: N818
-    """Raised when the budget is spent, or the caller wants an end."""
+    """Raised when the budget is spent."""
 
 
 class _Run:
@@ -176,7 +181,6 @@ class _Run:
         budget: int,
         *,
         delete: bool,
-        stop: threading.Event | None,
     ) -> None:
         self.layout = layout
         self.now = 0.0
@@ -184,7 +188,6 @@ class _Run:
         self._settings = collector.settings
         self._budget = budget
         self._delete = delete
-        self._stop = stop
         self._erased = Erased()
         self._pinned: set[bytes] = set()
         self._left_bytes = 0  # that pins may still keep
@@ -195,7 +198,7 @@ class _Run:
         began = time.monotonic()
         try:
             records = self._records()
-            self._read_pins()
+            self._look_at_pins()
             self._hold_the_cap(self._look_at_pages())
             self._remove_records(records)
             if old_namespaces:
@@ -207,10 +210,7 @@ class _Run:
         return self.report
 
     def _listing(self, folder: str) -> Iterator[Listed]:
-        for chunk in self._requests.listing(folder):
-            if self._stop is not None and self._stop.is_set():
-                raise _Enough
-            yield from chunk
+        return itertools.chain.from_iterable(self._requests.listing(folder))
 
     def _records(self) -> list[Record]:
         """Learn what was erased. What cannot be read says nothing of what to delete."""
@@ -222,22 +222,32 @@ class _Run:
                 self._erased.add(record)
         return records
 
-    def _read_pins(self) -> None:
-        for listed in self._listing(self.layout.pins):
+    def _look_at_pins(self) -> None:
+        """Learn what is pinned. What is over, or was erased of a pin, goes as soon as that is read,
+        before its owner changes it."""
+
+        def clean(listed: Listed) -> tuple[Listed, Pin | None, Pin | None]:
             found = read_pin(self._requests, listed)
             if found is None:
-                self.report.num_unreadable += 1
-                continue
+                return listed, None, None
             pin = alive(*found, self._erased, self.layout.namespace)
-            if pin is None:
-                self._remove(listed.path, "pin", listed.size, "its pages were erased")
-            elif pin.until_s is not None and pin.until_s <= self.now:
-                self._remove(listed.path, "pin", listed.size, "it is over")
-            else:
+            if pin is not None and pin.until_s is not None and pin.until_s <= self.now:
+                pin = None
+            if self._delete:
+                write_changed(self._requests, listed, found, pin)
+            return listed, found[0], pin
+
+        for listed, found, pin in self._requests.each(clean, self._listing(self.layout.pins)):
+            if found is None:
+                self.report.num_unreadable += 1
+            elif pin is not None:
                 self._pinned.update(pin.keys)
-                if self._delete:
-                    write_changed(self._requests, listed, found, pin)
-            self._remove_batch()  # before its owner changes it
+            else:
+                is_over = found.until_s is not None and found.until_s <= self.now
+                reason = "it is over" if is_over else "its pages were erased"
+                removal = Removal(listed.path, "pin", listed.size, reason)
+                self.report.removals.append(removal)
+                self._note_done([removal] if self._delete else [])
 
     def _keeps(self, key: bytes, nbytes: int) -> bool:
         """Return whether a page stays for a pin: the oldest do, up to what pins may keep."""
@@ -337,10 +347,13 @@ class _Run:
         batch, self._batch = self._batch, []
         if self._delete and batch:
             self._requests.delete([removal.path for removal in batch])
-            for removal in batch:
-                removal.is_done = True
-                self.report.num_removed += 1
-                self.report.removed_bytes += removal.nbytes
+            self._note_done(batch)
+
+    def _note_done(self, removals: list[Removal]) -> None:
+        for removal in removals:
+            removal.is_done = True
+            self.report.num_removed += 1
+            self.report.removed_bytes += removal.nbytes
 
 
 def old_objects(requests: Requests, *, delete: bool) -> list[Removal]:

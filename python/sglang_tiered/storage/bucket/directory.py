@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["STAGED", "Directory", "Listed"]
+__all__ = ["LISTED_AT_ONCE", "STAGED", "Directory", "Listed"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTDIR)
 _MAX_BUFFERS = 1024  # of one call (IOV_MAX)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
-_LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 1000
 _MAX_KEPT = 32
 _PAGES = "/pages/"
 STAGED = "#"
@@ -98,8 +98,10 @@ class Directory:
         with self._open_folder(folder) as fd:
             return _status(name, fd).st_mtime
 
-    def read(self, path: str, room: memoryview) -> int:
-        """Fill the room as far as the file goes; returns how far. What is no file is not found."""
+    def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
+        """Return the first bytes of a file, in ``into`` if there is such room. What is no file is
+        not found."""
+        room = memoryview(bytearray(nbytes)) if into is None else into[:nbytes]
         fd, filled = self._open_file(path), 0
         try:
             while filled < len(room) and (num_read := os.preadv(fd, [room[filled:]], filled)):
@@ -108,7 +110,7 @@ class Directory:
             raise _no_file(error) from None
         finally:
             os.close(fd)
-        return filled
+        return room[:filled]
 
     def read_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
         """Fill buffers with what the page cache holds of a file, up to the first byte that would
@@ -200,7 +202,7 @@ class Directory:
         path behind ``after`` on. Those being written are there too."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is gone is an error
         files = self._walk(folder, after or "")
-        while chunk := list(itertools.islice(files, _LISTED_AT_ONCE)):
+        while chunk := list(itertools.islice(files, LISTED_AT_ONCE)):
             yield chunk
 
     def _walk(self, folder: str, after: str) -> Iterator[Listed]:

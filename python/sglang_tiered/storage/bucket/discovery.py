@@ -8,7 +8,6 @@ notices what is gone. Its passes are the probes of an open breaker.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -35,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 FULL_LISTING_S = 600.0
 LOOK_BACK_S, FAR_S = 120.0, 60.0  # how far back, and how often so far
+_MAX_BYTES = (1 << 32) - 1  # the index has 32 bits for them
 NEAR_S = 20.0
 """How far back at other times: uploads take less, their names are from when they begin."""
-_SWEPT_AT_ONCE = 10_000
 
 
 class _PassOver(Exception):  # noqa: N818
@@ -100,15 +99,18 @@ class Discovery:
                     return orders
                 state.discovery_ready.wait(wait_s)
 
-    def _sweep(self) -> None:
-        """Remove hidden pages from the index, with the lock let go in between."""
-        state = self._state
+    def _sweep(self, unseen_of: int | None = None) -> None:
+        """Remove hidden pages from the index, and behind a full listing of a namespace what that
+        did not show, with the lock let go in between."""
+        state, unseen = self._state, unseen_of is not None
         with state.lock:
-            parts = state.index.key_parts() if state.index.sweep(()) else ()
-        keys = itertools.chain.from_iterable(parts)
-        while some := list(itertools.islice(keys, _SWEPT_AT_ONCE)):
+            keys = state.index.keys() if unseen or state.index.num_dead else []
+        for start in range(0, len(keys), MAX_STEPS):
             with state.lock:
-                state.index.sweep(some)
+                if unseen_of is not None:
+                    self._check(unseen_of)
+                some = keys[start : start + MAX_STEPS]
+                state.num_pages_vanished += state.index.sweep(some, unseen=unseen)
 
     # ---- A pass ----
 
@@ -152,13 +154,14 @@ class Discovery:
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
         with state.lock:
-            parts = state.index.key_parts() if full else ()
+            self._check(epoch)
+            if full:
+                state.index.begin_listing()
             num_old = 0 if ttl_s is None else state.index.num_pages  # at most
         for _ in range(0, num_old, MAX_STEPS):
             with state.lock:
                 if state.index.expire(oldest_s):
                     break
-        unseen = set(itertools.chain.from_iterable(parts))  # takes long: not under the lock
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
@@ -166,47 +169,26 @@ class Discovery:
             with state.lock:
                 self._check(epoch)
                 for each, name in named:
-                    is_old = each.modified < oldest_s and not state.pins.is_wanted(name.key)
-                    if not is_old and self._learn(each, name, layout, full=full) and full:
-                        unseen.discard(name.key)
-        gone = list(unseen)
-        for start in range(0, len(gone), MAX_STEPS):
-            with state.lock:
-                self._check(epoch)
-                some = gone[start : start + MAX_STEPS]
-                state.num_pages_vanished += sum(map(state.index.drop, some))
-                state.index.sweep(some)  # as they are in no part from now on
-        if full:  # a key may have come and gone many times
-            left = dict.fromkeys(itertools.chain.from_iterable(parts))
-            kept = tuple(key for key in left if key not in unseen)
-            with state.lock:
-                self._check(epoch)
-                state.index.replace_keys(parts, kept)
+                    if each.modified >= oldest_s or state.pins.is_wanted(name.key):
+                        self._learn(each, name, layout, full=full)
+        if full:
+            self._sweep(epoch)
         return newest_s
 
-    def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> bool:
-        """Enter a page that is alive and whole; returns whether a lookup finds it there."""
+    def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> None:
+        """Enter a page that is alive and whole."""
         state = self._state
         page = layout.namespace, name.tenant, name.key, name.stamp
         if state.erased.hides(*page):
             # Only what a full listing shows: all servers hear of an erasure, and its own deletes.
             if full and name.stamp < state.seen and state.erased.kills(*page):
                 state.doom(listed.path)
-            return False
-        if state.awaits_record((name.key,), name.tenant):
-            return False  # it may be from before
-        most = name.length if state.codec is None else 2 * name.length + 4096
-        if (
-            listed.size >> 32
-            or listed.size > most
-            or (state.codec is None and listed.size != name.length)
-        ):
-            return False  # damaged
-        if listed.path in state.skipped:
-            return False
-        if not state.index.is_at(name):
-            state.index.put(name, listed.size, is_news=not full)
-        return state.index.is_at(name)
+        elif not state.awaits_record((name.key,), name.tenant):  # or it may be from before
+            most = name.length if state.codec is None else 2 * name.length + 4096
+            least = most if state.codec is None else 0
+            is_whole = least <= listed.size <= min(most, _MAX_BYTES)
+            if is_whole and listed.path not in state.skipped:
+                state.index.put(name, listed.size, is_listed=True)
 
     # ---- Pins ----
 
@@ -217,14 +199,12 @@ class Discovery:
             self._check(epoch)
             pins.ours = set(pins.unsettled)
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
-        read = {
-            path: read_pin(self._requests, each)
-            for path, each in listed.items()
-            if pins.found.get(path, ("", ""))[0] != each.tag
-        }
+        news = [e for e in listed.values() if pins.found.get(e.path, ("", ""))[0] != e.tag]
+        read = self._requests.each(lambda each: read_pin(self._requests, each), news)
+        found_by_path = dict(zip((each.path for each in news), read, strict=True))
         with state.lock:
             self._check(epoch)
-            for path, found in read.items():
+            for path, found in found_by_path.items():
                 pin = None if found is None else alive(*found, state.erased, layout.namespace)
                 name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:

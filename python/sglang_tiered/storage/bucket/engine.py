@@ -410,13 +410,16 @@ class BucketEngine(TierEngine):
         """Close as the contract says. Requests under way are waited for, ten seconds at most, then
         left to their threads."""
         state = self._state
-        self._stop.set()
         with state.lock:
             if state.closed:
                 return
             state.closed = True
             state.cancel(list(state.uploads))
             state.notify_all()
+        self._stop.set()
+        self._requests.close()
+        if self._collector is not None:
+            self._collector.requests.close()
         state.promises.close()
         if self._workers.join(min(self._settings.request_timeout_s, _MAX_CLOSE_S)):
             return

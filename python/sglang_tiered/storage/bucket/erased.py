@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,13 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_NUMBER",
-    "NUM_READS",
     "Erased",
     "Record",
     "all_records",
     "mergeable",
+    "name_of",
+    "packed",
     "read_records",
     "record_path",
+    "records_of",
 ]
 
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
@@ -60,7 +61,6 @@ _MERGED_FROM = 64
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
 _MAX_HASHES = 1 << 23
 _MAX_TENANTS = 1 << 17
-NUM_READS = 8  # under way
 _MAX_LISTINGS = 8
 
 _SEED = secrets.randbits(64)
@@ -100,8 +100,13 @@ class Record(NamedTuple):
     def name(self) -> str:
         """Return what tells it from all others, in whatever object it is."""
         if self.what is None:
-            return self.path.rpartition("/")[2][:45]
+            return name_of(self.path)
         return f"{self.number:012x}-{self.what.id.hex()}"
+
+
+def name_of(path: str) -> str:
+    """Return number and id of the record at a path; of several, of that which stands for them."""
+    return path.rpartition("/")[2][:45]
 
 
 def record_path(number: int, what: Erasure, namespace: bytes) -> str:
@@ -139,13 +144,12 @@ def read_records(
                 if match[1] not in known:
                     listed.append((each, match))
         is_whole = True
-        with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first record
-            for found in pool.map(lambda record: _read(requests, *record), listed):
-                # One that is gone is in another since, which is listed behind it, or over.
-                is_whole &= found is not None
-                for record in found or ():
-                    if record.name not in known:
-                        take(record)
+        for found in requests.each(lambda record: _read(requests, *record), listed):
+            # One that is gone is in another since, which is listed behind it, or over.
+            is_whole &= found is not None
+            for record in found or ():
+                if record.name not in known:
+                    take(record)
         if is_whole:
             return lowest
     raise RequestError(Failure.UNAVAILABLE, "list showed records that were gone, again and again")
@@ -201,9 +205,32 @@ def _unpack(
             yield entry.number, Erasure(keys, None, entry.id, spread=False), entry.unix_s
 
 
-def mergeable(records: Sequence[Record], oldest_s: float) -> Iterator[tuple[str, bytes, list[str]]]:
-    """Yield what of these records, in their order, could be one: its path, its bytes, and the paths
-    that it replaces once it is written. What is in it from before ``oldest_s`` is left out."""
+def records_of(whats: Sequence[tuple[Erasure, bytes]], first: int, now: float) -> list[Record]:
+    """Number erasures, each with its namespace, from the first on: those of few pages before the
+    others, so that what is in one object has numbers in a row."""
+    ordered = sorted(whats, key=lambda each: (each[0].keys is None, len(each[0].keys or ())))
+    return [
+        Record(number, what, namespace, record_path(number, what, namespace), now)
+        for number, (what, namespace) in enumerate(ordered, first)
+    ]
+
+
+def packed(records: Sequence[Record]) -> list[tuple[str, bytes]]:
+    """Return paths and bytes of the objects of new records, in the order of their numbers."""
+    merged = list(mergeable(records, 0.0, 2))
+    apart = {record.path: record.what for record in records}
+    for path in (path for _, _, replaced in merged for path in replaced):
+        del apart[path]
+    alone = [(path, record_data(what)) for path, what in apart.items() if what is not None]
+    return sorted([*((path, data) for path, data, _ in merged), *alone])
+
+
+def mergeable(
+    records: Sequence[Record], oldest_s: float, least: int = _MERGED_FROM
+) -> Iterator[tuple[str, bytes, list[str]]]:
+    """Yield what of these records, in their order, could be one, from ``least`` on: its path, its
+    bytes, and the paths that it replaces once it is written. What is in it from before ``oldest_s``
+    is left out."""
     batch: dict[str, list[Record]] = {}
     room = _MAX_MERGED_BYTES
     for path, found in groupby(records, lambda record: record.path):
@@ -220,7 +247,7 @@ def mergeable(records: Sequence[Record], oldest_s: float) -> Iterator[tuple[str,
             batch, room = {}, _MAX_MERGED_BYTES
         batch[path] = whole
         room -= size
-    if len(batch) >= _MERGED_FROM:
+    if len(batch) >= least:
         yield from _merged(batch, oldest_s)
 
 
@@ -319,13 +346,12 @@ class Erased:
 
     def __init__(self) -> None:
         self.top = 0  # the highest number
-        self.known: dict[str, int] = {}  # numbers by names
+        self.known: dict[str, int] = {}  # numbers by names, of records that are wholly applied
         self._recorded = _Numbers()
         self._told = _Numbers()
         self._floor = 0
 
     def add(self, record: Record) -> None:
-        self.known[record.name] = record.number
         self.top = max(self.top, record.number)
         folded = record.number
         if record.what is not None:

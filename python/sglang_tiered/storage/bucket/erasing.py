@@ -11,18 +11,17 @@ import itertools
 import logging
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import JobKind
 from sglang_tiered.storage.bucket.erased import (
     MAX_NUMBER,
-    NUM_READS,
     Record,
+    name_of,
+    packed,
     read_records,
-    record_data,
-    record_path,
+    records_of,
 )
 from sglang_tiered.storage.bucket.names import ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import (
@@ -72,8 +71,9 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
         ]
         orders = [state.order(each) for each in what.records]
         for order in orders:
-            state.own[order.what.id] = None
-            state.heard |= {each.id: None for each in order.what.pieces}
+            pieces = {each.id: None for each in order.what.pieces}
+            state.own |= pieces
+            state.heard |= pieces
             for key in order.what.keys or ():
                 held = state.index.get(key)
                 if held is not None:
@@ -111,8 +111,6 @@ class Records:
             after = 0 if full else state.seen  # below it none is missing
             lowest = read_records(self._requests, self._apply, erased.known, after)
             with state.lock:
-                if state.closed:
-                    return
                 if full and lowest is not None:
                     erased.keep_only(lowest)
                 top = erased.top
@@ -121,11 +119,13 @@ class Records:
                 state.seen = max(state.seen, top)
 
     def _apply(self, record: Record) -> None:
-        """Apply one alone: lookups wait for it."""
-        state = self._state
+        """Apply it piece by piece, as lookups wait for each; it is known once all are applied."""
+        state, what = self._state, record.what
+        for piece in (None,) if what is None else what.pieces:
+            with state.lock:
+                state.apply(record._replace(what=piece))
         with state.lock:
-            if not state.closed:
-                state.apply(record)
+            state.erased.known[record.name] = record.number
 
     def tell(self) -> None:
         """Tell the owner, many records at once: it writes to its disk."""
@@ -154,6 +154,7 @@ class Keeper:
         self._requests = requests
         self._records = records
         self._backoff = Backoff()
+        self._attempted: set[str] = set()  # paths of records that may have to be written anew
 
     def run(self) -> None:
         while True:
@@ -236,33 +237,33 @@ class Keeper:
                 self._state.release(orders)
 
     def _number(self, orders: Sequence[EraseOrder]) -> None:
-        """Write records behind all that are there. Where another came between, its writer's or ours
-        must be the later one: who stored in the knowledge of the first did not know the second."""
+        """Write records behind all that are there, one after another: who knows of one must know
+        those before. Where another came between, its writer's or ours must be the later one: who
+        stored in the knowledge of the first did not know the second."""
         state = self._state
         for attempt in range(_MAX_RENUMBERED):
             self._records.learn()
             with state.lock:  # of several at once, the one with the longest step is done
                 number = state.erased.top + (random.randrange(64 << attempt) if attempt else 0)
-            if number + len(orders) > MAX_NUMBER:
+                now = state.wall_clock() + state.skew_s
+            ours = records_of([(each.what, each.namespace) for each in orders], number + 1, now)
+            if number + len(ours) > MAX_NUMBER:
                 raise RequestError(Failure.DENIED, "put has no number left: see the last record")
-            replaced = [order.path for order in orders if order.path]
-            first, ours = number + 1, set[str]()
-            for order in orders:
-                number += 1
-                order.path = record_path(number, order.what, order.namespace)
-                ours.add(Record(number, order.what, b"", "", 0.0).name)
-                self._requests.put(order.path, record_data(order.what))
-            written = {order.path for order in orders}
-            replaced = [path for path in replaced if path not in written]  # one whose put failed
+            objects = dict(packed(ours))
+            before, self._attempted = self._attempted, {*self._attempted, *objects}
+            for path, data in objects.items():
+                self._requests.put(path, data)
             self._records.learn()
-            if replaced:
-                self._requests.delete(replaced)
+            self._requests.delete([path for path in before if path not in objects])
+            self._attempted = set(objects)
             with state.lock:
                 known = state.erased.known
-                is_last = not any(n >= first and name not in ours for name, n in known.items())
-                if is_last and ours <= known.keys():
-                    for each, order in enumerate(orders):
-                        order.number = first + each
+                names = {each.name for each in ours} | set(map(name_of, objects))
+                is_last = not any(n > number and name not in names for name, n in known.items())
+                if is_last and names <= known.keys():
+                    self._attempted = set()
+                    for order in orders:
+                        order.number = ours[-1].number  # all of them are known to who has that one
                     return
         raise RequestError(Failure.UNAVAILABLE, "put came late again and again")
 
@@ -286,9 +287,8 @@ class Keeper:
         What memory says of a pin is no word on what the bucket has of it."""
         for _ in range(_MAX_LISTINGS):
             listed = itertools.chain.from_iterable(self._requests.listing(layout.pins))
-            with ThreadPoolExecutor(NUM_READS) as pool:  # its threads begin with the first pin
-                if all(list(pool.map(lambda each: self._clean_pin(layout, each), listed))):
-                    return
+            if all(list(self._requests.each(lambda each: self._clean_pin(layout, each), listed))):
+                return
         raise RequestError(Failure.UNAVAILABLE, "put found pins changed again and again")
 
     def _clean_pin(self, layout: Layout, listed: Listed) -> bool:

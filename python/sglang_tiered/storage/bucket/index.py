@@ -1,6 +1,6 @@
 """What is held: the pages that a bucket lists, in memory. No I/O.
 
-A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 28 bytes,
+A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 29 bytes,
 and their place in a table that the collector of garbage need not look into. Nothing here locks: the
 owner's lock guards every call.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_STEPS", "Held", "PageIndex"]
 
-_ROW = struct.Struct("<IIIIQI")
-_PART_KEYS = 10_000
+_ROW = struct.Struct("<IIIIQIB")
+_SPARE_SHIFT = 10
 MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
 
@@ -34,16 +34,23 @@ class Held(NamedTuple):
     length: int
     checksum: int
     stamp: int
+    mark: int  # of the last full listing that had begun when it was put
 
 
 class _Share:
     """What one tenant has. One that was erased is dead, and its rows are swept later. ``keys`` are
-    by age, roughly, and only of a share that has a limit."""
+    by age, roughly, and only of a share that has a limit. ``evicted_s``: the time of the youngest
+    page that went for that."""
 
-    def __init__(self, tenant: bytes) -> None:
-        self.tenant = tenant
-        self.num_pages = self.num_bytes = self.pinned_bytes = 0
+    __slots__ = (
+        *("tenant", "number", "keys", "evicted_s"),
+        *("num_pages", "num_bytes", "pinned_bytes"),
+    )
+
+    def __init__(self, tenant: bytes, number: int) -> None:
+        self.tenant, self.number = tenant, number
         self.keys: dict[bytes, None] = {}
+        self.evicted_s = self.num_pages = self.num_bytes = self.pinned_bytes = 0
 
 
 class PageIndex:
@@ -63,17 +70,9 @@ class PageIndex:
         self._max_tenant_bytes = max_tenant_bytes
         self._is_pinned = is_pinned
         self.num_pages_evicted = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._rows: dict[bytes, bytes] = {}  # by age, roughly
-        self._parts: list[tuple[bytes, ...]] = []  # of the keys, as they were put
-        self._latest: list[bytes] = []
-        self._shares: list[_Share | None] = []  # None: dead
-        self._free: list[int] = []  # dead ones without a row
-        self._numbers: dict[bytes, int] = {}  # of the living ones, by tenant
-        self._num_dead = 0  # rows of dead shares
-        self.num_pages = self.stored_bytes = self.pinned_bytes = 0
+        self._numbers = itertools.count()
+        self._mark = self.num_pages = 0
+        self.clear()
 
     # ---- What there is ----
 
@@ -82,10 +81,10 @@ class PageIndex:
         if row is None:
             return None
         held = Held(*_ROW.unpack(row))
-        return None if self._shares[held.share] is None else held
+        return held if held.share in self._shares else None
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._num_dead:
+        if self.num_dead:
             return [self.get(key) is not None for key in keys]
         return [key in self._rows for key in keys]
 
@@ -98,31 +97,18 @@ class PageIndex:
         for key in self._rows:
             if len(found) == limit:
                 break
-            if not self._num_dead or self.get(key) is not None:
+            if not self.num_dead or self.get(key) is not None:
                 found.append(key)
         return found
 
-    def key_parts(self) -> tuple[tuple[bytes, ...], ...]:
-        """Return all keys in parts, and some that are gone: of the table itself no part can be
-        looked at."""
-        self._seal()
-        return tuple(self._parts)
-
-    def replace_keys(self, parts: Sequence[object], keys: tuple[bytes, ...]) -> None:
-        """Have parts that were returned be these, without what is gone and was not put again."""
-        before = self._parts[: len(parts)]
-        if [id(part) for part in before] == [id(part) for part in parts]:
-            self._parts[: len(parts)] = [keys] if keys else []
-
-    def _seal(self) -> None:
-        if self._latest:
-            self._parts.append(tuple(self._latest))
-            self._latest.clear()
+    def keys(self) -> list[bytes]:
+        """Return all keys, those of dead rows too. Of the table itself no part can be looked at: a
+        copy of a million takes some ten milliseconds."""
+        return list(self._rows)
 
     def name_of(self, key: bytes, held: Held) -> PageName:
-        share = self._shares[held.share]
-        assert share is not None, "a row of a dead share was returned"
-        return PageName(key, share.tenant, held.length, held.stamp, held.unix_s, held.checksum)
+        tenant = self._shares[held.share].tenant
+        return PageName(key, tenant, held.length, held.stamp, held.unix_s, held.checksum)
 
     def is_at(self, name: PageName) -> bool:
         """Return whether this is the object that a lookup finds."""
@@ -131,43 +117,46 @@ class PageIndex:
 
     @property
     def num_tenants(self) -> int:
-        return len(self._numbers)
+        return len(self._tenants)
 
     def usage(self) -> list[TenantUsage]:
-        shares = (share for share in self._shares if share is not None)
-        return [TenantUsage(s.tenant, s.num_pages, s.num_bytes, s.num_bytes) for s in shares]
+        return [
+            TenantUsage(each.tenant, each.num_pages, each.num_bytes, each.num_bytes)
+            for each in self._tenants.values()
+        ]
 
     def bytes_of(self, keys: Iterable[bytes]) -> int:
         return sum(held.stored for key in keys if (held := self.get(key)) is not None)
 
     # ---- Changes ----
 
-    def put(self, name: PageName, stored: int, *, is_news: bool = True) -> None:
-        """Enter a page that is in the bucket, unless a later one of its key is known. Without
-        ``is_news`` none goes in the place of a younger one: it may have gone for that before."""
+    def begin_listing(self) -> None:
+        """From now on note which pages are put: ``sweep`` tells them from the others."""
+        self._mark = (self._mark + 1) % 256
+
+    def put(self, name: PageName, stored: int, *, is_listed: bool = False) -> None:
+        """Enter a page that is in the bucket, unless a later one of its key is known. None that is
+        listed goes in the place of a younger one: it may have gone for that before."""
         known = self.get(name.key)
         if known is not None:
+            if self.name_of(name.key, known) == name:
+                self._rows[name.key] = _ROW.pack(*known[:-1], self._mark)
+                return
             if known.unix_s > name.unix_s:
                 return
             self.drop(name.key)
         elif self._rows.pop(name.key, None) is not None:
-            self._num_dead -= 1
-        number = self._numbers.get(name.tenant)
-        if known is None and not is_news and self._is_too_old(name, stored, number):
+            self.num_dead -= 1
+        share = self._tenants.get(name.tenant)
+        if known is None and is_listed and self._is_too_old(name, stored, share):
             return
-        if number is None:
-            if not self._free:
-                self._free.append(len(self._shares))
-                self._shares.append(None)
-            number = self._numbers[name.tenant] = self._free.pop()
-            self._shares[number] = _Share(name.tenant)
-        share = self._shares[number]
-        assert share is not None
-        row = (number, name.unix_s, stored, name.length, name.checksum, name.stamp)
-        self._rows[name.key] = _ROW.pack(*row)
-        self._latest.append(name.key)
-        if len(self._latest) >= _PART_KEYS:
-            self._seal()
+        if share is None:
+            share = self._tenants[name.tenant] = _Share(name.tenant, next(self._numbers))
+            self._shares[share.number] = share
+        held = Held(
+            share.number, name.unix_s, stored, name.length, name.checksum, name.stamp, self._mark
+        )
+        self._rows[name.key] = _ROW.pack(*held)
         self._count(share, 1, stored)
         self._count_pinned(share, stored if self._is_pinned(name.key) else 0)
         if self._max_tenant_bytes is not None and any(name.tenant):
@@ -175,23 +164,24 @@ class PageIndex:
             self._evict_of_share(share, self._max_tenant_bytes)
         self._evict()
 
-    def _is_too_old(self, name: PageName, stored: int, number: int | None) -> bool:
+    def _is_too_old(self, name: PageName, stored: int, share: _Share | None) -> bool:
         """Return whether a page would have to go before any other of all, or of its tenant."""
         if self._is_pinned(name.key):
             return False
-        if not self._has_room(1, stored) and name.unix_s < self._time_of(self._rows):
+        if name.unix_s <= self._evicted_s and not self._has_room(1, stored, spare=True):
             return True
-        limit, share = self._max_tenant_bytes, None if number is None else self._shares[number]
-        is_over = share is not None and limit is not None and share.num_bytes + stored > limit
-        return is_over and share is not None and name.unix_s < self._time_of(share.keys)
+        if share is None or self._max_tenant_bytes is None:
+            return False
+        limit = self._max_tenant_bytes - (self._max_tenant_bytes >> _SPARE_SHIFT)
+        return name.unix_s <= share.evicted_s and share.num_bytes + stored > limit
 
-    def _time_of(self, keys: Iterable[bytes]) -> int:
-        """Return the time of the first page of some; 0 where there is none."""
-        key = next(iter(keys), None)
-        return 0 if key is None else Held(*_ROW.unpack(self._rows[key])).unix_s
-
-    def _has_room(self, num_pages: int = 0, num_bytes: int = 0) -> bool:
+    def _has_room(self, num_pages: int = 0, num_bytes: int = 0, *, spare: bool = False) -> bool:
+        """``spare``: and for some more. So many go at once: each look for the oldest passes over
+        the places of all that went before."""
         capacity = self._capacity_bytes
+        if spare:
+            num_pages += self._max_pages >> _SPARE_SHIFT
+            num_bytes += (capacity or 0) >> _SPARE_SHIFT
         return self.num_pages + num_pages <= self._max_pages and (
             capacity is None or self.stored_bytes + num_bytes <= capacity
         )
@@ -201,32 +191,23 @@ class PageIndex:
         share.num_bytes += num_bytes
         self.num_pages += num_pages
         self.stored_bytes += num_bytes
-        if not share.num_pages and (number := self._numbers.get(share.tenant)) is not None:
-            self._kill(number)
+        if not share.num_pages:
+            self._kill(share)
 
     def count_pinned(self, keys: Iterable[bytes], sign: int) -> None:
         """Count pages that are pinned from now on (1), or no more (-1)."""
         for key in keys:
             held = self.get(key)
             if held is not None:
-                share = self._shares[held.share]
-                assert share is not None
-                self._count_pinned(share, sign * held.stored)
+                self._count_pinned(self._shares[held.share], sign * held.stored)
 
     def _count_pinned(self, share: _Share, num_bytes: int) -> None:
         share.pinned_bytes += num_bytes
         self.pinned_bytes += num_bytes
 
-    def _kill(self, number: int) -> None:
-        share = self._shares[number]
-        assert share is not None
-        del self._numbers[share.tenant]
-        self._shares[number] = None
-        self._num_dead += share.num_pages
-        if not share.num_pages:
-            self._free.append(number)
-        if not self._rows:
-            self._reset()
+    def _kill(self, share: _Share) -> None:
+        del self._tenants[share.tenant], self._shares[share.number]
+        self.num_dead += share.num_pages
 
     def drop(self, key: bytes) -> bool:
         """Forget a page; returns whether it was found."""
@@ -235,7 +216,6 @@ class PageIndex:
             return False
         del self._rows[key]
         share = self._shares[held.share]
-        assert share is not None
         share.keys.pop(key, None)
         self._count_pinned(share, -held.stored if self._is_pinned(key) else 0)
         self._count(share, -1, -held.stored)
@@ -243,34 +223,40 @@ class PageIndex:
 
     def drop_tenant(self, tenant: bytes) -> int:
         """Forget a tenant's pages at once; ``sweep`` gives their memory back."""
-        number = self._numbers.get(tenant)
-        if number is None:
+        share = self._tenants.get(tenant)
+        if share is None:
             return 0
-        share = self._shares[number]
-        assert share is not None
-        num_pages = share.num_pages
-        self.num_pages -= num_pages
+        self.num_pages -= share.num_pages
         self.stored_bytes -= share.num_bytes
         self.pinned_bytes -= share.pinned_bytes
-        self._kill(number)
-        return num_pages
+        self._kill(share)
+        return share.num_pages
 
     def clear(self) -> int:
+        """Forget all; returns how many."""
         num_pages = self.num_pages
-        self._reset()
+        self._rows: dict[bytes, bytes] = {}  # by age, roughly
+        self._shares: dict[int, _Share] = {}  # the living, by number
+        self._tenants: dict[bytes, _Share] = {}  # the same
+        self._evicted_s = 0  # the time of the youngest page that went for others
+        self.num_dead = 0  # rows of dead shares
+        self.num_pages = self.stored_bytes = self.pinned_bytes = 0
         return num_pages
 
-    def sweep(self, keys: Iterable[bytes]) -> bool:
-        """Remove rows of dead shares among these; returns whether there are others."""
-        if self._num_dead:
-            for key in keys:
-                row = self._rows.get(key)
-                if row is not None and self._shares[_ROW.unpack(row)[0]] is None:
-                    del self._rows[key]
-                    self._num_dead -= 1
-            if not self._rows:
-                self._reset()
-        return self._num_dead > 0
+    def sweep(self, keys: Iterable[bytes], *, unseen: bool = False) -> int:
+        """Remove rows of dead shares among these, and with ``unseen`` pages that were not put since
+        ``begin_listing``; returns how many of those."""
+        num_dropped = 0
+        for key in keys:
+            row = self._rows.get(key)
+            if row is None:
+                continue
+            if _ROW.unpack(row)[0] not in self._shares:
+                del self._rows[key]
+                self.num_dead -= 1
+            elif unseen and row[-1] != self._mark:
+                num_dropped += self.drop(key)
+        return num_dropped
 
     def expire(self, oldest_s: float) -> bool:
         """Forget some of what was uploaded before that time; returns whether that is all."""
@@ -279,43 +265,44 @@ class PageIndex:
     def _evict(self) -> None:
         if not self._has_room():
             num_before = self.num_pages
-            self._drop_oldest(lambda _: self._has_room())  # or the next page has the rest go
+            self._drop_oldest(lambda _: self._has_room(spare=True))
             self.num_pages_evicted += num_before - self.num_pages
 
     def _drop_oldest(self, is_enough: Callable[[Held], bool]) -> bool:
         """Drop from the oldest on, at most some; returns whether it is enough. What is pinned goes
         to the end."""
-        for _ in range(min(len(self._rows), MAX_STEPS)):
-            if not self._rows:
-                break
-            key = next(iter(self._rows))
-            held = Held(*_ROW.unpack(self._rows[key]))
-            if self._shares[held.share] is None:
+        for key in list(itertools.islice(self._rows, MAX_STEPS)):
+            held = self.get(key)
+            if held is None:
                 self.sweep([key])
             elif is_enough(held):
                 return True
             elif self._is_pinned(key):
                 self._rows[key] = self._rows.pop(key)
             else:
+                self._evicted_s = max(self._evicted_s, held.unix_s)
                 self.drop(key)
         return not self._rows
 
     def _evict_of_share(self, share: _Share, limit: int) -> None:
         """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""
-        for _ in range(min(len(share.keys), MAX_STEPS)):
-            if share.num_bytes <= limit:
+        if share.num_bytes <= limit:
+            return
+        for key in list(itertools.islice(share.keys, MAX_STEPS)):
+            if share.num_bytes <= limit - (limit >> _SPARE_SHIFT):
                 return
-            key = next(iter(share.keys))
-            if self._is_pinned(key):
+            held = self.get(key)
+            if held is None or self._is_pinned(key):
                 share.keys[key] = share.keys.pop(key)
             else:
+                share.evicted_s = max(share.evicted_s, held.unix_s)
                 self.num_pages_evicted += self.drop(key)
 
     def check_integrity(self) -> None:
         """Recount everything."""
         rows = [Held(*_ROW.unpack(row)) for row in self._rows.values()]
-        living = [held for held in rows if self._shares[held.share] is not None]
-        assert len(rows) - len(living) == self._num_dead, f"{self._num_dead} rows counted dead"
+        living = [held for held in rows if held.share in self._shares]
+        assert len(rows) - len(living) == self.num_dead, f"{self.num_dead} rows counted dead"
         counted = (self.num_pages, self.stored_bytes)
         found = (len(living), sum(held.stored for held in living))
         assert counted == found, f"pages and bytes {found}, counted {counted}"
@@ -324,7 +311,6 @@ class PageIndex:
         usage = self.usage()
         shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
         assert shares == found, f"tenants have {shares} of {found}"
-        parts = set(itertools.chain(self._latest, *self._parts))
-        assert self._rows.keys() <= parts, "a row is in no part of the keys"
-        keyed = {key for share in self._shares if share is not None for key in share.keys}
+        assert {id(s) for s in self._shares.values()} == {id(s) for s in self._tenants.values()}
+        keyed = {key for share in self._shares.values() for key in share.keys}
         assert keyed <= self._rows.keys(), "a share has keys without rows"

@@ -68,6 +68,8 @@ class Breaker:
         if error is not None:
             self._failed(error.clause)
             return
+        if not self._num_failures:  # as nearly always: no turn with the lock
+            return
         with self._lock:
             was_open = self.is_open
             self._num_failures = 0

@@ -1,63 +1,38 @@
-"""Requests to a bucket: what they took, and what went wrong. The library retries, with pauses,
-within the timeout of one request; it is configured here alone.
+"""Requests to a bucket: what they took, and what went wrong.
 
-Credentials, region and endpoint come from the environment as S3's own tools read it (``AWS_*``;
-Google's and Azure's likewise). TLS is the rule: plain HTTP is spoken only where the endpoint says
-``http://`` or ``AWS_ALLOW_HTTP`` (``GOOGLE_``, ``AZURE_``) is set. Nothing of them is kept, shown
-or logged here. The text of a library's error names the endpoint, and a refusal repeats the key id:
-it is read here to tell causes apart, and goes no further.
+The text of a library's error names the endpoint, and a refusal repeats the key id: it is read here
+to tell causes apart, and goes no further.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import os
+import itertools
 import re
-import ssl
 import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
-from sglang_tiered.storage.bucket.directory import Directory, Listed
-
-try:
-    import obstore
-    from obstore import store as obstore_stores
-except ImportError:  # the tier is optional: only opening it asks for the library
-    obstore = None  # type: ignore[assignment]
+from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed
+from sglang_tiered.storage.bucket.remote import REMOTE, Remote, require_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
 __all__ = ["Failure", "RequestError", "Requests", "explain"]
 
-_NUM_RETRIES = 2
-_FIRST_PAUSE = timedelta(seconds=0.05)
+_DELETED_AT_ONCE = 1000  # by a bulk delete
+_NUM_AT_ONCE = 8  # requests under way of those that are asked for together
 
-_REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
-_CONNECT = timedelta(seconds=5)
-_YES = ("1", "true", "yes")
-
-_memory_stores: dict[str, Any] = {}  # by URL: engines of one process share them
-_memory_lock = threading.Lock()
-
-_MULTIPART_BYTES = 64 << 20
-"""Longer pages go up in parts, each of which ends within its timeout."""
-_PART_BYTES = 16 << 20
-_AT_ONCE = 1000  # names of a listing, and of a bulk delete
-_NUM_SINGLE = 8  # deletes under way, where there are no bulk ones
-_SIGNED_FOR = timedelta(minutes=5)
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class Failure(enum.Enum):
@@ -119,12 +94,10 @@ def explain(error: BaseException, kind: str) -> RequestError:
     return said(Failure.UNAVAILABLE, f"failed ({name})")
 
 
-def _find_store(settings: BucketSettings) -> tuple[Any, bool, Directory | None]:
-    """Return a URL's store of the library, whether it is remote, and the directory that it is,
-    touching nothing but that. Raises ``ConfigError`` if it is invalid or obstore missing."""
-    require("the object tier", "obstore")
-    if obstore is None:
-        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
+def _open(settings: BucketSettings) -> Directory | Remote:
+    """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it is
+    invalid, or without obstore."""
+    require_library()
     try:
         parts = urlsplit(settings.url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
@@ -135,70 +108,24 @@ def _find_store(settings: BucketSettings) -> tuple[Any, bool, Directory | None]:
             "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
             "credentials come from the environment"
         )
-    directory: Path | None = None
-    store: Any = None
-    if parts.scheme == "memory":
-        with _memory_lock:
-            store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
-    elif parts.scheme == "file":
-        directory = Path(unquote(parts.path))
-        if parts.netloc not in ("", "localhost") or not directory.is_absolute():
-            raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
-        with contextlib.suppress(OSError):  # one that is not there may come yet
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    elif parts.scheme in _REMOTE and parts.netloc:
-        store = _remote_store(settings)
-    else:
+    if parts.scheme == "memory" or (parts.scheme in REMOTE and parts.netloc):
+        return Remote(settings)
+    if parts.scheme != "file":
         raise ConfigError(
             f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
             "az:// or the file URL of a directory"
         )
-    found = None if directory is None else Directory(directory)
-    return store, parts.scheme in _REMOTE, found
-
-
-def _remote_store(settings: BucketSettings) -> Any:
-    timeout = timedelta(seconds=settings.request_timeout_s)
-    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-    scheme = urlsplit(settings.url).scheme
-    owner = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
-    # Options given here take the place of those that the library finds in the environment.
-    client["allow_http"] = os.environ.get(f"{owner}_ALLOW_HTTP", "").lower() in _YES
-    if owner == "AWS":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT") or ""
-        client["allow_http"] |= endpoint.lower().startswith("http://")
-        if bundle := os.environ.get("AWS_CA_BUNDLE"):
-            client["root_certificate"] = _certificates(bundle)
-    retry: dict[str, Any] = {
-        "max_retries": _NUM_RETRIES,
-        "retry_timeout": timeout,
-        "backoff": {
-            "init_backoff": _FIRST_PAUSE,
-            "max_backoff": timedelta(seconds=1),
-            "base": 4,
-        },
-    }
-    try:
-        options: dict[str, Any] = {"client_options": client, "retry_config": retry}
-        return obstore_stores.from_url(settings.url, **options)
-    except Exception as error:
-        # Its text may repeat what is in the environment.
-        raise ConfigError(
-            f"{settings.url} cannot be opened as an object store ({type(error).__name__}): check "
-            "the URL and the variables in the environment that configure it"
-        ) from None
-
-
-def _certificates(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"AWS_CA_BUNDLE {path} cannot be read: {error.strerror}") from None
+    directory = Path(unquote(parts.path))
+    if parts.netloc not in ("", "localhost") or not directory.is_absolute():
+        raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
+    with contextlib.suppress(OSError):  # one that is not there may come yet
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Directory(directory)
 
 
 class Requests:
-    """Blocking requests under one prefix; thread-safe. Every method raises ``RequestError``.
+    """Blocking requests under one prefix; thread-safe. Every method raises ``RequestError``, and
+    each does from ``close`` on, so whatever asks again and again ends.
 
     ``on_outcome`` is called after every request that reads: with None when it was answered, else
     with the error. Opening touches nothing but, for a file URL, the directory; it raises
@@ -211,11 +138,9 @@ class Requests:
         *,
         on_outcome: Callable[[RequestError | None], None] = lambda _: None,
     ) -> None:
-        self._store, self._is_remote, self._directory = _find_store(settings)
-        self._timeout_s = settings.request_timeout_s
+        self._place = _open(settings)
         self._on_outcome = on_outcome
-        self._deletes_singly = False
-        self._is_s3 = settings.url.startswith(("s3:", "s3a:"))
+        self._closed = False
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._troubles: dict[str, str] = {}
@@ -226,7 +151,7 @@ class Requests:
     @property
     def directory(self) -> Path | None:
         """Return where everything is, if the bucket is a directory."""
-        return None if self._directory is None else self._directory.root
+        return self._place.root if isinstance(self._place, Directory) else None
 
     @property
     def requests(self) -> dict[str, int]:
@@ -240,18 +165,22 @@ class Requests:
         with self._lock:
             return dict(self._troubles)
 
+    def close(self) -> None:
+        """Refuse what is asked from now on; requests under way go on."""
+        self._closed = True
+
+    def each(self, call: Callable[[_Item], _Found], items: Iterable[_Item]) -> Iterator[_Found]:
+        """Call for some items at a time, as many as may be asked for together; yields what was
+        returned, in their order."""
+        rest = iter(items)
+        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:  # its threads begin with the first item
+            while some := list(itertools.islice(rest, _NUM_AT_ONCE)):
+                yield from pool.map(call, some)
+
     def get(self, path: str, nbytes: int, *, into: memoryview | None = None) -> memoryview:
         """Return the first ``nbytes`` of an object, or all where it is shorter; of a directory in
         ``into``, where they fit."""
-        if self._directory is not None:
-            folder = self._directory
-            room = memoryview(bytearray(nbytes)) if into is None else into[:nbytes]
-            data = room[: self._read("get", lambda: folder.read(path, room))]
-        else:
-            store = self._store
-            data = memoryview(
-                self._read("get", lambda: obstore.get_range(store, path, start=0, end=nbytes))
-            )
+        data: memoryview = self._read("get", lambda: self._place.read(path, nbytes, into))
         with self._lock:
             self.bytes_in += len(data)
         return data
@@ -259,9 +188,7 @@ class Requests:
     def get_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
         """Fill buffers with what memory holds of a directory's file; returns how many bytes, and 0
         for anything amiss. Never waits for storage."""
-        if self._directory is None:
-            return 0
-        num_read = self._directory.read_cached(path, buffers)
+        num_read = self._place.read_cached(path, buffers)
         if num_read:
             with self._lock:
                 self._requests["get"] += 1
@@ -272,153 +199,67 @@ class Requests:
     def modified(self, path: str) -> float | None:
         """Return when an object was written, by the store's clock; None where it is missing."""
         try:
-            if self._directory is not None:
-                folder = self._directory
-                return float(self._read("head", lambda: folder.modified(path)))
-            store = self._store
-            found = self._read("head", lambda: obstore.head(store, path))
+            return float(self._read("head", lambda: self._place.modified(path)))
         except RequestError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise
             return None
-        return float(found["last_modified"].timestamp())
 
     def listing(self, folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
         """Yield what is in a folder and below it, in parts and in the order of paths, from the path
         behind ``after`` on."""
-        if self._directory is not None:
-            files = self._directory.listing(folder, after)
-            while chunk := self._read("list", lambda: next(files, None)):
-                yield chunk
-            return
-        store = self._store
-        # Made by the first request, whose errors are its own.
-        stream: list[Any] = []
-
-        def next_chunk() -> Any:
-            if not stream:
-                found = obstore.list(store, folder, offset=after, chunk_size=_AT_ONCE)
-                stream.append(iter(found))
-            return next(stream[0], None)
-
-        while chunk := self._read("list", next_chunk):
-            found = [
-                Listed(m["path"], m["size"], m["last_modified"].timestamp(), m["e_tag"] or "")
-                for m in chunk
-            ]
-            yield found if self._is_remote else sorted(found)
-            if len(found) < _AT_ONCE and self._is_remote:
-                return  # the last part said so: no further request
+        parts = self._place.listing(folder, after)
+        while part := self._read("list", lambda: next(parts, None)):
+            yield part
+            if len(part) < LISTED_AT_ONCE:
+                return  # the last one: no further request
 
     def folders(self, folder: str) -> list[str]:
         """Return the paths of the folders in a folder."""
-        if self._directory is not None:
-            directory = self._directory
-            return list(self._read("list", lambda: directory.folders(folder)))
-        store = self._store
-        found = self._read("list", lambda: obstore.list_with_delimiter(store, folder))
-        return sorted(found["common_prefixes"])
+        return list(self._read("list", lambda: self._place.folders(folder)))
 
     def put(self, path: str, data: bytes) -> None:
         """Write an object, whole or not at all; durable where the store is a directory."""
-        if self._directory is not None:
-            directory = self._directory
-            self._write("put", lambda: directory.write(path, data))
-        else:
-            store, parts = self._store, len(data) > _MULTIPART_BYTES
-            self._write(
-                "put",
-                lambda: obstore.put(store, path, data, use_multipart=parts, chunk_size=_PART_BYTES),
-            )
+        self._write("put", lambda: self._place.write(path, data))
         with self._lock:
             self.bytes_out += len(data)
 
     def replace(self, listed: Listed, data: bytes) -> bool:
         """Write an object in the place of one that was listed; returns whether that was still so.
         Where the store cannot tell, it goes in the place of any."""
-        store, directory, path, outcome = self._store, self._directory, listed.path, [True]
-
-        def put() -> None:
-            if directory is not None:
-                outcome[0] = directory.replace(listed, data)
-                return
-            try:
-                obstore.put(store, path, data, mode={"e_tag": listed.tag}, use_multipart=False)
-            except (obstore.exceptions.PreconditionError, obstore.exceptions.NotFoundError):
-                outcome[0] = False
-            except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError):
-                obstore.put(store, path, data)
-
-        self._write("put", put)
+        is_same: bool = self._write("put", lambda: self._place.replace(listed, data))
         with self._lock:
             self.bytes_out += len(data)
-        return outcome[0]
+        return is_same
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; a missing one counts as deleted."""
-        for start in range(0, len(paths), _AT_ONCE):
-            chunk = list(paths[start : start + _AT_ONCE])
-            if self._is_s3 and not self._deletes_singly:
-                self._delete_in_bulk(chunk)
-            elif self._is_s3:
-                self._delete_singly(chunk)
-            else:
-                with ThreadPoolExecutor(_NUM_SINGLE) as pool:
-                    list(pool.map(self._delete_one, chunk))
+        rest = list(paths)
+        while rest and isinstance(self._place, Remote) and self._place.deletes_in_bulk:
+            rest = self._delete_in_bulk(self._place, rest)
+        for _ in self.each(self._delete_one, rest):
+            pass
 
     def _delete_one(self, path: str) -> None:
-        store, directory = self._store, self._directory
-        remove = (
-            (lambda: obstore.delete(store, path))
-            if directory is None
-            else (lambda: directory.remove(path))
-        )
-        self._write("delete", remove, missing_is_fine=True)
+        self._write("delete", lambda: self._place.remove(path), missing_is_fine=True)
 
-    def _delete_in_bulk(self, paths: list[str]) -> None:
-        """Delete by one request, which not every S3 has (``POST ?delete``): where it fails and a
-        single delete does not, all are single from then on."""
-        store = self._store
+    def _delete_in_bulk(self, place: Remote, paths: list[str]) -> list[str]:
+        """Delete some by one request: where it fails and a single delete does not, all are single
+        from then on. Returns the others."""
+        some, rest = paths[:_DELETED_AT_ONCE], paths[_DELETED_AT_ONCE:]
         try:
-            self._write("delete", lambda: obstore.delete(store, paths), missing_is_fine=True)
+            self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
         except RequestError as error:
             try:
-                self._delete_singly(paths[:1])
+                self._delete_one(some[0])
             except RequestError:
                 raise error from None
-            self._deletes_singly = True
-            self._delete_singly(paths[1:])
-
-    def _delete_singly(self, paths: list[str]) -> None:
-        """The library deletes one object of an S3 by a bulk request too: it only signs."""
-        store = self._store
-        with ThreadPoolExecutor(_NUM_SINGLE) as pool:
-            for start in range(0, len(paths), _NUM_SINGLE):
-                urls = obstore.sign(
-                    store, "DELETE", paths[start : start + _NUM_SINGLE], _SIGNED_FOR
-                )
-                list(pool.map(self._delete_signed, urls))
-
-    def _delete_signed(self, url: str) -> None:
-        def remove() -> None:
-            context = ssl.create_default_context() if url.startswith("https:") else None
-            if context is not None and (bundle := os.environ.get("AWS_CA_BUNDLE")):
-                context.load_verify_locations(bundle)
-            request = urllib.request.Request(url, method="DELETE")  # noqa: S310
-            try:
-                with urllib.request.urlopen(  # noqa: S310
-                    request, timeout=self._timeout_s, context=context
-                ):
-                    return
-            except urllib.error.HTTPError as error:
-                if error.code == 404:
-                    return
-                raise OSError(f"status code: {error.code}") from None  # without the signed URL
-
-        self._write("delete", remove, missing_is_fine=True)
+            place.deletes_in_bulk = False
+            return paths[1:]
+        return rest
 
     def _read(self, kind: str, request: Callable[[], Any]) -> Any:
-        self._count(kind)
+        self._begin(kind)
         try:
             found = request()
         except Exception as error:
@@ -433,10 +274,11 @@ class Requests:
 
     def _write(
         self, kind: str, request: Callable[[], Any], *, missing_is_fine: bool = False
-    ) -> None:
-        self._count(kind)
+    ) -> Any:
+        self._begin(kind)
+        outcome = None
         try:
-            request()
+            outcome = request()
         except Exception as error:
             cause = explain(error, kind)
             if not (missing_is_fine and cause.failure is Failure.NOT_FOUND):
@@ -445,7 +287,10 @@ class Requests:
                 raise cause from None
         with self._lock:
             self._troubles.pop(kind, None)
+        return outcome
 
-    def _count(self, kind: str) -> None:
+    def _begin(self, kind: str) -> None:
+        if self._closed:
+            raise RequestError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
             self._requests[kind] += 1

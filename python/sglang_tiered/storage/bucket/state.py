@@ -38,7 +38,8 @@ OnErased = Callable[[Sequence[Erasure]], None]
 @dataclass(eq=False, slots=True)
 class EraseOrder:
     """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
-    has one. ``turn``: later ones have higher ones. ``pages``: paths of what was held of it."""
+    has one, or of a later one of this server. ``turn``: later ones have higher ones. ``pages``:
+    paths of what was held of it."""
 
     what: Erasure
     namespace: bytes
@@ -46,7 +47,6 @@ class EraseOrder:
     turn: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
-    path: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +77,7 @@ class Load:
     job: Job
     layout: Layout
     num_left: int
-    num_touching: int = 0
+    num_touching: int = 0  # pages that are being read, or copied, into its buffers
     is_open: bool = True
 
 
@@ -88,6 +88,7 @@ class PageLoad(NamedTuple):
     position: int
     name: PageName
     stored: int
+    in_place: bool = False  # straight into its buffers, if that takes no waiting
 
     @property
     def page(self) -> Page:
@@ -179,8 +180,8 @@ class BucketState:
         self._last_orders: dict[bytes | None, EraseOrder] = {}  # by key, by tenant, of everything
         self._num_orders = 0
         self.is_asked = False  # the keeper, for what it has not tried yet
-        self.own: dict[bytes, None] = {}  # ids of this server's erasures
-        self.heard: dict[bytes, None] = {}  # of pieces, its own and what records said
+        self.own: dict[bytes, None] = {}  # ids of the pieces of this server's erasures
+        self.heard: dict[bytes, None] = {}  # of those, and of what records said
         self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
         self.on_erased: OnErased | None = None
         self.untold: deque[Erasure] = deque()
@@ -230,7 +231,8 @@ class BucketState:
         self.discovery_ready.notify_all()  # it sweeps
 
     def apply(self, record: Record) -> None:
-        """Hide what a record names and was stored without knowing it, and have the owner told."""
+        """Hide what a record of one piece names and was stored without knowing it, and have the
+        owner told."""
         self.erased.add(record)
         what = record.what
         if what is not None and (what.is_empty or what.id in self.own):
@@ -239,7 +241,7 @@ class BucketState:
             self.elsewhere.setdefault(record.namespace, []).append(what)
             return
         if what is not None:
-            self.heard |= {each.id: None for each in what.pieces}
+            self.heard[what.id] = None
             self.untold.append(what)
         self.pins.erase(what, record.number)
         if what is None or what.keys is None:

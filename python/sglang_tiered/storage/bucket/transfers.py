@@ -33,6 +33,8 @@ __all__ = ["Transfers"]
 CLOCK_S = 600.0
 _MANY_DEADLINES = 64
 _LARGE_COPY_BYTES = 64 << 10
+_TAKEN_BYTES = 1 << 20
+"""Of small pages that a thread reads at a time, as each look for work is a turn with the lock."""
 
 
 class Transfers:
@@ -69,8 +71,9 @@ class Transfers:
                 state.jobs.finish(job)
                 return job
             load = Load(job, state.layout, len(found))
+            in_place = state.codec is None and self._requests.directory is not None
             state.open_loads[load] = None
-            state.loads.extend(PageLoad(load, *each) for each in found)
+            state.loads.extend(PageLoad(load, *each, in_place) for each in found)
             state.transfer_ready.notify(len(found))
             if deadline_s is not None:
                 self._watch(load, state.clock() + deadline_s)
@@ -78,44 +81,76 @@ class Transfers:
 
     def run(self) -> None:
         """Read and put pages: the body of each thread."""
-        state, most = self._state, -(-self._state.settings.num_connections // 2)
-        room = memoryview(bytearray(0))  # what a directory is read into
-        page: PageLoad | None = None
-        reason: Reason | None = None
+        state = self._state
+        room = memoryview(b"")  # what a directory is read into
+        done: list[tuple[PageLoad, Reason | None]] = []
         while True:
-            upload: Upload | None = None
             with state.lock:
-                if page is not None:
-                    self._settle(page, reason or Reason.IO_ERROR)
-                    page = None
-                while not state.loads and upload is None:
-                    if len(state.uploading) < most:
-                        upload = state.take_upload()
-                    if upload is None and state.closed:
-                        return
-                    if upload is None:
-                        state.transfer_ready.wait()
-                if upload is None:
-                    page = state.loads.popleft()
-                    reason = Reason.CANCELLED if state.closed else None
+                for page, reason in done:
+                    self._settle(page, reason)
+                pages, upload = self._take()
+            done = []
             if upload is not None:
                 self._run_upload(upload)
-            elif page is not None and reason is None and page.load.is_open:
+            elif not pages:
+                return
+            for page in pages:
+                reason = Reason.CANCELLED if state.closed else Reason.IO_ERROR
                 try:
-                    if self._requests.directory is not None and len(room) < page.stored:
-                        room = memoryview(bytearray(page.stored))
-                    reason = self._load(page, room if room else None)
+                    if page.load.is_open and not state.closed and page.in_place:
+                        reason = self._read_in_place(page)
+                    elif page.load.is_open and not state.closed:
+                        if self._requests.directory is not None and len(room) < page.stored:
+                            room = memoryview(bytearray(page.stored))
+                        reason = self._load(page, room if room else None)
                 except BaseException:  # a panic of the library is no Exception
                     self._breaker.fault("loading")
+                done.append((page, reason))
 
-    def _settle(self, page: PageLoad, reason: Reason) -> None:
-        """Say what became of a page. Needs the state's lock."""
-        load = page.load
+    def _take(self) -> tuple[list[PageLoad], Upload | None]:
+        """Wait for pages to load, or one to upload; neither when the engine is closed. Needs the
+        state's lock."""
+        state, num_threads = self._state, self._state.settings.num_connections
+        while not state.loads:
+            upload = None
+            if len(state.uploading) < -(-num_threads // 2):
+                upload = state.take_upload()
+            if upload is not None or state.closed:
+                return [], upload
+            state.transfer_ready.wait()
+        page = state.loads.popleft()
+        pages, num_left, room = [page], len(state.loads) // num_threads, _TAKEN_BYTES - page.stored
+        while page.in_place and num_left and state.loads[0].in_place and room > 0:
+            pages.append(state.loads.popleft())
+            num_left, room = num_left - 1, room - pages[-1].stored
+        for page in pages:
+            page.load.num_touching += page.in_place  # a deadline waits for it
+        return pages, None
+
+    def _settle(self, page: PageLoad, reason: Reason | None) -> None:
+        """Say what became of a page; with None it is read by way of other memory. Needs the state's
+        lock."""
+        state, load = self._state, page.load
+        if page.in_place:
+            load.num_touching -= 1
+            if not load.is_open:
+                state.untouched.notify_all()
+        if reason is None:
+            state.loads.appendleft(page._replace(in_place=False))
+            state.transfer_ready.notify()
+            return
         load.num_left -= 1
         if load.is_open:
             load.job.reasons[page.position] = reason
             if not load.num_left:
-                self._state.finish_load(load)
+                state.finish_load(load)
+
+    def _read_in_place(self, page: PageLoad) -> Reason | None:
+        """Fill a page with what memory holds of a file; None where that is not all."""
+        path = page.path
+        if self._requests.get_cached(path, page.page) < page.stored:
+            return None
+        return Reason.OK if is_page(path, page.name.checksum, page.page) else self._corrupt(page)
 
     @contextlib.contextmanager
     def _touching(self, load: Load) -> Iterator[bool]:
@@ -132,18 +167,9 @@ class Transfers:
                 if not load.is_open:
                     state.untouched.notify_all()
 
-    def _load(self, page: PageLoad, room: memoryview | None) -> Reason | None:
-        """Return what became of a page; None where it came too late."""
-        path, codec = page.path, self._state.codec
-        if room is not None and codec is None:
-            with self._touching(page.load) as allowed:  # the deadline waits for it
-                if not allowed:
-                    return None
-                is_read = self._requests.get_cached(path, page.page) >= page.stored
-                if is_read and is_page(path, page.name.checksum, page.page):
-                    return Reason.OK
-            if is_read:
-                return self._corrupt(page, path)
+    def _load(self, page: PageLoad, room: memoryview | None) -> Reason:
+        """Return what became of a page."""
+        path = page.path
         try:
             stored = self._requests.get(path, page.stored, into=room)
         except RequestError as error:
@@ -151,14 +177,15 @@ class Transfers:
                 with self._state.lock:
                     self._state.num_pages_vanished += self._forget(page)
                 return Reason.MISS
-            return self._corrupt(page, path) if error.failure is Failure.BAD_RANGE else None
+            is_short = error.failure is Failure.BAD_RANGE
+            return self._corrupt(page) if is_short else Reason.IO_ERROR
         if len(stored) == page.stored and is_page(path, page.name.checksum, (stored,)):
             with self._touching(page.load) as allowed:
                 if not allowed:
-                    return None
+                    return Reason.IO_ERROR
                 if self._deliver(stored, page.page):
                     return Reason.OK
-        return self._corrupt(page, path)
+        return self._corrupt(page)
 
     def _deliver(self, stored: memoryview, page: Page) -> bool:
         """Fill the page; false when the bytes do not decode to it."""
@@ -179,9 +206,9 @@ class Transfers:
                 np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
         return True
 
-    def _corrupt(self, page: PageLoad, path: str) -> Reason:
+    def _corrupt(self, page: PageLoad) -> Reason:
         with self._state.lock:
-            self._state.skip(path)
+            self._state.skip(page.path)
             self._forget(page)
         return Reason.CORRUPT
 
@@ -273,7 +300,7 @@ class Transfers:
     def _upload(self, upload: Upload) -> Reason:
         """Upload a page. Raises ``RequestError``."""
         state, job = self._state, upload.job
-        if upload.dropped or job.cancelled:
+        if upload.dropped or job.cancelled or state.closed:
             return Reason.CANCELLED
         if not self._breaker.accepts_stores():
             return Reason.REJECTED
@@ -314,6 +341,8 @@ class Transfers:
         """Learn the store's time before the first page, and again now and then, as clocks are set:
         pages are named by it, and others list from a time on. Raises ``RequestError``."""
         state = self._state
+        if state.clock() < self._look_at:
+            return
         with self._clock_lock:
             if state.clock() < self._look_at:
                 return

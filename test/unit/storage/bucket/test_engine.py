@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import xxhash
 
 from kit.clock import Clock
+from kit.request_hooks import Gate, listed
 from kit.runs import NAMESPACE
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.codecs.base import PageLayout
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery, index
+from sglang_tiered.storage.bucket import discovery
 from sglang_tiered.storage.bucket.names import PageName
 from sglang_tiered.storage.promises import is_true
 
@@ -37,34 +37,14 @@ def of(tenant: bytes, run: Run) -> Run:
     return Run(run.keys, run.pages, tenant)
 
 
-def paths(engine: BucketEngine, folder: str) -> list[str]:
-    place = getattr(engine._state.layout, folder)
-    return sorted(entry.path for chunk in engine._requests.listing(place) for entry in chunk)
-
-
-class Gate:
-    """Holds the requests of one kind until it is opened."""
-
-    def __init__(self, engine: BucketEngine, kind: str) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-        self._inner = getattr(engine._requests, kind)
-        setattr(engine._requests, kind, self._held)
-
-    def _held(self, *arguments: Any, **named: Any) -> Any:
-        self.reached.set()
-        assert self.opened.wait(TIMEOUT_S), "the gate stayed closed"
-        return self._inner(*arguments, **named)
-
-
 def test_a_page_is_one_object_and_nothing_else(
-    make_engine: MakeEngine, make_run: MakeRun, page_data: PageData
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     engine = make_engine(clocks={"wall_clock": lambda: 1_700_000_000.0})
     engine._requests.modified = lambda _: None  # type: ignore[method-assign]
     run = of(A, make_run(1, [4096, 5000]))
     assert finished(engine.submit_store(run)) == [Reason.OK] * 2
-    found = paths(engine, "pages")
+    found = listed(engine, engine._state.layout.pages)
     for key, data in zip(run.keys, page_data(run), strict=True):
         (path,) = (path for path in found if key.hex() in path)
         named = f"v2/{NAMESPACE.hex()}/pages/2023111422/1320-0-{A.hex()}-{key.hex()}-{len(data):x}-"
@@ -72,16 +52,13 @@ def test_a_page_is_one_object_and_nothing_else(
         assert path == f"{named}{checksum:016x}"
         assert bytes(engine._requests.get(path, len(data))) == data
     assert len(found) == 2
-    assert engine.object_stats().requests["put"] == 3, "and one that tells the clock"
-
-
-def poll_until(condition: Callable[[], bool]) -> None:
-    turn = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        turn.wait(0.01)
-    pytest.fail("it did not come to pass")
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2
+    stats = engine.object_stats()
+    assert (stats.requests["put"], stats.requests["get"]) == (3, 4), "one tells the clock"
+    assert stats.bytes_in == 2 * run.num_bytes == 2 * (stats.bytes_out - len(b"clock"))
+    assert (stats.last_error, stats.trouble) == ("", "")
+    assert stats.refused == {"put": 0, "delete": 0}
+    assert engine.stats().capacity_bytes == sys.maxsize, "there is no cap"
 
 
 def test_a_deadline_does_not_cost_what_already_arrived(
@@ -91,20 +68,11 @@ def test_a_deadline_does_not_cost_what_already_arrived(
     first, second = make_run(1, [4096]), make_run(2, [4096])
     for run in (first, second):
         finished(engine.submit_store(run))
-    inner, served = engine._requests.get, threading.Event()
-    opened = threading.Event()
-
-    def second_hangs(*arguments: Any, **named: Any) -> Any:
-        if served.is_set():
-            assert opened.wait(TIMEOUT_S)
-        served.set()
-        return inner(*arguments, **named)
-
-    engine._requests.get = second_hangs  # type: ignore[method-assign]
+    gate = Gate(engine, "get", second.keys[0].hex())
     both = Run(first.keys + second.keys, first.pages + second.pages)
     target = blank(both)
     reasons = finished(engine.submit_load(target, deadline_s=0.3))
-    opened.set()
+    gate.opened.set()
     assert reasons == [Reason.OK, Reason.IO_ERROR]
     assert page_data(target)[0] == page_data(first)[0]
 
@@ -123,10 +91,10 @@ def test_a_directory_that_cannot_be_made_only_misses(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     engine = make_engine(url=(tmp_path / "file" / "store").as_uri())
-    poll_until(lambda: engine.stats().health is Health.MISS_ONLY)
+    eventually(lambda: engine.stats().health is Health.MISS_ONLY)
     assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.REJECTED]
     (tmp_path / "file").unlink()
-    poll_until(lambda: engine.stats().health is Health.RUNNING)
+    eventually(lambda: engine.stats().health is Health.RUNNING)
     assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.OK]
     assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
 
@@ -157,21 +125,6 @@ def test_a_namespace_of_wrong_length_raises(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(ValueError, match="a namespace has 3 bytes"):
         engine.set_namespace(b"abc")
-
-
-def test_what_it_asked_for_is_counted(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
-) -> None:
-    engine = make_engine()
-    run = make_run(1, [4096] * 8)
-    finished(engine.submit_store(run))
-    finished(engine.submit_load(blank(run)))
-    stats = engine.object_stats()
-    assert (stats.requests["put"], stats.requests["get"]) == (9, 8), "one tells the clock"
-    assert stats.bytes_in == stats.bytes_out - len(b"clock") == run.num_bytes
-    assert (stats.last_error, stats.trouble) == ("", "")
-    assert stats.refused == {"put": 0, "delete": 0}
-    assert engine.stats().capacity_bytes == sys.maxsize, "there is no cap"
 
 
 def test_stores_under_way_finish_under_the_old_namespace(
@@ -253,57 +206,38 @@ def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun
     assert gate.reached.wait(TIMEOUT_S)
     assert not b.has_listed
     gate.opened.set()
-    poll_until(lambda: b.has_listed)
+    eventually(lambda: b.has_listed)
 
 
 def test_a_full_listing_leaves_lookups_the_lock(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_PART_KEYS", 3)
-    engine = make_engine()
-    finished(engine.submit_store(make_run(1, [100] * 8)))
-    lock, seen, parts = engine._state.lock, list[bool](), engine._state.index.key_parts
-    assert [len(part) for part in parts()] == [3, 3, 2], "no more are taken at once"
+    """And drops what is gone, and the rest of what was erased."""
+    monkeypatch.setattr(discovery, "MAX_STEPS", 3)
+    engine, kept, gone = make_engine(), of(B, make_run(2, [100])), of(B, make_run(3, [100] * 5))
+    for run in (of(A, make_run(1, [100] * 8)), kept, gone):
+        finished(engine.submit_store(run))
+    index, sizes = engine._state.index, list[int]()
+    sweep = index.sweep
 
-    class Keys(tuple[bytes, ...]):
-        def __iter__(self) -> Iterator[bytes]:
-            seen.append(lock.locked())
-            return super().__iter__()
+    def noted(keys: Sequence[bytes], *, unseen: bool) -> int:
+        sizes.append(len(keys))
+        return sweep(keys, unseen=unseen)
 
-    monkeypatch.setattr(engine._state.index, "key_parts", lambda: tuple(map(Keys, parts())))
-    assert engine.refresh(TIMEOUT_S, full=True)
-    assert seen
-    assert not any(seen)
-
-
-def test_a_full_listing_sweeps_what_it_drops(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An erasure came just before it, whose pages were not swept yet."""
-    engine = make_engine()
-    finished(engine.submit_store(of(A, make_run(1, [100] * 8))))
-    finished(engine.submit_store(of(B, make_run(2, [100]))))
-    monkeypatch.setattr(discovery.Discovery, "_sweep", lambda _: None)
+    monkeypatch.setattr(index, "sweep", noted)
     assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+    paths = listed(engine, engine._state.layout.pages)
+    engine._requests.delete([path for path in paths if kept.keys[0].hex() not in path])
     assert engine.refresh(TIMEOUT_S, full=True)
-    engine.check_integrity()
-    assert engine._state.index.sweep(()) is False
+    assert max(sizes) == 3
+    assert index.keys() == list(kept.keys) and index.num_dead == 0
+    assert engine.object_stats().num_pages_vanished == 5
 
 
 def test_confirming_ends_in_time(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """Whatever the requests under way wait for."""
     engine, run = make_engine(num_connections=1), make_run(1, [100, 200])
     assert set(finished(engine.submit_store(run))) == {Reason.OK}
-    modified, goes_on, asked = engine._requests.modified, threading.Event(), list[str]()
-
-    def hangs(path: str) -> float | None:
-        asked.append(path)
-        assert len(asked) == 1 or goes_on.wait(TIMEOUT_S)
-        return modified(path)
-
-    engine._requests.modified = hangs  # type: ignore[method-assign]
-    try:
-        assert engine.confirm(run.keys, 1.0)[1] is False
-        assert not goes_on.is_set()
-    finally:
-        goes_on.set()
+    gate = Gate(engine, "modified", run.keys[1].hex())
+    assert engine.confirm(run.keys, 1.0)[1] is False
+    gate.opened.set()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
@@ -17,7 +18,6 @@ from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket import names
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.pins import pack_pin
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.pins import Pin
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MakeEngine = Callable[..., "BucketEngine"]
 
-A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
+A, B, C, N, M = b"a" * 16, b"b" * 16, b"c" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
 
 
@@ -43,22 +43,61 @@ def one(run: Run, position: int) -> Run:
     return Run(run.keys[position : position + 1], run.pages[position : position + 1])
 
 
-def listed(engine: BucketEngine, folder: str) -> list[str]:
-    return [each.path for chunk in engine._requests.listing(folder) for each in chunk]
-
-
 def test_many_pages_take_several_records(
     make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of several pieces each, and all of them in one object if they are small."""
     monkeypatch.setattr(base, "RECORD_KEYS", 2)
-    a, b = make_engine(), make_engine()
+    monkeypatch.setattr(base, "PIECE_KEYS", 1)
+    a, b, told = make_engine(), make_engine(), list[Erasure]()
+    b.report_erased(told.extend)
     run = make_run(1, PAGES)
     store(a, run)
     assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    assert len(listed(a, records.ERASED)) == 2
+    assert len(listed(a, records.ERASED)) == 1
     assert listed(a, a._state.layout.pages) == []
-    assert b.refresh(TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S) and a.refresh(TIMEOUT_S, full=True)
+    assert {what.keys for what in told} == {(key,) for key in run.keys}
     assert b.contains(run.keys) == [False] * 3
+    for engine in (a, b):
+        store(engine, run)
+        assert all(engine.contains(run.keys)), "it is erased again"
+    assert make_engine().refresh(TIMEOUT_S) and make_engine(namespace=M).refresh(TIMEOUT_S)
+
+
+def test_closing_ends_erasures_that_go_on(make_engine: MakeEngine) -> None:
+    """Record after record, each as slow as a request may be."""
+    a, other = make_engine(), make_engine()
+    gate = Gate(a, "put", "/erased/")
+    first = a.erase(Erasure(tenant=A))
+    assert gate.reached.wait(TIMEOUT_S)
+    begun = [first, *(a.erase(Erasure(tenant=bytes([n + 1]) * 16)) for n in range(20))]
+    closing = threading.Thread(target=a.close)
+    closing.start()
+    eventually(lambda: a._state.closed and all(each.done() for each in begun))
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert not any(is_true(each, TIMEOUT_S) for each in begun)
+    assert not listed(other, records.ERASED), "it goes on"
+
+
+def test_a_hundred_forgets_at_once_are_one_record(make_engine: MakeEngine) -> None:
+    """Or the last waits for the puts of all others. What is stored behind them counts."""
+    a, b = make_engine(), make_engine()
+    keys, gate = [bytes([n, n + 1]) * 16 for n in range(100)], Gate(a, "put", "/erased/", 1)
+    begun = [a.erase(Erasure(tenant=B))]
+    assert gate.reached.wait(TIMEOUT_S)
+    begun += [a.erase(Erasure.of([key])) for key in keys] + [a.erase(Erasure(tenant=A))]
+    pages = ((memoryview(b"x"),),) * 100
+    job = a.submit_store(Run(tuple(keys), pages, A))
+    gate.opened.set()
+    assert all(is_true(each, TIMEOUT_S) for each in begun)
+    assert len(listed(a, records.ERASED)) == 3
+    assert set(finished(job)) == {Reason.OK}
+    assert b.refresh(TIMEOUT_S) and all(b.contains(keys)), "they count as older than some"
+    with b._state.lock:
+        assert all(b._state.erased.kills(N, C, key, 1) for key in keys)
 
 
 def test_the_owner_hears_before_anything_counts_as_younger(
@@ -149,54 +188,19 @@ def test_a_number_is_behind_all_others(make_engine: MakeEngine, make_run: MakeRu
     alone: what it stores of this one's pages is from before."""
     a, b, c, d = (make_engine() for _ in range(4))
     run, other = make_run(1, PAGES), make_run(2, PAGES)
-    put, is_first = a._requests.put, [True]
 
-    def late(path: str, data: bytes) -> None:
-        if is_first.pop() if is_first else False:
-            assert is_true(b.erase(Erasure.of(other.keys)), TIMEOUT_S)
-            assert c.refresh(TIMEOUT_S)
-        put(path, data)
+    def another_comes() -> None:
+        assert is_true(b.erase(Erasure.of(other.keys)), TIMEOUT_S)
+        assert c.refresh(TIMEOUT_S)
 
-    a._requests.put = late  # type: ignore[method-assign]
+    asked = before(a, "put", another_comes)
     assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    assert not is_first
+    assert len(asked) == 2
     store(c, run)
     for engine in (a, d):
         assert engine.refresh(TIMEOUT_S, full=True)
         assert not any(engine.contains(run.keys))
     assert len(listed(a, records.ERASED)) == 2, "its first record is left"
-
-
-def test_a_tenant_is_its_whole_digest(make_engine: MakeEngine, make_run: MakeRun) -> None:
-    a = make_engine(num_connections=1)
-    near = A[:-1] + b"b"
-    held, pinned, queued = (make_run(seed, PAGES) for seed in range(3))
-    theirs = [Run(run.keys, run.pages, near) for run in (held, pinned, queued)]
-    mine = Run((b"k" * 32,), ((memoryview(bytes(10)),),), A)
-    for run in (mine, *theirs[:2]):
-        store(a, run)
-    assert is_true(a.pin("theirs", pinned.keys, near), TIMEOUT_S)  # type: ignore[arg-type]
-    reached, goes_on = threading.Event(), threading.Event()
-    put = a._requests.put
-
-    def slow(path: str, data: bytes) -> None:
-        reached.set()
-        assert goes_on.wait(TIMEOUT_S)
-        put(path, data)
-
-    a._requests.put = slow  # type: ignore[method-assign]
-    job = a.submit_store(theirs[2])
-    assert reached.wait(TIMEOUT_S)
-    begun = a.erase(Erasure(tenant=A))
-    goes_on.set()
-    assert is_true(begun, TIMEOUT_S)
-    assert finished(job) == [Reason.OK] * 3
-    assert a.has_pin("theirs")
-    b = make_engine()
-    for engine in (a, b):
-        assert engine.refresh(TIMEOUT_S, full=True)
-        assert all(all(engine.contains(run.keys)) for run in theirs)
-        assert engine.contains(mine.keys) == [False]
 
 
 @pytest.mark.parametrize("number", [1 << 31, (1 << 48) - 1, (1 << 31) - 1])
@@ -224,20 +228,12 @@ def test_a_record_of_an_absurd_number_stops_nothing(
 
 def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: MakeRun) -> None:
     a, b = make_engine(), make_engine()
-    run, put, failing = make_run(1, PAGES), a._requests.put, [True]
-    is_pinned = threading.Event()
-
-    def fails_once(path: str, data: bytes) -> None:
-        if "/erased/" in path and failing:
-            failing.pop()
-            assert is_pinned.wait(TIMEOUT_S)
-            raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
-        put(path, data)
-
-    a._requests.put = fails_once  # type: ignore[method-assign]
+    run = make_run(1, PAGES)
+    before(a, "put", refuse, "/erased/")
+    gate = Gate(a, "put", "/erased/")
     begun = a.erase(Erasure.of(run.keys))
     pinned = a.pin("p", run.keys)
-    is_pinned.set()
+    gate.opened.set()
     assert not is_true(begun, TIMEOUT_S)
     assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
     assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S), "and all that was asked before"
@@ -247,38 +243,13 @@ def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: M
         assert engine.has_pin("p"), "it counts as older than what was erased before"
 
 
-def test_pages_that_cannot_be_deleted_are_not_erased(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
-    """Whoever may read the bucket reads them. True only once they are gone, however often asked."""
-    engine, run = make_engine(), make_run(1, PAGES)
-    store(engine, run)
-    delete = engine._requests.delete
-
-    def refused(paths: object) -> None:
-        raise RequestError(Failure.DENIED, "delete")
-
-    engine._requests.delete = refused  # type: ignore[method-assign, assignment]
-    for _ in range(2):
-        assert not is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    engine._requests.delete = delete  # type: ignore[method-assign]
-    assert is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    assert not listed(engine, engine._state.layout.pages)
-
-
 def test_forgetting_pages_lists_no_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
     a, b = make_engine(), make_engine()
     run, unknown = make_run(1, PAGES), make_run(2, PAGES)
     store(a, run)
     store(b, unknown)
-    listing, prefixes = a._requests.listing, list[str]()
-
-    def listed_by_a(prefix: str, *, after: str | None = None) -> object:
-        prefixes.append(prefix)
-        return listing(prefix, after=after)
-
-    a._requests.listing = listed_by_a  # type: ignore[method-assign, assignment]
+    prefixes = before(a, "listing", lambda: None, times=0)
     assert is_true(a.erase(Erasure.of([*run.keys[:2], *unknown.keys])), TIMEOUT_S)
     assert set(prefixes) == {records.ERASED, a._state.layout.pins}
     assert len(listed(b, b._state.layout.pages)) == 1 + 3, "what it knows is gone"
@@ -383,17 +354,9 @@ def test_no_note_outlives_an_erasure_that_is_true(
         a._requests.put(records.record_path(1, lost, N), records.record_data(lost))
     now[0] += 200
     assert a.refresh(TIMEOUT_S)
-    delete = a._requests.delete
-
-    def refused(paths: Sequence[str]) -> None:
-        if any("/pins/" in path for path in paths):
-            raise RequestError(Failure.DENIED, "delete")
-        delete(paths)
-
     if case == "refused":
-        a._requests.delete = refused  # type: ignore[method-assign, assignment]
+        before(a, "delete", refuse, "/pins/")
         assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-        a._requests.delete = delete  # type: ignore[method-assign]
     assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert not listed(a, a._state.layout.pins)
 
@@ -428,39 +391,44 @@ def test_no_erasure_undoes_what_a_pins_owner_did(
 def test_no_collector_deletes_a_pin_renewed_since(
     make_engine: MakeEngine, make_run: MakeRun
 ) -> None:
+    """However many others are read beside it, each of which takes long."""
     a, run, now = make_engine(), make_run(1, PAGES), time.time()
-    for name in ("p", "q"):
-        assert is_true(a.pin(name, run.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
-    names_of = {names.Layout(NAMESPACE).pin(name): name for name in ("p", "q")}
-    get, read = a._requests.get, list[str]()
+    for number in range(20):
+        assert is_true(a.pin(f"{number}", run.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
+    names_of = {names.Layout(NAMESPACE).pin(f"{number}"): f"{number}" for number in range(20)}
+    get, delete, reading, gone = a._requests.get, a._requests.delete, set[str](), list[str]()
+    several = threading.Event()
 
-    def renewed_behind(path: str, nbytes: int) -> memoryview:
-        read.append(path)
-        if len(read) == 2:
-            begun = a.pin(names_of[read[0]], run.keys, until_s=now + 900)
-            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
+    def slow(path: str, nbytes: int) -> memoryview:
+        reading.add(path)
+        if len(reading) > 4:
+            several.set()
+        assert several.wait(TIMEOUT_S), "one pin is read at a time"
         return get(path, nbytes)
 
-    a._requests.get = renewed_behind  # type: ignore[method-assign, assignment]
+    def renewed_behind(paths: list[str]) -> None:
+        delete(paths)
+        gone.extend(paths)
+        if gone[:1] == paths:
+            begun = a.pin(names_of[gone[0]], run.keys, until_s=now + 900)
+            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
+
+    a._requests.get, a._requests.delete = slow, renewed_behind  # type: ignore[method-assign, assignment]
     later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
-    assert later.run_once(NAMESPACE).num_removed == 2
-    assert listed(a, a._state.layout.pins) == read[:1]
+    assert later.run_once(NAMESPACE).num_removed == 20
+    assert listed(a, a._state.layout.pins) == gone[:1]
 
 
 def test_no_listing_brings_a_pin_back(make_engine: MakeEngine, make_run: MakeRun) -> None:
     """While the record of what was erased of it is still being written."""
     a, run = make_engine(), make_run(1, PAGES)
     assert is_true(a.pin("p", run.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
-    put, has_pin = a._requests.put, list[bool]()
 
-    def listed_before(path: str, data: bytes) -> None:
-        assert a.refresh(TIMEOUT_S)
-        has_pin.append(a.has_pin("p"))
-        put(path, data)
+    def listed_before() -> None:
+        assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
-    a._requests.put = listed_before  # type: ignore[method-assign]
+    before(a, "put", listed_before)
     assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    assert has_pin == [False]
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
 
@@ -483,18 +451,8 @@ def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run
     """As a purge: of the tenant, and of those whose tenant is unknown."""
     a, second = make_engine(), list["Future[bool]"]()
     store(a, make_run(1, PAGES))
-    put, listing, folders = a._requests.put, a._requests.listing, list[str]()
-
-    def asked_twice(path: str, data: bytes) -> None:
-        if not second:
-            second.append(a.erase(Erasure(tenant=B)))
-        put(path, data)
-
-    def noted(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
-        folders.append(folder)
-        return listing(folder, after=after)
-
-    a._requests.put, a._requests.listing = asked_twice, noted  # type: ignore[method-assign]
+    before(a, "put", lambda: second.append(a.erase(Erasure(tenant=B))))
+    folders = before(a, "listing", lambda: None, times=0)
     assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(second[0], TIMEOUT_S)
     assert folders.count(a._state.layout.pages) == 1
@@ -502,14 +460,7 @@ def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run
 
 def test_forgets_that_keep_coming_are_answered(make_engine: MakeEngine) -> None:
     a, more, at_first = make_engine(), list["Future[bool]"](), list[int]()
-    put = a._requests.put
-
-    def asked_for_more(path: str, data: bytes) -> None:
-        if len(more) < 20:
-            more.append(a.erase(Erasure.of([bytes([len(more)]) * 32])))
-        put(path, data)
-
-    a._requests.put = asked_for_more  # type: ignore[method-assign]
+    before(a, "put", lambda: more.append(a.erase(Erasure.of([bytes([len(more)]) * 32]))), times=20)
     first = a.erase(Erasure(tenant=A))
     first.add_done_callback(lambda _: at_first.append(len(more)))
     assert is_true(first, TIMEOUT_S)
@@ -519,14 +470,7 @@ def test_forgets_that_keep_coming_are_answered(make_engine: MakeEngine) -> None:
 
 def test_a_failed_record_fails_no_later_erasure(make_engine: MakeEngine) -> None:
     a, later = make_engine(), list["Future[bool]"]()
-    put = a._requests.put
-
-    def fails_once(path: str, data: bytes) -> None:
-        if not later:
-            later.append(a.erase(Erasure.of([b"k" * 32])))
-            raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
-        put(path, data)
-
-    a._requests.put = fails_once  # type: ignore[method-assign]
+    before(a, "put", refuse)
+    before(a, "put", lambda: later.append(a.erase(Erasure.of([b"k" * 32]))))
     assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(later[0], TIMEOUT_S), "it was not tried"

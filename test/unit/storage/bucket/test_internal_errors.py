@@ -14,6 +14,8 @@ from sglang_tiered.storage.bucket import discovery, transfers
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kit.runs import Blank, MakeRun
     from sglang_tiered.storage.bucket import BucketEngine
 
@@ -39,61 +41,40 @@ def fail_once(
     return left
 
 
-def check_that_it_serves_again(engine: BucketEngine, clock: Clock, run: Run, target: Run) -> None:
-    health = engine.stats()
-    assert health.health is Health.MISS_ONLY
-    assert "internal error" in health.health_reason
+@pytest.mark.parametrize("url", ["memory", "directory"])
+@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
+@pytest.mark.parametrize("name", ["page_checksum", "put", "is_page"])
+def test_an_internal_error_ends_one_job_alone(
+    make_engine: MakeEngine,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    url: str,
+    error: BaseException,
+    name: str,
+) -> None:
+    clock = Clock(100.0)
+    place = {} if url == "memory" else {"url": tmp_path.as_uri()}
+    engine, run = (
+        make_engine(num_connections=1, clocks={"clock": clock}, **place),
+        make_run(1, [99]),
+    )
+    assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
+    if name == "is_page":
+        assert finished(engine.submit_store(run)) == [Reason.OK]
+    fail_once(monkeypatch, engine._requests if name == "put" else transfers, name, error)
+    submit = engine.submit_load if name == "is_page" else engine.submit_store
+    assert finished(submit(blank(run))) == [Reason.IO_ERROR]
+    assert engine.stats().queued_store_bytes == 0
+    assert engine.health is Health.MISS_ONLY
+    assert "internal error" in engine.stats().health_reason
     clock.now += 100.0
     assert engine.refresh(TIMEOUT_S), "the bucket answers"
-    assert engine.stats().health is Health.RUNNING
+    assert engine.health is Health.RUNNING
     assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
-    assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK]
     assert all(thread.is_alive() for thread in engine._workers._threads)
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "error"),
-    [
-        (transfers, "page_checksum", MemoryError()),
-        (None, "put", Panic("as of a library in Rust")),
-    ],
-    ids=["uploader", "library"],
-)
-def test_an_internal_error_ends_only_one_store(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    monkeypatch: pytest.MonkeyPatch,
-    place: Any,
-    name: str,
-    error: BaseException,
-) -> None:
-    clock = Clock(100.0)
-    engine = make_engine(clocks={"clock": clock})
-    run = make_run(1, [4096])
-    assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
-    fail_once(monkeypatch, place or engine._requests, name, error)
-    assert finished(engine.submit_store(run)) == [Reason.IO_ERROR]
-    assert engine.stats().queued_store_bytes == 0
-    check_that_it_serves_again(engine, clock, run, blank(run))
-
-
-@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
-def test_an_internal_error_ends_only_one_load(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-) -> None:
-    clock = Clock(100.0)
-    engine = make_engine(num_connections=1, clocks={"clock": clock})
-    run = make_run(1, [4096])
-    assert engine.refresh(TIMEOUT_S)
-    assert finished(engine.submit_store(run)) == [Reason.OK]
-    fail_once(monkeypatch, transfers, "is_page", error)
-    assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR]
-    check_that_it_serves_again(engine, clock, run, blank(run))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])

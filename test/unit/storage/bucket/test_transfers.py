@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import pytest
+
+from kit.request_hooks import Gate
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kit.runs import Blank, MakeRun
     from sglang_tiered.storage.bucket import BucketEngine
 
 MakeEngine = Callable[..., "BucketEngine"]
 
 
+@pytest.mark.parametrize("way", ["copy", "in place"])
 def test_a_deadline_waits_for_a_running_copy(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, way: str
 ) -> None:
     """And what came to its end meanwhile is not said to have arrived."""
-    engine, run = make_engine(), make_run(1, [4096])
+    engine = make_engine(**({} if way == "copy" else {"url": tmp_path.as_uri()}))
+    run = make_run(1, [4096])
     finished(engine.submit_store(run))
     copying, goes_on = threading.Event(), threading.Event()
 
@@ -31,7 +38,11 @@ def test_a_deadline_waits_for_a_running_copy(
             assert goes_on.wait(TIMEOUT_S)
             page[0][:] = stored
 
-    engine._state.codec = Slow()  # type: ignore[assignment]
+    if way == "copy":
+        engine._state.codec = Slow()  # type: ignore[assignment]
+    else:
+        gate = Gate(engine, "get_cached")
+        copying, goes_on = gate.reached, gate.opened
     target = blank(run)
     job = engine.submit_load(target, deadline_s=0.01)
     assert copying.wait(TIMEOUT_S)
@@ -43,10 +54,13 @@ def test_a_deadline_waits_for_a_running_copy(
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
 
 
+@pytest.mark.parametrize("url", ["memory", "directory"])
 def test_many_pages_and_a_deadline_finish_once(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
+    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, url: str
 ) -> None:
-    engine, run = make_engine(num_connections=8), make_run(1, [100] * 8)
+    """However many of them one thread takes."""
+    place = {} if url == "memory" else {"url": tmp_path.as_uri()}
+    engine, run = make_engine(num_connections=4, **place), make_run(1, [100] * 40)
     finished(engine.submit_store(run))
     seen: set[Reason] = set()
     for number in range(100):
@@ -62,19 +76,12 @@ def test_true_waits_for_loads_of_what_was_erased(
     """A load names no tenant, so any may be of one."""
     engine, run = make_engine(), make_run(1, [100])
     finished(engine.submit_store(Run(run.keys, run.pages, b"a" * 16)))
-    get, reached, opened = engine._requests.get, threading.Event(), threading.Event()
-
-    def held(*arguments: Any, **named: Any) -> Any:
-        reached.set()
-        assert opened.wait(TIMEOUT_S)
-        return get(*arguments, **named)
-
-    engine._requests.get = held  # type: ignore[method-assign]
+    gate = Gate(engine, "get")
     job = engine.submit_load(blank(run))
-    assert reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(TIMEOUT_S)
     begun = engine.erase(Erasure(tenant=b"a" * 16))
     eventually(lambda: not engine._state.orders, "it is durable")
     assert not begun.done()
-    opened.set()
+    gate.opened.set()
     assert is_true(begun, TIMEOUT_S)
     assert job.done

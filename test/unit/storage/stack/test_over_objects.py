@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import is_true
@@ -69,10 +68,7 @@ def test_what_one_server_flushed_another_serves_and_keeps(
     target = blank(run)
     assert finished(second.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
     assert page_data(target) == page_data(run)
-    deadline = time.monotonic() + TIMEOUT_S
-    while second.stack_stats().num_promoted < 4:
-        assert time.monotonic() < deadline, "nothing was promoted"
-        time.sleep(0.002)
+    eventually(lambda: second.stack_stats().num_promoted == 4, "nothing was promoted")
     assert second.lookup_spans(run.keys) == [Span(Tier.NVME, 4)]
     assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
@@ -97,80 +93,6 @@ def test_what_was_collected_is_not_durable(
     assert len(collected()) == 4, "what NVMe holds goes up again"
     assert is_true(first.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
-
-
-def test_a_purge_of_both_tiers_outlives_the_server(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun
-) -> None:
-    first = open_engine("first")
-    mine, other = make_run(1, PAGES), make_run(2, PAGES)
-    finished(first.submit_store(Run(mine.keys, mine.pages, TENANT)))
-    finished(first.submit_store(other))
-    assert all(first.flush_to_bucket([*mine.keys, *other.keys], TIMEOUT_S))
-    assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    assert first.lookup(mine.keys).num_hits == 0
-    first.close()
-    second = open_engine("second")
-    assert second.bucket.refresh(TIMEOUT_S)
-    assert second.lookup(mine.keys).num_hits == 0
-    assert second.lookup(other.keys).num_hits == 4
-
-
-def test_what_another_server_forgot_leaves_this_ones_disk(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun, blank: Blank
-) -> None:
-    first, second = open_engine("first"), open_engine("second")
-    run = make_run(1, PAGES)
-    for engine in (first, second):
-        finished(engine.submit_store(Run(run.keys, run.pages, TENANT)))
-        assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-    assert is_true(first.erase(Erasure.of(run.keys[1:3])), TIMEOUT_S)
-    assert second.bucket.refresh(TIMEOUT_S)
-    expected = [True, False, False, True]
-    for engine in (first, second):
-        assert engine.contains(run.keys) == expected
-        assert engine.nvme.contains(run.keys) == expected
-    again = Run(run.keys[1:2], run.pages[1:2], TENANT)
-    finished(second.submit_store(again))
-    assert second.flush_to_bucket(again.keys, TIMEOUT_S) == [True]
-    assert first.bucket.refresh(TIMEOUT_S)
-    assert first.contains(run.keys) == [True, True, False, True]
-
-
-def test_a_restart_keeps_what_was_stored_again(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun
-) -> None:
-    """Every start reads all tombstones that are left."""
-    run = make_run(1, PAGES)
-    other = make_run(2, PAGES)
-    first, second = open_engine("first"), open_engine("second")
-    for stored in (run, other):
-        finished(first.submit_store(Run(stored.keys, stored.pages, TENANT)))
-    assert is_true(first.erase(Erasure.of(run.keys)), TIMEOUT_S)
-    assert is_true(second.erase(Erasure.of(other.keys)), TIMEOUT_S)
-    assert first.bucket.refresh(TIMEOUT_S)
-    assert not any(first.nvme.contains(run.keys + other.keys))
-    for stored in (run, other):
-        finished(first.submit_store(Run(stored.keys, stored.pages, TENANT)))
-    assert first.flush(TIMEOUT_S)
-    first.close()
-    first = open_engine("first")
-    assert first.bucket.refresh(TIMEOUT_S, full=True)
-    assert all(first.nvme.contains(run.keys + other.keys))
-
-
-def test_a_server_that_was_down_forgets_then(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun
-) -> None:
-    run = make_run(1, PAGES)
-    first, second = open_engine("first"), open_engine("second")
-    finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
-    assert first.flush(TIMEOUT_S)
-    first.close()
-    assert is_true(second.erase(Erasure.of(run.keys[:3])), TIMEOUT_S)
-    first = open_engine("first")
-    assert first.bucket.refresh(TIMEOUT_S, full=True)
-    assert first.contains(run.keys) == [False, False, False, True]
 
 
 def test_a_copy_read_before_the_tombstone_stays_up(
