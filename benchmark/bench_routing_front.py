@@ -82,7 +82,7 @@ def command_of(arm: str, port: int, ports: Sequence[int], folder: Path, smg: str
         del inner["typed_config"]["http_filters"][0]  # which asks the picker
         for cluster in CLUSTERS:
             members = [f"127.0.0.1:{one}" for one in ports] if cluster == "pool" else []
-            write_members(folder, cluster, members, 1)
+            write_members(folder, cluster, members)
         (folder / "envoy.json").write_text(json.dumps(made))
         command = [program_of(config), "-c", str(folder / "envoy.json"), "-l", "error"]
         return [*command, "--use-dynamic-base-id", "--concurrency", "1"]

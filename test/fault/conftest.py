@@ -9,6 +9,9 @@ from object_proxy import FaultProxy
 from object_server import STANDING, ObjectServer, StandingServer, s3_environment
 from peer_servers import Servers
 from redis_server import RedisServer
+from route_mocks import Mocks
+
+from server_process import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +45,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return tmp_path.as_uri()
     found: str = request.getfixturevalue("s3_url")
     return found
+
+
+@pytest.fixture(scope="module")
+def mocks() -> Iterator[Mocks]:
+    """Three servers that fail as they are told."""
+    made = Mocks([free_port() for _ in range(3)])
+    yield made
+    made.close()
 
 
 @pytest.fixture

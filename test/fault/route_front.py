@@ -16,12 +16,16 @@ from kit.waiting import eventually
 from server_process import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CHAT", "Answer", "Front"]
+    from route_mocks import Mock, Mocks
+
+__all__ = ["BIG", "BUSY_S", "CHAT", "Answer", "Front"]
 
 CHAT = "/v1/chat/completions"
+BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
+BUSY_S = 50.0
 ANSWER_S = 20.0
 STOP_S = 20.0
 
@@ -62,6 +66,18 @@ class Front:
         made.is_alone = "--envoy" in flags
         return made
 
+    @classmethod
+    @contextlib.contextmanager
+    def before(cls, mocks: Mocks, folder: Path, *flags: str) -> Iterator[Front]:
+        """One before these servers, until the block ends."""
+        made = cls.start(folder, [mock.url for mock in mocks], *flags)
+        try:
+            made.wait_until_ready(len(mocks.all))
+            yield made
+        finally:
+            made.close()
+        assert "Traceback" not in made.log, made.log
+
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -83,6 +99,29 @@ class Front:
 
         eventually(is_ready, f"{num_servers} servers behind the front")
 
+    def well(self, mocks: Mocks) -> Front:
+        """Once all of them are ready again."""
+        mocks.well()
+        self.wait_until_ready(len(mocks.all))
+        return self
+
+    def busy(self, mocks: Mocks, those: Iterable[Mock], queue_s: float = BUSY_S) -> None:
+        """Have these say that they are busy, and no other, until the picker has heard of it."""
+        busy = {mock.address for mock in those}
+        for mock in mocks:
+            is_busy = mock.address in busy
+            mock.costs = {"queue_wait_s": queue_s, "busy": 1.0} if is_busy else {}
+
+        def knows() -> bool:
+            rows = self.servers()
+            return {r["address"] for r in rows if r["replicas"][0]["queue_s"] > 0.5} == busy
+
+        eventually(knows, "the picker hears of queues")
+
+    def prefer(self, mocks: Mocks, wanted: Mock) -> None:
+        """Have all others busy."""
+        self.busy(mocks, [mock for mock in mocks if mock is not wanted])
+
     def picker_pid(self) -> int:
         """The picker's, once there is one: a dead one is followed by another a moment later."""
         found: list[int] = []
@@ -98,6 +137,11 @@ class Front:
 
     # ---- Asking ----
 
+    def connected(self, port: int | None = None) -> contextlib.closing[http.client.HTTPConnection]:
+        """A connection to the front, or another port. Who closes it has left."""
+        where = "127.0.0.1", self.port if port is None else port
+        return contextlib.closing(http.client.HTTPConnection(*where, timeout=ANSWER_S))
+
     def ask(
         self,
         path: str = CHAT,
@@ -106,12 +150,9 @@ class Front:
         port: int | None = None,
     ) -> Answer:
         """A request to the front, or another port. A body that is no bytes goes as JSON."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port if port is None else port, timeout=ANSWER_S
-        )
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         told = {"Content-Type": "application/json", **(headers or {})}
-        with contextlib.closing(connection):
+        with self.connected(port) as connection:
             connection.request("GET" if body is None else "POST", path, data, told)
             response = connection.getresponse()
             fields = {name.lower(): value for name, value in response.getheaders()}

@@ -13,19 +13,19 @@ from aiohttp import web
 
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.server_costs import RankCosts, ServerCosts
+from sglang_tiered.policy.server_costs import ABANDONED, EventSource, ServerCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator
 
-__all__ = ["PAGE", "Mock", "Mocks"]
+__all__ = ["MODEL", "PAGE", "Mock", "Mocks"]
 
 PAGE = 64
 NUM_TOKENS = 5
 NUM_GATHERED = 20
 TOKEN_S = 0.05
 START_S = 20.0
-_MODEL = CostModel(
+MODEL = CostModel(
     page_tokens=PAGE,
     bytes_per_token=1000,
     prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
@@ -36,14 +36,21 @@ _MODEL = CostModel(
 class Mock:
     """``fails``: how it treats requests: ``503``, ``reset``, ``late`` (a moment after they came),
     ``at-head``, ``mid-stream``, ``hang``, ``gather`` (503 to all together). ``costs``: fields of
-    its record, None without tiers."""
+    its records, one of each of ``ranks``; a status instead; or a function that answers. ``seen``
+    are its requests, ``asked`` the headers with which its costs were asked for."""
 
-    port: int
+    port: int = 0
     fails: str = ""
     is_draining: bool = False
-    costs: dict[str, Any] | None = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
+    costs: Any = field(default_factory=dict)
+    ranks: tuple[int, ...] = (0,)
+    events: EventSource | None = None
+    info: Any = field(default_factory=dict)
+    tokens: int = 200
+    """The status with which it tells tokens."""
     seen: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     runner: web.AppRunner | None = None
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -59,27 +66,52 @@ class Mock:
     def num_seen(self) -> int:
         return len(self.seen)
 
-    def record(self) -> RankCosts:
-        more = {"boot": f"{self.port:032x}", **(self.costs or {})}
-        return record_of(_MODEL, **more)
+    @property
+    def abandoned(self) -> set[str]:
+        """Rooms of which it was told that nobody will ask it for them."""
+        told = (one.get(ABANDONED, "") for one in self.asked)
+        return {room for line in told for room in line.split(",") if room}
 
     # ---- What it answers ----
 
-    async def _costs(self, _: web.Request) -> web.Response:
-        if self.costs is None:
-            return web.Response(status=404)
-        told = ServerCosts(draining=self.is_draining, num_ranks=1, ranks=(self.record(),))
-        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+    async def _costs(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append({name.lower(): value for name, value in request.headers.items()})
+        if callable(self.costs):
+            answer: web.StreamResponse = await self.costs(request)
+            return answer
+        if isinstance(self.costs, int):
+            return web.json_response({"error": "as it was told"}, status=self.costs)
+        return web.Response(body=self.told(), content_type="application/json")
 
-    async def _ready(self, _: web.Request) -> web.Response:
+    def told(self) -> bytes:
+        more = self.costs if isinstance(self.costs, dict) else {}
+        records = (
+            record_of(MODEL, **{"boot": f"{self.port:032x}", "rank": rank, **more})
+            for rank in self.ranks
+        )
+        costs = ServerCosts(
+            draining=self.is_draining, num_ranks=8, ranks=tuple(records), events=self.events
+        )
+        return msgspec.json.encode(costs)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        self._note(request)
         return web.Response(status=503 if self.is_draining else 200)
 
-    async def _info(self, _: web.Request) -> web.Response:
+    async def _info(self, request: web.Request) -> web.Response:
+        self._note(request)
+        if isinstance(self.info, int):
+            return web.Response(status=self.info)
         return web.json_response(self.info)
 
+    def _note(self, request: web.Request) -> None:
+        assert "Authorization" not in request.headers, "of an operator"
+        self.paths.append(request.path)
+
     async def _tokenize(self, request: web.Request) -> web.Response:
+        self.paths.append(request.path)
         text = (await request.json()).get("prompt", "")
-        return web.json_response({"tokens": list(text.encode())})
+        return web.json_response({"tokens": list(text.encode())}, status=self.tokens)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -115,16 +147,20 @@ class Mock:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 26)
-        app.router.add_get("/tier/costs", self._costs)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/server_info", self._info)
+        for path, answer in (
+            ("/tier/costs", self._costs),
+            ("/ready", self._ready),
+            ("/v1/models", self._ready),
+            ("/server_info", self._info),
+        ):
+            app.router.add_get(path, answer)
         app.router.add_post("/v1/tokenize", self._tokenize)
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._chat)
-        app.router.add_get("/v1/models", self._ready)
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self.runner.addresses[0][1]
 
     async def die(self) -> None:
         """As by ``kill -9``: connections are reset, and nobody listens."""
@@ -139,7 +175,7 @@ class Mock:
 class Mocks:
     """``run`` runs what mocks do on their thread."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
+    def __init__(self, ports: Iterable[int]) -> None:
         self._loop = asyncio.SelectorEventLoop()  # whatever SGLang's import made the default
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -150,18 +186,26 @@ class Mocks:
     def __getitem__(self, number: int) -> Mock:
         return self.all[number]
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+    def __iter__(self) -> Iterator[Mock]:
+        return iter(self.all)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
 
     def well(self) -> None:
         """Have all of them work, and forget what they saw."""
         for mock in self.all:
             mock.fails, mock.is_draining, mock.costs = "", False, {}
             mock.seen.clear()
-            self._loop.call_soon_threadsafe(mock.let_go.set)
+            mock.asked.clear()
+            self.release(mock)
             if mock.runner is None:
                 self.run(mock.start())
-            mock.let_go = asyncio.Event()
+
+    def release(self, mock: Mock) -> None:
+        """Have it answer what hangs."""
+        self._loop.call_soon_threadsafe(mock.let_go.set)
+        mock.let_go = asyncio.Event()
 
     def close(self) -> None:
         for mock in self.all:

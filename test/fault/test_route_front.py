@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from route_front import CHAT, Front
-from route_mocks import Mock, Mocks
+from route_front import BIG, CHAT, Front
+from route_mocks import Mocks
 
 from kit.waiting import eventually
 from server_process import free_port
@@ -23,12 +22,11 @@ from sglang_tiered.route.envoy import OWN_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)
 
-BUSY_S = 50.0
-BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
 CLASSES = f"""\
 default: plain
 classes:
@@ -43,49 +41,22 @@ KEY = "key"
 
 
 @pytest.fixture(scope="module")
-def mocks() -> Iterator[Mocks]:
-    made = Mocks([free_port() for _ in range(3)])
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("front")
     (folder / "classes.yaml").write_text(CLASSES)
-    front = Front.start(
-        folder,
-        [mock.url for mock in mocks.all],
-        *("--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"),
-    )
-    front.wait_until_ready(3)
-    yield front
-    front.close()
-    assert "Traceback" not in front.log, front.log
+    flags = "--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"
+    with Front.before(mocks, folder, *flags) as front:
+        yield front
 
 
 @pytest.fixture
 def front(running: Front, mocks: Mocks) -> Front:
-    mocks.well()
-    running.wait_until_ready(3)
-    return running
-
-
-def prefer(front: Front, wanted: Mock, mocks: Mocks) -> None:
-    """Have the others say that they are busy, and wait until the picker has heard of it."""
-    for mock in mocks.all:
-        mock.costs = {} if mock is wanted else {"queue_wait_s": BUSY_S, "busy": 1.0}
-
-    def knows() -> bool:
-        queues = {row["address"]: row["replicas"][0]["queue_s"] for row in front.servers()}
-        return all((queue < 1) == (address == wanted.address) for address, queue in queues.items())
-
-    eventually(knows, "the picker hears of queues")
+    return running.well(mocks)
 
 
 def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
     for wanted in mocks.all:
-        prefer(front, wanted, mocks)
+        front.prefer(mocks, wanted)
         before = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="200"}')
         for answer in [front.chat() for _ in range(5)]:
             assert (answer.status, answer.served_by) == (200, wanted.address)
@@ -95,7 +66,7 @@ def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
 
 
 def test_a_body_of_megabytes_arrives_whole(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[1], mocks)
+    front.prefer(mocks, mocks[1])
     answer = front.ask(CHAT, BIG)
     assert (answer.status, answer.served_by) == (200, mocks[1].address)
     assert [one["length"] for one in mocks[1].seen] == [len(BIG)]
@@ -105,7 +76,7 @@ def test_a_body_of_megabytes_arrives_whole(front: Front, mocks: Mocks) -> None:
 def test_failure_before_the_head_is_retried_elsewhere(
     front: Front, mocks: Mocks, fails: str
 ) -> None:
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks[0].fails = fails
     for _ in range(3):
         answer = front.chat()
@@ -115,7 +86,7 @@ def test_failure_before_the_head_is_retried_elsewhere(
 
 def test_many_failures_at_once_are_all_retried(front: Front, mocks: Mocks) -> None:
     """Envoy allows three retries at a time unless told otherwise."""
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks[0].fails = "gather"
     with ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda _: front.chat(), range(40)))
@@ -123,7 +94,7 @@ def test_many_failures_at_once_are_all_retried(front: Front, mocks: Mocks) -> No
 
 
 def test_dead_server_is_passed_over(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks.run(mocks[0].die())
     for _ in range(5):  # the first may still be picked for the dead one
         answer = front.chat()
@@ -135,7 +106,7 @@ def test_dead_server_is_passed_over(front: Front, mocks: Mocks) -> None:
 
 def test_death_with_the_head_is_retried_elsewhere(front: Front, mocks: Mocks) -> None:
     """Envoy has not passed it on yet, while the picker has seen it."""
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks[0].fails = "at-head"
     for _ in range(10):
         answer = front.chat()
@@ -144,7 +115,7 @@ def test_death_with_the_head_is_retried_elsewhere(front: Front, mocks: Mocks) ->
 
 
 def test_death_mid_stream_breaks_the_stream(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks[0].fails = "mid-stream"
     answer = front.chat()
     assert (answer.status, answer.is_whole) == (200, False)
@@ -153,7 +124,7 @@ def test_death_mid_stream_breaks_the_stream(front: Front, mocks: Mocks) -> None:
 
 
 def test_clients_cannot_say_what_only_the_picker_may(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[2], mocks)
+    front.prefer(mocks, mocks[2])
     told = dict.fromkeys(OWN_HEADERS, mocks[0].address)
     answer = front.ask(CHAT, {"input_ids": [1]}, told)
     assert (answer.status, answer.served_by) == (200, mocks[2].address)
@@ -167,9 +138,7 @@ def test_operators_calls_are_not_passed_on(front: Front, mocks: Mocks) -> None:
 
 
 def test_late_requests_are_shed_by_class(front: Front, mocks: Mocks) -> None:
-    for mock in mocks.all:
-        mock.costs = {"queue_wait_s": BUSY_S, "busy": 1.0}
-    eventually(lambda: all(r["replicas"][0]["queue_s"] > BUSY_S / 2 for r in front.servers()))
+    front.busy(mocks, mocks)
     mine = {"authorization": f"Bearer {KEY}"}
     refused = front.chat(**mine)
     assert refused.status == 429
@@ -177,13 +146,13 @@ def test_late_requests_are_shed_by_class(front: Front, mocks: Mocks) -> None:
     assert "within 2 s" in json.loads(refused.body)["error"]["message"]
     assert not any(mock.num_seen for mock in mocks.all), "a refusal is not tried again"
     assert front.chat().status == 200, "of a class that is not shed"
-    prefer(front, mocks[1], mocks)
+    front.prefer(mocks, mocks[1])
     assert front.chat(**mine).status == 200
     assert mocks[1].seen[-1]["headers"]["x-override-priority"] == "7"
 
 
 def test_draining_server_gets_no_request(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     mocks[0].is_draining = True
     eventually(lambda: sum(row["ready"] for row in front.servers()) == 2)
     served = {front.chat().served_by for _ in range(5)}
@@ -208,14 +177,14 @@ def test_servers_join_and_leave(front: Front, mocks: Mocks) -> None:
         eventually(lambda: front.chat().served_by == more[0].address, "Envoy reads the file")
         front.follow([mock.url for mock in mocks.all])
         front.wait_until_ready(3)
-        prefer(front, mocks[0], mocks)
+        front.prefer(mocks, mocks[0])
         eventually(lambda: front.chat().served_by == mocks[0].address)
     finally:
         more.close()
 
 
 def test_stopped_picker_is_waited_for_and_no_longer(front: Front, mocks: Mocks) -> None:
-    prefer(front, mocks[0], mocks)
+    front.prefer(mocks, mocks[0])
     pid = front.picker_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -229,34 +198,34 @@ def test_stopped_picker_is_waited_for_and_no_longer(front: Front, mocks: Mocks) 
 
 
 def test_killed_picker_is_not_missed(front: Front, mocks: Mocks) -> None:
-    pid = front.picker_pid()
-    os.kill(pid, signal.SIGKILL)
+    pid, is_back = front.picker_pid(), threading.Event()
+
+    def keep_asking(_: int) -> set[int]:
+        statuses = set()
+        while not is_back.is_set():
+            statuses.add(front.chat().status)
+        return statuses
+
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: front.chat(), range(20)))
-    assert [answer.status for answer in answers] == [200] * 20
-    assert front.ask(CHAT, BIG).status == 200
-    told = {"x-gateway-destination-endpoint": f"127.0.0.1:{front.port + 2}"}
-    assert front.chat(**told).status == 200, "without a picker no client picks either"
-    front.wait_until_ready(3)
-    assert front.picker_pid() != pid
-    prefer(front, mocks[1], mocks)
+        asking = pool.map(keep_asking, range(4))
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert front.ask(CHAT, BIG).status == 200
+            told = {"x-gateway-destination-endpoint": f"127.0.0.1:{front.port + 2}"}
+            assert front.chat(**told).status == 200, "without a picker no client picks either"
+            front.wait_until_ready(3)
+            assert front.picker_pid() != pid
+        finally:
+            is_back.set()
+        assert set().union(*asking) == {200}
+    front.prefer(mocks, mocks[1])
     eventually(lambda: {front.chat().served_by for _ in range(5)} == {mocks[1].address})
-
-
-def test_picker_has_neither_torch_nor_sglang(front: Front) -> None:
-    maps = Path(f"/proc/{front.picker_pid()}/maps").read_text()
-    loaded = {line.rpartition("/")[2] for line in maps.splitlines()}
-    assert any("cygrpc" in name for name in loaded)
-    assert not [name for name in loaded if "torch" in name]
-    assert psutil.Process(front.picker_pid()).memory_info().rss < 250 << 20
 
 
 def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
     mocks.well()
-    front = Front.start(tmp_path, [mock.url for mock in mocks.all])
-    try:
-        front.wait_until_ready(3)
-        for mock in mocks.all:
+    with Front.before(mocks, tmp_path) as front:
+        for mock in mocks:
             mock.fails = "hang"
         found = []
         asking = threading.Thread(target=lambda: found.append(front.chat()))
@@ -276,5 +245,3 @@ def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
         assert found and found[0].status == 200 and found[0].is_whole
         assert front.process.wait(20) == 0
         assert not [child for child in children if child.is_running()]
-    finally:
-        front.close()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from route_front import CHAT, Front
-from route_mocks import Mocks
+from route_front import BIG, CHAT, Front
 
 from kit.waiting import eventually
-from server_process import free_port
 from sglang_tiered.route.envoy import CLUSTERS, configuration
 from sglang_tiered.route.launcher import program_of
 from sglang_tiered.route.settings import RouteConfig
@@ -22,18 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from route_mocks import Mocks
+
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)
 
-BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
 SUBSET = "x-gateway-destination-endpoint-subset"
-
-
-@pytest.fixture(scope="module")
-def mocks() -> Iterator[Mocks]:
-    made = Mocks([free_port() for _ in range(3)])
-    yield made
-    made.close()
 
 
 def gateway_of(front: Front, members: Path) -> dict[str, Any]:
@@ -68,32 +58,26 @@ def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("gateway")
     members = folder / "members"
     members.mkdir()
-    front = Front.start(
-        folder, [one.url for one in mocks.all], "--envoy", "off", "--members", str(members)
-    )
-    front.wait_until_ready(3)
-    assert {path.stem for path in members.glob("*.json")} == set(CLUSTERS)
-    path = folder / "envoy.json"
-    path.write_text(json.dumps(gateway_of(front, members)))
-    program = program_of(RouteConfig(servers="-"))
-    command = [program, "-c", str(path), "-l", "error", "--use-dynamic-base-id"]
-    with (folder / "envoy.log").open("wb") as log:
-        envoy = subprocess.Popen([*command, "--concurrency", "1"], stdout=log, stderr=log)
-    try:
-        front.is_alone = False
-        front.wait_until_ready(3)
-        yield front
-    finally:
-        envoy.terminate()
-        envoy.wait(20)
-        front.close()
+    with Front.before(mocks, folder, "--envoy", "off", "--members", str(members)) as front:
+        assert {path.stem for path in members.glob("*.json")} == set(CLUSTERS)
+        path = folder / "envoy.json"
+        path.write_text(json.dumps(gateway_of(front, members)))
+        program = program_of(RouteConfig(servers="-"))
+        command = [program, "-c", str(path), "-l", "error", "--use-dynamic-base-id"]
+        with (folder / "envoy.log").open("wb") as log:
+            envoy = subprocess.Popen([*command, "--concurrency", "1"], stdout=log, stderr=log)
+        try:
+            front.is_alone = False
+            front.wait_until_ready(3)
+            yield front
+        finally:
+            envoy.terminate()
+            envoy.wait(20)
 
 
 @pytest.fixture
 def front(running: Front, mocks: Mocks) -> Front:
-    mocks.well()
-    running.wait_until_ready(3)
-    return running
+    return running.well(mocks)
 
 
 def test_streamed_body_goes_to_the_pick_whole(front: Front, mocks: Mocks) -> None:
@@ -110,8 +94,7 @@ def test_body_beyond_the_bound_is_passed_on(front: Front, mocks: Mocks) -> None:
     """The picker keeps 16 MiB of it at most, and picks by the length before it ends."""
     part, picks = b" " * (12 << 20), "sglang_tiered_route_picks_total"
     before = front.metric(picks)
-    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
-    with contextlib.closing(connection):
+    with front.connected() as connection:
         connection.putrequest("POST", CHAT)
         connection.putheader("Content-Length", str(3 * len(part)))
         connection.putheader(SUBSET, mocks[2].address)
@@ -128,9 +111,7 @@ def test_body_beyond_the_bound_is_passed_on(front: Front, mocks: Mocks) -> None:
 
 @pytest.mark.parametrize("fails", ["503", "reset", "late"])
 def test_next_of_the_list_answers_after_a_failure(front: Front, mocks: Mocks, fails: str) -> None:
-    for mock in mocks.all[1:]:
-        mock.costs = {"queue_wait_s": 50.0}
-    eventually(lambda: sum(r["replicas"][0]["queue_s"] > 40 for r in front.servers()) == 2)
+    front.prefer(mocks, mocks[0])
     mocks[0].fails = fails
     answer = front.chat()
     assert answer.status == 200 and answer.served_by in {one.address for one in mocks.all[1:]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from route_front import CHAT, Answer, Front
-from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from server_process import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from route_mocks import Mocks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,35 +39,15 @@ def program() -> str:
     return found.stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def mocks() -> Iterator[Mocks]:
-    made = Mocks([free_port() for _ in range(3)])
-    yield made
-    made.close()
-
-
 @dataclass
 class Haproxy:
     """``front`` is the picker alone."""
 
     front: Front
     port: int
-    mocks: Mocks
 
     def ask(self, headers: Mapping[str, str] | None = None) -> Answer:
         return self.front.ask(CHAT, {"input_ids": [1, 2], "stream": True}, headers, self.port)
-
-    def busy(self, those: list[Mock], queue_s: float = 50.0) -> None:
-        """Until the picker has heard of these queues, and of no others."""
-        for mock in self.mocks.all:
-            mock.costs = {"queue_wait_s": queue_s, "busy": 1.0} if mock in those else {}
-        busy = {mock.address for mock in those}
-
-        def knows() -> bool:
-            rows = self.front.servers()
-            return {r["address"] for r in rows if r["replicas"][0]["queue_s"] > 0.5} == busy
-
-        eventually(knows, "the picker hears of queues")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +56,6 @@ def running(
 ) -> Iterator[Haproxy]:
     folder, port = tmp_path_factory.mktemp("haproxy"), free_port()
     (folder / "classes.yaml").write_text(CLASSES)
-    urls = [mock.url for mock in mocks.all]
-    front = Front.start(folder, urls, "--envoy", "off", "--classes", str(folder / "classes.yaml"))
     text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
     text = text.replace("pick.lua", str(ROOT / "deploy/haproxy/pick.lua"), 1)
     text = text.replace("0.0.0.0:30000", f"127.0.0.1:{port}")
@@ -83,28 +63,28 @@ def running(
     text = text.replace(at, "".join(f"    server {m.address} {m.address}\n" for m in mocks.all))
     text = re.sub(r"(?m)^    server 192.*$", "", text)
     (folder / "haproxy.cfg").write_text(text)
-    environment = os.environ | {"PICKER": f"127.0.0.1:{front.port + 2}"}
-    with (folder / "log").open("wb") as log:
+    flags = "--envoy", "off", "--classes", str(folder / "classes.yaml")
+    with Front.before(mocks, folder, *flags) as front, (folder / "log").open("wb") as log:
+        environment = os.environ | {"PICKER": f"127.0.0.1:{front.port + 2}"}
         command = [program, "-db", "-f", str(folder / "haproxy.cfg")]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        front.wait_until_ready(3)
-        yield Haproxy(front, port, mocks)
-    finally:
-        process.kill()
-        process.wait(20)
-        front.close()
+        try:
+            yield Haproxy(front, port)
+        finally:
+            process.kill()
+            process.wait(20)
 
 
 @pytest.fixture
 def haproxy(running: Haproxy, mocks: Mocks) -> Haproxy:
-    mocks.well()
-    running.front.wait_until_ready(3)
+    running.front.well(mocks)
 
     def is_well() -> bool:
         """By its own health checks, of servers and of the picker."""
         mocks.well()
-        answered = {running.ask().served_by for _ in range(6)}
+        answered = set()
+        with contextlib.suppress(OSError):  # until it listens
+            answered = {running.ask().served_by for _ in range(6)}
         told = [one["headers"] for mock in mocks.all for one in mock.seen]
         return len(answered) == 3 and all("x-override-priority" in one for one in told)
 
@@ -115,7 +95,7 @@ def haproxy(running: Haproxy, mocks: Mocks) -> Haproxy:
 
 def test_the_pick_is_followed_with_its_headers(haproxy: Haproxy, mocks: Mocks) -> None:
     for wanted in mocks.all:
-        haproxy.busy([mock for mock in mocks.all if mock is not wanted])
+        haproxy.front.prefer(mocks, wanted)
         wanted.seen.clear()
         sent = {"x-override-priority": "99", "x-override-rid": "mine"}
         for answer in [haproxy.ask(sent) for _ in range(3)]:
@@ -127,7 +107,7 @@ def test_the_pick_is_followed_with_its_headers(haproxy: Haproxy, mocks: Mocks) -
 
 @pytest.mark.parametrize("fails", ["503", "reset"])
 def test_failed_server_is_followed_by_another(haproxy: Haproxy, mocks: Mocks, fails: str) -> None:
-    haproxy.busy(mocks.all[1:], 1.0)
+    haproxy.front.busy(mocks, mocks.all[1:], 1.0)
     mocks[0].fails = fails
     answer = haproxy.ask()
     assert answer.status == 200 and answer.served_by != mocks[0].address
@@ -135,7 +115,7 @@ def test_failed_server_is_followed_by_another(haproxy: Haproxy, mocks: Mocks, fa
 
 
 def test_refusal_reaches_the_client_whole(haproxy: Haproxy, mocks: Mocks) -> None:
-    haproxy.busy(mocks.all)
+    haproxy.front.busy(mocks, mocks)
     answer = haproxy.ask()
     assert answer.status == 429 and int(answer.headers["retry-after"]) > 0
     assert json.loads(answer.body)["error"]["code"] == 429

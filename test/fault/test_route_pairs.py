@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
-from route_front import CHAT, Front
+from route_front import BIG, CHAT, Front
 from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)
 
-BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()
 ROOM = "x-override-bootstrap-room"
 SERVED = "x-gateway-destination-endpoint-served"
 
@@ -30,6 +28,7 @@ def assign(mocks: Mocks) -> None:
         is_prefill = mock in mocks.all[:2]
         role = "prefill" if is_prefill else "decode"
         mock.costs = {"role": role, "bootstrap_port": 8998 if is_prefill else None}
+        mocks.release(mock)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +41,8 @@ def mocks() -> Iterator[Mocks]:
 
 @pytest.fixture(scope="module")
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    folder = tmp_path_factory.mktemp("front")
-    front = Front.start(folder, [mock.url for mock in mocks.all], "--pick-timeout", "2s")
-    front.wait_until_ready(4)
-    yield front
-    front.close()
-    assert "Traceback" not in front.log, front.log
+    with Front.before(mocks, tmp_path_factory.mktemp("front"), "--pick-timeout", "2s") as front:
+        yield front
 
 
 @pytest.fixture
@@ -90,6 +85,24 @@ def test_failed_decode_gets_a_new_pair(front: Front, mocks: Mocks, fails: str) -
     assert len(rooms) > 4 or not mocks[2].num_seen
     assert len(set(rooms)) == len(rooms), "no room is used twice"
     assert sorted(rooms) == sorted(room for _, room, _ in asked(mocks.all[:2]))
+
+
+@pytest.mark.parametrize("how", ["503", "reset", "left", ""])
+def test_prefill_hears_that_nobody_will_ask(front: Front, mocks: Mocks, how: str) -> None:
+    """Nobody ends a mirrored request: it would wait for a minute."""
+    for mock in mocks.all[2:]:
+        mock.fails = "hang" if how == "left" else how
+    if how == "left":
+        with front.connected() as client:
+            client.request("POST", CHAT, b'{"input_ids": [1, 2]}')
+            eventually(lambda: asked(mocks.all[:2]) and asked(mocks.all[2:]), "both have it")
+    else:
+        assert front.chat().status == (503 if how else 200)
+    eventually(lambda: len(asked(mocks.all[:2])) == len(asked(mocks.all[2:])), "the mirrors")
+    for mock in mocks.all[:2]:
+        rooms, told = {room for _, room, _ in asked([mock])}, len(mock.asked)
+        eventually(lambda mock=mock, told=told: len(mock.asked) > told + 2)
+        assert rooms & mock.abandoned == (rooms if how else set())
 
 
 def test_without_one_half_there_is_no_server(front: Front, mocks: Mocks) -> None:

@@ -89,7 +89,7 @@ def problem_of_command(words: list[str]) -> str:
     if words[:5] == ROUTER:
         try:
             options = make_parser().parse_args(words[4:])
-            RouteConfig.of(values_of(RouteConfig, vars(options)))
+            RouteConfig(**values_of(RouteConfig, vars(options)))
         except ConfigError as error:
             return str(error)
         return ""

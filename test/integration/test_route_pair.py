@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from route_front import Answer, Front
 
@@ -15,7 +15,7 @@ from kit.waiting import eventually
 from prefill_decode import PrefillDecode, transfer_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from server_process import Server
@@ -87,16 +87,31 @@ def test_completions_go_to_a_pair(front: Front, pair: PrefillDecode, stock: Serv
     assert transfer_state(pair.decode)["transfer_rooms_ended:done"] == before + 1
 
 
+def leave(front: Front, seed: int, when: Callable[[], object]) -> None:
+    """Ask for something long, and go."""
+    body = {"input_ids": make_prompts(seed, 1, LONG)[0], "sampling_params": {"max_new_tokens": 64}}
+    with front.connected() as client:
+        client.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        eventually(when, "it has come so far")
+
+
 def test_client_that_leaves_frees_both(front: Front, pair: PrefillDecode) -> None:
-    """Envoy ends decode's request alone; the mirrored one ends by the handoff, once decode has
-    heard of it."""
-    body = {"input_ids": make_prompts(4612, 1, LONG)[0], "sampling_params": {"max_new_tokens": 64}}
-    with socket.create_connection(("127.0.0.1", front.port)) as client:
-        text = json.dumps(body)
-        head = "POST /generate HTTP/1.1\r\nHost: here\r\nContent-Type: application/json"
-        client.sendall(f"{head}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
-        eventually(lambda: transfer_state(pair.decode)["transfer_rooms"] >= 1, "a handoff")
+    """Envoy ends decode's request alone; the mirrored one ends by the handoff."""
+    leave(front, 4612, lambda: transfer_state(pair.decode)["transfer_rooms"] >= 1)
     eventually(lambda: rooms(pair) == 0, "none is left")
+
+
+def test_client_that_left_early_frees_prefill(front: Front, pair: PrefillDecode) -> None:
+    """Decode has not heard of its request, so it ends nothing: prefill waited for a minute."""
+    process = psutil.Process(pair.decode.process.pid)  # that of HTTP
+    process.suspend()
+    try:
+        leave(front, 4613, lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 1)
+        eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] == 0, "it gives up")
+    finally:
+        process.resume()
+    front.wait_until_ready(2)
+    assert generate(front, PROMPTS[0]).status == 200
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -104,7 +119,7 @@ def test_killed_half_is_an_error_until_its_successor(
     front: Front, pair: PrefillDecode, stock: Server, role: str
 ) -> None:
     """Of the requests that it had; with no other to go to."""
-    prompts = make_prompts(4613 + len(role), 3, LONG)
+    prompts = make_prompts(4620 + len(role), 3, LONG)
     with ThreadPoolExecutor(len(prompts)) as pool:
         doomed = [pool.submit(generate, front, prompt) for prompt in prompts]
         eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 1, "a handoff")

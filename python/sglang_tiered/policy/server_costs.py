@@ -18,6 +18,7 @@ from msgspec import Meta
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 
 __all__ = [
+    "ABANDONED",
     "ROLES",
     "TIERS",
     "VERSION",
@@ -34,6 +35,10 @@ __all__ = [
 ]
 
 VERSION = 1
+
+ABANDONED = "x-sglang-tiered-abandoned"
+"""With which who asks a prefill server for its costs names the rooms of requests that no decode
+server will ask it for: numbers, with commas between them."""
 
 TIERS = ("nvme", "peer", "object")
 """The names of the tiers that loads come from, in the order in which the cost model numbers

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     options = make_parser().parse_args(given)
-    config = RouteConfig.of(values_of(RouteConfig, vars(options)))
+    config = RouteConfig(**values_of(RouteConfig, vars(options)))
     for package in ("grpc", "aiohttp", "jinja2"):
         require("sglang-tiered route serve", package)
     logging.basicConfig(level=logging.INFO, format="route: %(message)s", stream=sys.stderr)

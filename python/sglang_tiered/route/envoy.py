@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from importlib import resources
-from string import Template
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -55,27 +54,23 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def write_members(directory: Path, cluster: str, addresses: Iterable[str], version: int) -> None:
-    """Replace the file of a cluster by one with these ``IP:PORT``. Envoy sees the rename, and takes
-    a file that differs; ``version`` is for people."""
+def write_members(directory: Path, cluster: str, addresses: Iterable[str]) -> None:
+    """Have the file of a cluster name these ``IP:PORT``. Envoy sees one that differs."""
     hosts = []
     for address in sorted(addresses):
         host, port = split_address(address)
         there = {"socket_address": {"address": host, "port_value": port}}
         hosts.append({"endpoint": {"address": there}})
-    answer = {
-        "version_info": str(version),
-        "resources": [
-            {
-                "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
-                "cluster_name": cluster,
-                "endpoints": [{"lb_endpoints": hosts}],
-            }
-        ],
+    assignment = {
+        "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+        "cluster_name": cluster,
+        "endpoints": [{"lb_endpoints": hosts}],
     }
-    new = directory / f".{cluster}.new"
-    new.write_text(json.dumps(answer), encoding="utf-8")
-    os.replace(new, directory / f"{cluster}.json")
+    text, file = json.dumps({"resources": [assignment]}), directory / f"{cluster}.json"
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        new = directory / f".{cluster}.new"
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, file)
 
 
 def configuration(config: RouteConfig, directory: Path, members: Path) -> dict[str, Any]:
@@ -89,16 +84,20 @@ def configuration(config: RouteConfig, directory: Path, members: Path) -> dict[s
         "picker_host": config.picker_host,
         "picker_port": config.grpc_port,
         "pick_timeout": f"{config.pick_s:g}s",
-        "destination": DESTINATION,
         "prefiller": PREFILLER,
         "certificate": config.certificate,
         "certificate_key": config.certificate_key,
         "stripped": [{"remove": header} for header in OWN_HEADERS],
     }
-    made: dict[str, Any] = _filled(yaml.safe_load(text), told)
-    parts = made.pop("parts")
+    template = yaml.safe_load(text)
+    parts = template.pop("parts")
     if config.certificate is not None:
-        made["static_resources"]["listeners"][0]["filter_chains"][0] |= parts["tls"]
+        template["static_resources"]["listeners"][0]["filter_chains"][0] |= parts["tls"]
+    made: dict[str, Any] = _filled(template, told)
+    for cluster in CLUSTERS:
+        told |= {"cluster": cluster, "file": str(members / f"{cluster}.json")}
+        told["named_in"] = PREFILLER if cluster == "prefill" else DESTINATION
+        made["static_resources"]["clusters"].append(_filled(parts["servers"], told))
     return made
 
 
@@ -107,6 +106,5 @@ def _filled(part: Any, told: dict[str, Any]) -> Any:
         return {name: _filled(value, told) for name, value in part.items()}
     if isinstance(part, list):
         return [_filled(value, told) for value in part]
-    if not isinstance(part, str) or not part.startswith("$"):
-        return part
-    return told[part[1:]] if part[1:] in told else Template(part).substitute(told)
+    is_filled_in = isinstance(part, str) and part.startswith("$")
+    return told[part[1:]] if is_filled_in else part

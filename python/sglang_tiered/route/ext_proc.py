@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MESSAGE_BYTES", "SERVED", "Decider", "ExtProc", "subset_of"]
 
 SERVED = "x-gateway-destination-endpoint-served"
-METADATA, HINT = "envoy.lb", "envoy.lb.subset_hint"
+METADATA, HINT, ADDRESS = "envoy.lb", "envoy.lb.subset_hint", "upstream.address"
 CHUNK_BYTES = 60_000
 """Envoy takes at most 64 KiB a message."""
 MAX_MESSAGE_BYTES = 64 << 20
@@ -89,10 +89,9 @@ class Decider:
 def subset_of(headers: Mapping[str, str], message: Any = None) -> frozenset[str]:
     """Return the addresses among which a gateway wants the choice."""
     told = headers.get(SUBSET, "")
-    if message is not None and HINT in message.metadata_context.filter_metadata:
-        hint = message.metadata_context.filter_metadata[HINT]
-        if SUBSET in hint:
-            value = hint[SUBSET]
+    for entry in () if message is None else message.metadata_context.filter_metadata:
+        if entry.key == HINT and SUBSET in entry.value:
+            value = entry.value[SUBSET]
             told = value if isinstance(value, str) else ",".join(map(str, value))
     return frozenset(filter(None, (part.strip() for part in told.split(","))))
 
@@ -187,10 +186,8 @@ class _Exchange:
         self._was_answered = True
         picker, numbers, picked = self._decider.picker, self._decider.numbers, self._picked
         status = _headers(message.response_headers).get(":status", "")
-        served = ""
-        for attributes in message.attributes.values():
-            if "upstream.address" in attributes:
-                served = str(attributes["upstream.address"])
+        told = (str(one.value[ADDRESS]) for one in message.attributes if ADDRESS in one.value)
+        served = next(told, "")
         if picked is not None:
             picker.answered(picked, status == "200", served)
             numbers.answered(picked, status, served, time.monotonic() - picked.started_s)

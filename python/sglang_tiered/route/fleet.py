@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,13 @@ import msgspec
 import zmq.asyncio
 
 from sglang_tiered.policy.router_view import RouterView
-from sglang_tiered.policy.server_costs import EventSource, RankCosts, costs_key, parse_server_costs
+from sglang_tiered.policy.server_costs import (
+    ABANDONED,
+    EventSource,
+    RankCosts,
+    costs_key,
+    parse_server_costs,
+)
 from sglang_tiered.route.envoy import CLUSTERS, write_members
 from sglang_tiered.route.events import follow, publisher_of
 from sglang_tiered.route.following import PageFollower
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from sglang_tiered.route.source import Source
     from sglang_tiered.sharing.mirror import MirroredPeer
 
-__all__ = ["Fleet", "Member", "Part", "Replica"]
+__all__ = ["Fleet", "Member", "Replica"]
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0
@@ -44,16 +51,22 @@ FRESH_S, MAYBE_S = 2.5, 60.0
 """A server that was silent for longer is not ready, and for how long it may be slow only: then it
 is picked where none is ready."""
 EVENTS_AGAIN_S = 5.0
+ABANDONED_S, MAX_ABANDONED = 2.0, 256
+"""For how long a server is told of a request that nobody will ask it for, and of how many."""
 NEVER, NOWHERE = float("-inf"), -1
 
 logger = logging.getLogger(__name__)
 
 
-class Part(msgspec.Struct):
-    """What a server says of itself where it tells no costs."""
+class _Part(msgspec.Struct):
+    """What a server says of itself where it tells no costs, in SGLang's words."""
 
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disaggregation_bootstrap_port: int | None = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -73,19 +86,12 @@ class Member:
     """Of prompts without a first token yet."""
     polling: asyncio.Task[None] | None = None
     events: EventSource | None = None
-    part: Part = field(default_factory=Part)
-
-    @property
-    def role(self) -> str:
-        """Its role in a handoff, ``aggregated`` for one that does both."""
-        told = self.part.disaggregation_mode.replace("null", "aggregated")
-        return next((one.record.role for one in self.replicas.values()), told)
-
-    @property
-    def bootstrap_port(self) -> int | None:
-        """Where its other half asks for a handoff, of a prefill server."""
-        told = self.part.disaggregation_bootstrap_port
-        return next((one.record.bootstrap_port for one in self.replicas.values()), told)
+    abandoned: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_ABANDONED))
+    """Rooms of handoffs whose decode half is gone, and until when it is told so."""
+    role: str = "aggregated"
+    """In a handoff; this one does both halves."""
+    bootstrap_port: int | None = None
+    """Where its other half asks for a handoff, of a prefill server."""
 
     @property
     def cluster(self) -> str | None:
@@ -137,8 +143,6 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.view, self.index, self.stored = RouterView(), PageIndex(), PageFollower()
         self._free: list[int] = []
-        self._written: dict[str, list[str]] = {}
-        self._version = 0
         self._session: aiohttp.ClientSession | None = None
         self._context = zmq.asyncio.Context()
 
@@ -173,16 +177,19 @@ class Fleet:
         self._context.destroy(linger=0)
         self.stored.close()
 
-    async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """Ask one ready server after another, another first each time, until one answers with 200;
-        None where none does."""
+    async def tokenize(self, asked: dict[str, Any], authorization: str) -> list[Any] | None:
+        """Ask one ready server after another for the tokens of a text, another first each time,
+        until one answers; None where none does."""
+        headers = {"Authorization": authorization} if authorization else {}
         now = self._clock()
         ready = [one for one in self.members.values() if one.is_ready(now)]
         for member in random.sample(ready, len(ready)):
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-                status, answer = await self._call(member, path, MAX_TOKENS_BYTES, headers, body)
+                status, answer = await self._call(
+                    member, "/v1/tokenize", MAX_TOKENS_BYTES, headers, asked
+                )
                 if status == 200:
-                    return msgspec.json.decode(answer)
+                    return msgspec.json.decode(answer, type=_Tokens).tokens
         return None
 
     async def _call(
@@ -200,6 +207,11 @@ class Fleet:
                 if len(taken) > most:
                     raise ValueError(f"answers {path} with more than {most} bytes")
             return answer.status, bytes(taken)
+
+    def abandon(self, prefill: Member, room: int) -> None:
+        """Tell a prefill server that no decode server will ask for a request: Envoy, which mirrored
+        it there, does not."""
+        prefill.abandoned.append((self._clock() + ABANDONED_S, room))
 
     # ---- Who there is ----
 
@@ -231,11 +243,8 @@ class Fleet:
         if self._directory is None:
             return
         for cluster in CLUSTERS:
-            ours = sorted(one.address for one in self.members.values() if one.cluster == cluster)
-            if self._written.get(cluster) != ours:
-                self._version += 1
-                write_members(self._directory, cluster, ours, self._version)
-                self._written[cluster] = ours
+            ours = (one.address for one in self.members.values() if one.cluster == cluster)
+            write_members(self._directory, cluster, ours)
 
     # ---- What each costs ----
 
@@ -263,10 +272,15 @@ class Fleet:
 
     async def _ask_costs(self, member: Member) -> str:
         """Return what is wrong, nothing if the server serves."""
-        status, answer = await self._call(member, "/tier/costs", MAX_COSTS_BYTES, self._asks_with)
+        headers, now = self._asks_with, self._clock()
+        if rooms := [str(room) for until_s, room in member.abandoned if now < until_s]:
+            headers = {**headers, ABANDONED: ",".join(rooms)}
+        status, answer = await self._call(member, "/tier/costs", MAX_COSTS_BYTES, headers)
         if status == 200:
             costs = parse_server_costs(answer)
             member.is_draining, member.events = costs.draining, costs.events
+            for one in costs.ranks:
+                member.role, member.bootstrap_port = one.role, one.bootstrap_port
             self._report(member, {one.rank: one for one in costs.ranks})
             return ""
         if status in (401, 403):
@@ -274,11 +288,17 @@ class Fleet:
         path = "/tier/costs"
         if status == 404:  # no NVMe: no prices
             if member.replicas or not member.is_up:
-                path = "/server_info"
-                status, info = await self._call(member, path, MAX_INFO_BYTES, {})
-                if status >= 500:
-                    return f"answers {status} to {path}"
-                member.part = msgspec.json.decode(info, type=Part) if status == 200 else Part()
+                if b'"disaggregation_mode"' not in answer:  # not ours, which says it there
+                    path = "/server_info"
+                    status, answer = await self._call(member, path, MAX_INFO_BYTES, {})
+                    if status in (401, 403):
+                        return "does not say without a key which part it has; have it tell costs"
+                    if status >= 500:
+                        return f"answers {status} to {path}"
+                    answer = answer if status == 200 else b"{}"
+                part = msgspec.json.decode(answer, type=_Part)
+                member.role = part.disaggregation_mode.replace("null", "aggregated")
+                member.bootstrap_port = part.disaggregation_bootstrap_port
                 self._report(member, {})  # what it told before its restart
                 member.is_draining, member.events = False, None
             path = "/ready"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Picked", "Picker", "Refused"]
 
 NUM_TARGETS = 3
-RANK = "x-override-routed-dp-rank"
+RANK, ROOM = "x-override-routed-dp-rank", "x-override-bootstrap-room"
 MAX_TRIED = 4096
 """Requests of which it is remembered where they were sent."""
 
@@ -148,7 +148,7 @@ class Picker:
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
             "x-override-bootstrap-port": str(prefill.bootstrap_port),
-            "x-override-bootstrap-room": str(secrets.randbits(62)),
+            ROOM: str(secrets.randbits(62)),
         }
         if isinstance(decode, Replica) and len(decode.member.replicas) > 1:
             picked.more[RANK] = str(decode.record.rank)
@@ -268,12 +268,14 @@ class Picker:
             if picked.prompt.is_stream and is_as_picked and replica and replica.place != NOWHERE:
                 state = self._fleet.view.states[replica.place]
                 state.answered(picked.predicted_s, seen_s)
-        self.ended(picked)
+        self.ended(picked, is_good)
 
-    def ended(self, picked: Picked) -> None:
+    def ended(self, picked: Picked, is_good: bool = False) -> None:
         """The request has its head, or never will. Idempotent."""
         if picked.is_open:
             picked.is_open = False
+            if picked.prefill is not None and not is_good:
+                self._fleet.abandon(picked.prefill, int(picked.more[ROOM]))
             self._first(picked).tokens_sent -= picked.prompt.num_tokens
             if picked.replica is not None:
                 self._fleet.index.settle(picked.replica.place, picked.keys)

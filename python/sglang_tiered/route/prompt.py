@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -99,8 +99,8 @@ def parse_body(data: bytes) -> Body:
 
 
 def ask_of(body: Body) -> dict[str, Any] | None:
-    """Return what ``POST /v1/tokenize`` is asked for this prompt; None where it holds tokens, or
-    nothing that call takes."""
+    """Return what ``POST /v1/tokenize`` is asked for this prompt, of a batch its first; None where
+    it holds tokens, or nothing that call takes."""
     if body.input_ids is not None:
         return None
     model = body.model if isinstance(body.model, str) else "default"
@@ -113,7 +113,7 @@ def ask_of(body: Body) -> dict[str, Any] | None:
 
 
 def _first(value: Any) -> Any:
-    """Of a batch: its first is looked up."""
+    """Of a batch its first."""
     return value[0] if isinstance(value, list) and value and not _is_ids(value) else value
 
 
@@ -121,25 +121,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-def prompt_of(
-    body: Body,
-    num_bytes: int,
-    path: str,
-    encode: Callable[[Body], Sequence[int] | None] | None = None,
-    ids: Sequence[int] | None = None,
-) -> Prompt:
-    """Make a prompt of a body: of the ids in it, of ``ids``, or by ``encode``. Any thread; takes
-    milliseconds for each thousand tokens of a text."""
-    asked = body.prompt if body.input_ids is None else body.input_ids
-    found = _first(asked)
-    if not _is_ids(found):
-        found = ids
-    if found is None and encode is not None:
-        found = encode(body)
+def prompt_of(body: Body, num_bytes: int, path: str, ids: Sequence[int] | None = None) -> Prompt:
+    """Make a prompt of a body: of the ids in it, else of ``ids``, which its text is."""
+    found = _first(body.prompt if body.input_ids is None else body.input_ids)
+    if _is_ids(found):
+        ids = found
     prompt = Prompt(max(1, num_bytes // BYTES_PER_TOKEN))
-    if found is not None and _names_are_known(body):
+    if ids is not None and _names_are_known(body):
         try:
-            prompt.ids = array("I", found)
+            prompt.ids = array("I", ids)
             prompt.num_tokens = max(1, len(prompt.ids))
         except (OverflowError, TypeError):
             prompt.ids = None

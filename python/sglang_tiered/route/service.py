@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import signal
 import time
@@ -32,9 +31,9 @@ from sglang_tiered.route.source import Source
 from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
+    from sglang_tiered.route.fleet import Member
     from sglang_tiered.route.settings import RouteConfig
 
 __all__ = ["PickerService", "read_key", "run_picker"]
@@ -42,75 +41,64 @@ __all__ = ["PickerService", "read_key", "run_picker"]
 PARENT_S = 0.5
 MAX_BODY_BYTES = 64 << 20
 
-logger = logging.getLogger(__name__)
-
 
 class PickerService:
     """Raises ``ConfigError`` for what cannot work, before anything is opened."""
 
     def __init__(self, config: RouteConfig) -> None:
         self._config = config
-        self._source = Source(config.servers)
-        self._classes = Classes(config.classes)
+        self._source, self._classes = Source(config.servers), Classes(config.classes)
         self._key = read_key(config.key_file)
-        self._tokenizer = None
-        if config.tokenizer is not None:
-            self._tokenizer = LocalTokenizer(Path(config.tokenizer))
+        self._tokenizer = LocalTokenizer(Path(config.tokenizer)) if config.tokenizer else None
+        self._recorder = Recorder(Path(config.record)) if config.record else None
         self._numbers = Numbers()
-        self._recorder = None if config.record is None else Recorder(Path(config.record))
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``. Raises ``ConfigError`` for a port that is taken."""
+    async def run(self, parent: int | None = None) -> None:
+        """Serve until SIGTERM, or until the parent is another process. Raises ``ConfigError`` for a
+        port that is taken."""
         config = self._config
         members = None if config.members is None else Path(config.members)
         self.fleet = Fleet(self._source, key=self._key, members_directory=members)
-        self.picker = Picker(self.fleet)
         self.reader = TokenReader(
-            self._tokenizer, self._ask, config.pick_s / 2, self.fleet.page_sizes
+            self._tokenizer, self.fleet.tokenize, config.pick_s / 2, self.fleet.page_sizes
+        )
+        self.decider = Decider(
+            self.reader, Picker(self.fleet), self._classes, self._numbers, self._recorder
         )
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
-        self.decider = Decider(
-            self.reader, self.picker, self._classes, self._numbers, self._recorder
-        )
         ExtProc(self.decider).add_to(server)
-        host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
         runner = web.AppRunner(self._app(), access_log=None)
-        following = asyncio.create_task(self.fleet.run())
-        recording = None
+        following, ended = map(asyncio.create_task, (self.fleet.run(), _stopped(parent)))
+        tasks = [following, ended]
         if self._recorder is not None:
-            recording = asyncio.create_task(self._recorder.run())
+            tasks.append(asyncio.create_task(self._recorder.run()))
         try:
-            try:
-                server.add_insecure_port(f"{host}:{config.grpc_port}")
-                await runner.setup()
-                await web.TCPSite(runner, config.picker_host, config.http_port).start()
-            except (OSError, RuntimeError) as error:
-                raise ConfigError(
-                    f"ports {config.grpc_port} and {config.http_port} of {config.picker_host} "
-                    f"cannot be listened at ({error}); stop what listens there, or pass --port."
-                ) from error
-            await server.start()
-            ended = asyncio.create_task(stop.wait())
+            await self._listen(server, runner)
             await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
             if following.done():
                 following.result()
         finally:
-            following.cancel()
-            if recording is not None:
-                recording.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await server.stop(1.0)
             await runner.cleanup()
             await self.fleet.close()
             self.reader.close()
 
-    async def _ask(self, asked: dict[str, Any], authorization: str) -> Sequence[int] | None:
-        headers = {"Authorization": authorization} if authorization else {}
-        answer = await self.fleet.ask("/v1/tokenize", asked, headers)
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        return tokens if isinstance(tokens, list) else None
+    async def _listen(self, server: Any, runner: web.AppRunner) -> None:
+        config = self._config
+        host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
+        try:
+            server.add_insecure_port(f"{host}:{config.grpc_port}")
+            await runner.setup()
+            await web.TCPSite(runner, config.picker_host, config.http_port).start()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"ports {config.grpc_port} and {config.http_port} of {config.picker_host} "
+                f"cannot be listened at ({error}); stop what listens there, or pass --port."
+            ) from error
+        await server.start()
 
     # ---- HTTP ----
 
@@ -136,13 +124,11 @@ class PickerService:
         return web.json_response(_told(answer))
 
     async def _servers(self, _: web.Request) -> web.Response:
-        now = time.monotonic()
-        return web.json_response({"servers": [self._row(one, now) for one in self._members()]})
+        members = sorted(self.fleet.members.values(), key=lambda one: one.url)
+        return web.json_response({"servers": [self._row(one, time.monotonic()) for one in members]})
 
-    def _members(self) -> list[Any]:
-        return sorted(self.fleet.members.values(), key=lambda one: one.url)
-
-    def _row(self, member: Any, now: float) -> dict[str, Any]:
+    def _row(self, member: Member, now: float) -> dict[str, Any]:
+        view, index = self.fleet.view, self.fleet.index
         return {
             "url": member.url,
             "address": member.address,
@@ -156,9 +142,9 @@ class PickerService:
                 {
                     "rank": rank,
                     "boot": one.record.boot,
-                    "queue_s": round(self.fleet.view.states[one.place].queue_s(now), 6),
-                    "slowdown": round(self.fleet.view.states[one.place].slowdown, 4),
-                    "pages": self.fleet.index.num_pages(one.place),
+                    "queue_s": round(view.states[one.place].queue_s(now), 6),
+                    "slowdown": round(view.states[one.place].slowdown, 4),
+                    "pages": index.num_pages(one.place),
                     "stored": one.known.num_pages if one.known and one.known.is_loaded else None,
                 }
                 for rank, one in sorted(member.replicas.items())
@@ -206,22 +192,16 @@ def read_key(path: str | None) -> str | None:
 def run_picker(config: RouteConfig, *, with_parent: bool) -> int:
     """Serve until SIGTERM, or until the process that started this one ends. Returns the exit
     code."""
-    service = PickerService(config)
-    asyncio.run(_until_stopped(service, os.getppid() if with_parent else None))
+    asyncio.run(PickerService(config).run(os.getppid() if with_parent else None))
     return 0
 
 
-async def _until_stopped(service: PickerService, parent: int | None) -> None:
+async def _stopped(parent: int | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-
-    async def look() -> None:
-        while os.getppid() == parent:
-            await asyncio.sleep(PARENT_S)
-        stop.set()
-
-    looking = None if parent is None else asyncio.create_task(look())
-    await service.run(stop)
-    if looking is not None:
-        looking.cancel()
+    while parent in (None, os.getppid()):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARENT_S):
+                await stop.wait()
+                return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -31,7 +31,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             "names and a Redis are asked again every five seconds.",
             default="none: it is required",
         ),
-    ]
+    ] = ""
     host: Annotated[
         str, Flag("--host", text("ADDRESS"), "Where the front listens.", default="`127.0.0.1`")
     ] = "127.0.0.1"
@@ -155,7 +155,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.servers.strip():
             raise ConfigError(
-                "--servers is empty; name a file of URLs, dns://NAME:PORT or redis://HOST."
+                "--servers is missing; name a file with one URL a line, dns://NAME:PORT or "
+                "redis://HOST."
             )
         if not 1 <= self.port <= 65533:
             raise ConfigError(
@@ -178,12 +179,3 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
     def http_port(self) -> int:
         """Where people and Prometheus ask."""
         return self.port + 2
-
-    @classmethod
-    def of(cls, explicit: dict[str, Any]) -> RouteConfig:
-        """Return the configuration of parsed fields. Raises ``ConfigError``."""
-        if "servers" not in explicit:
-            raise ConfigError(
-                "--servers is missing; name a file with one URL a line, dns://NAME:PORT or redis://HOST."
-            )
-        return cls(**explicit)

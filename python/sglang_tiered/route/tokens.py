@@ -8,6 +8,7 @@ import datetime
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -67,31 +68,27 @@ class LocalTokenizer:
                 "the model's directory, or drop it."
             ) from error
 
-    def encode(self, body: Body) -> list[int] | None:
-        """Return the tokens of a prompt as the server will; None for what is not only text, or has
-        no template."""
-        if isinstance(body.messages, list):
-            text = self._render(body)
-            return None if text is None else self._ids(text, with_special=False)
-        text = body.prompt if body.text is None else body.text
-        if isinstance(text, list) and text:
-            text = text[0]
-        return self._ids(text, with_special=True) if isinstance(text, str) else None
-
-    def _ids(self, text: str, *, with_special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=with_special).ids
+    def encode(self, asked: dict[str, Any]) -> list[int] | None:
+        """Return the tokens of what a server would be asked for (``ask_of``), as it finds them;
+        None for what is not only text, or has no template."""
+        is_chat = "messages" in asked
+        text = self._render(**asked) if is_chat else asked["prompt"]
+        if text is None:
+            return None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not is_chat).ids
         return ids
 
-    def _render(self, body: Body) -> str | None:
+    def _render(
+        self, messages: list[Any], tools: Any = None, chat_template_kwargs: Any = None, **_: Any
+    ) -> str | None:
         if self._template is None:
             return None
-        more = body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else {}
+        more = chat_template_kwargs if isinstance(chat_template_kwargs, dict) else {}
         try:
-            messages = [_flat(message) for message in body.messages]
             return self._template.render(
                 **{**self._names, "add_generation_prompt": True, **more},
-                messages=messages,
-                tools=body.tools,
+                messages=[_flat(message) for message in messages],
+                tools=tools,
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
             return None  # the server says what is wrong with it
@@ -170,33 +167,33 @@ class TokenReader:
             work.exception()  # that nobody may wait for
 
     async def _make(self, data: bytes, path: str, authorization: str) -> Prompt:
-        loop = asyncio.get_running_loop()
+        """In threads, as the event loop has no time for that."""
+        work = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         sizes = self._page_sizes()
-        made = await loop.run_in_executor(self._threads, self._read, data, path, sizes)
+        made = await work(self._read, data, path, sizes)
         if isinstance(made, Prompt):
             return made
         body, asked = made
         ids = await self._ask(asked, authorization)
-        return await loop.run_in_executor(
-            self._threads, _named, body, len(data), path, sizes, None, ids
-        )
+        return await work(_named, body, len(data), path, ids, sizes)
 
     def _read(
         self, data: bytes, path: str, sizes: Collection[int]
     ) -> Prompt | tuple[Body, dict[str, Any]]:
         """Return the prompt, or what a server is to be asked for it."""
-        body = parse_body(data)
-        asked = ask_of(body)
-        if asked is None or len(data) > MAX_TEXT_BYTES:
-            return _named(body, len(data), path, sizes)
-        if self._tokenizer is not None:
-            return _named(body, len(data), path, sizes, self._tokenizer.encode)
-        return body, asked
+        body, ids = parse_body(data), None
+        asked = ask_of(body) if len(data) <= MAX_TEXT_BYTES else None
+        if asked is not None:
+            if self._tokenizer is None:
+                return body, asked
+            ids = self._tokenizer.encode(asked)
+        return _named(body, len(data), path, ids, sizes)
 
 
-def _named(body: Body, num_bytes: int, path: str, sizes: Collection[int], *more: Any) -> Prompt:
-    """The prompt of a body with the names of its pages, which the event loop has no time for."""
-    prompt = prompt_of(body, num_bytes, path, *more)
+def _named(
+    body: Body, num_bytes: int, path: str, ids: Sequence[int] | None, sizes: Collection[int]
+) -> Prompt:
+    prompt = prompt_of(body, num_bytes, path, ids)
     for size in sizes:
         prompt.keys(size)
     return prompt

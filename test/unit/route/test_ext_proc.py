@@ -36,7 +36,7 @@ def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:
         fleet = Fleet(Source(str(tmp_path / "servers")))
         member = Member("http://192.0.2.1:1", "192.0.2.1:1", is_up=True, seen_s=fleet._clock())
         fleet.members[member.address] = member
-        reader = TokenReader(None, fleet.ask, 5.0)  # type: ignore[arg-type]
+        reader = TokenReader(None, fleet.tokenize, 5.0)
         decider = Decider(reader, Picker(fleet), Classes(None), Numbers())
         try:
             return [one async for one in ExtProc(decider).process(messages(), None)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     ("flags", "said"),
     [
         ([], "--servers is missing"),
-        (["--servers", ""], "--servers is empty"),
+        (["--servers", ""], "--servers is missing"),
         (["--servers", "FOLDER/absent"], "cannot be read"),
         (["--servers", "FOLDER/bad"], "'https://a:1', which is no URL of a server"),
         (["--servers", "http://a"], "is neither a file, nor dns://NAME:PORT, nor redis://HOST"),

@@ -13,7 +13,7 @@ from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held
 from sglang_tiered.policy.server_costs import Room
 from sglang_tiered.policy.shedding import RequestClass
-from sglang_tiered.route.fleet import Fleet, Member, Part, Replica
+from sglang_tiered.route.fleet import Fleet, Member, Replica
 from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
@@ -51,6 +51,7 @@ class World:
                 record = record_of(MODEL, **{"rank": rank, **more})
                 place = self.fleet.view.add(record, self.clock())
                 member.replicas[rank] = Replica(member, record, place)
+                member.role, member.bootstrap_port = record.role, record.bootstrap_port
         member.is_up, member.seen_s = True, self.clock()
         self.fleet.members[member.address] = member
         return member
@@ -225,7 +226,7 @@ def test_pair_computes_and_answers(world: World) -> None:
 def test_halves_without_costs_are_a_pair(world: World) -> None:
     """Each was sent requests by itself, which it cannot answer."""
     prefill, decode = world.add(is_priced=False), world.add(is_priced=False)
-    prefill.part, decode.part = Part("prefill", 8998), Part("decode")
+    prefill.role, prefill.bootstrap_port, decode.role = "prefill", 8998, "decode"
     picked = world.pick(prompt_of())
     assert (picked.prefill, picked.targets) == (prefill, [decode])
     assert picked.headers()["x-override-bootstrap-port"] == "8998"

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_tiered.demo.model import BEGIN, END, byte_tokenizer, tokenizer_config
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.route.prompt import Prompt, parse_body
+from sglang_tiered.route.prompt import Prompt, ask_of, parse_body
 from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def encoded(folder: Path, body: dict[str, Any]) -> list[int] | None:
-    return LocalTokenizer(folder).encode(parse_body(json.dumps(body).encode()))
+    asked = ask_of(parse_body(json.dumps(body).encode()))
+    assert asked is not None
+    return LocalTokenizer(folder).encode(asked)
 
 
 def test_chat_is_rendered_by_the_models_template(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
+import re
 import time
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERVAL_S",
     "CostPublisher",
+    "abort_rooms",
     "event_source",
     "num_local_ranks",
     "server_costs",
@@ -57,6 +59,9 @@ NOT_PUBLISHED = (
 )
 INTERVAL_S = 0.05
 """A router asks every quarter of a second; a record takes 17 microseconds."""
+
+MAX_PROMPTS = 4096
+"""Of a list, each of which has a room of its own: the number of the list and its place."""
 
 TIERS_INTERVAL_S = 1.0
 """Of what takes locks of the tiers to know: their health, and what they hold."""
@@ -84,6 +89,18 @@ def server_costs(
         ranks=ranks,
         events=events,
     )
+
+
+def abort_rooms(manager: Any, told: str) -> None:
+    """Abort requests on prefill that decode will never ask for, by their clients' numbers with
+    commas between them. They would wait a minute, as a mirrored request has no client."""
+    numbers = [int(word) for word in told.split(",") if re.fullmatch("[0-9]{1,19}", word)]
+    for rid, state in list(manager.rid_to_state.items()) if numbers else ():
+        room = getattr(state.obj, "bootstrap_room", None)
+        if room is None or not state.dispatched:  # a request is aborted once, and not known yet
+            continue
+        if any(0 <= room - one < MAX_PROMPTS for one in numbers):
+            manager.abort_request(rid)
 
 
 def event_source(settings: Any) -> EventSource | None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_tiered.integration.admin.bodies import CallError, parse_limit
-from sglang_tiered.integration.admin.costs import event_source, server_costs
+from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
 from sglang_tiered.integration.admin.service import TierService
+from sglang_tiered.policy.server_costs import ABANDONED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -33,6 +34,9 @@ __all__ = ["add_routes"]
 _MAX_DIGITS = 10  # of a token in a query: Python refuses to read thousands
 
 _NUM_REQUESTS = 20
+
+_PART = ("disaggregation_mode", "disaggregation_bootstrap_port")
+"""What a router must know of a server without costs."""
 
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
@@ -92,23 +96,27 @@ def _endpoint(call: Call) -> Callable[[Request], Coroutine[Any, Any, Response]]:
 
 def _costs_endpoint(
     board: CostBoard, config: TieredConfig
-) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """Return the handler of ``/tier/costs``, which reads memory only."""
-    from fastapi import Response
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return the handler of ``/tier/costs``, which reads memory only. It hears there of requests
+    that were given up, too."""
+    from fastapi import Request, Response
     from fastapi.responses import JSONResponse
 
-    async def costs():  # type: ignore[no-untyped-def] # FastAPI would resolve an annotation
+    async def costs(request: Request) -> Response:
         from sglang.srt.entrypoints.http_server import get_global_state
 
         manager = get_global_state().tokenizer_manager
+        abort_rooms(manager, request.headers.get(ABANDONED, ""))
         draining, events = bool(manager.gracefully_exit), event_source(manager.server_args)
         try:
             answer = server_costs(board, config, draining=draining, events=events)
         except CallError as error:
             again = {"Retry-After": "1"} if error.status == 503 else None
-            return JSONResponse({"error": str(error)}, error.status, again)
+            part = {name: getattr(manager.server_args, name) for name in _PART}
+            return JSONResponse({"error": str(error), **part}, error.status, again)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    costs.__annotations__ = {"request": Request}  # as in ``_endpoint``
     return costs
 
 

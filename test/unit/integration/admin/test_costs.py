@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
+from starlette.requests import Request
 
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import http_api
@@ -21,7 +22,7 @@ from sglang_tiered.integration.admin.costs import (
     serving_url,
     why_no_costs,
 )
-from sglang_tiered.policy.server_costs import RankCosts, parse_server_costs
+from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
@@ -260,14 +261,23 @@ def test_ipv6_of_peers_keeps_its_brackets() -> None:
 
 
 def ask(
-    board: CostBoard, config: TieredConfig, monkeypatch: pytest.MonkeyPatch, *, drains: bool = False
+    board: CostBoard,
+    config: TieredConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    drains: bool = False,
+    abandoned: str = "",
+    manager: Any = None,
 ) -> Any:
     settings = SimpleNamespace(kv_events_config=None, page_size=64)
-    manager = SimpleNamespace(gracefully_exit=drains, server_args=settings)
+    settings.disaggregation_mode, settings.disaggregation_bootstrap_port = "prefill", 8998
+    manager = manager or SimpleNamespace(rid_to_state={})
+    manager.gracefully_exit, manager.server_args = drains, settings
     module = ModuleType("sglang.srt.entrypoints.http_server")
     module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return asyncio.run(http_api._costs_endpoint(board, config)())
+    request = Request({"type": "http", "headers": [(ABANDONED.encode(), abandoned.encode())]})
+    return asyncio.run(http_api._costs_endpoint(board, config)(request))
 
 
 def test_servers_that_learn_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +291,10 @@ def test_servers_that_learn_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> N
         with CostBoard.create(1) as board:
             response = ask(board, config, monkeypatch)
         assert response.status_code == 404
-        assert f"learns no costs with {reason}" in json.loads(response.body)["error"]
+        told = json.loads(response.body)
+        assert f"learns no costs with {reason}" in told.pop("error")
+        part = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
+        assert told == part, "a key opens nothing else that says so"
 
 
 def test_endpoint_answers_only_what_was_published(
@@ -296,3 +309,27 @@ def test_endpoint_answers_only_what_was_published(
         assert (response.status_code, found.draining, found.num_ranks) == (200, drains, 1)
         assert len(response.body) < 2048
         assert math.isfinite(found.ranks[0].age_s)
+
+
+@pytest.mark.parametrize(
+    ("abandoned", "aborted"),
+    [
+        ("", []),
+        ("70000", ["one"]),
+        ("5,90000", ["of a list", "its second"]),
+        (f"-1, ,x,7\u0660,{9**4400}", []),
+    ],
+)
+def test_rooms_that_decode_never_asks_for_are_aborted(
+    server: Server, monkeypatch: pytest.MonkeyPatch, abandoned: str, aborted: list[str]
+) -> None:
+    rooms = {"one": 70000, "of a list": 90000, "its second": 90001, "alone": None, "of rerank": ()}
+    states = {rid: SimpleNamespace(obj=SimpleNamespace(), dispatched=True) for rid in rooms}
+    states["early"] = SimpleNamespace(obj=SimpleNamespace(bootstrap_room=70000), dispatched=False)
+    for rid, room in rooms.items():
+        if room != ():
+            states[rid].obj.bootstrap_room = room
+    done: list[str] = []
+    manager = SimpleNamespace(rid_to_state=states, abort_request=done.append)
+    ask(server.board, NVME, monkeypatch, abandoned=abandoned, manager=manager)
+    assert done == aborted
