@@ -164,12 +164,16 @@ def test_an_unreadable_pin_is_left(
     expect_all(tmp_path, SimulatedDevice(device.crash("kill")), "the disk is well again")
 
 
-def test_a_disk_that_lost_most_is_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
-    """A tier that can hold nothing says so at the start, and deletes nothing."""
+@pytest.mark.parametrize("part", ["header", "trailer", "whole"])
+def test_a_disk_that_lost_most_is_refused(
+    tmp_path: Path, files: dict[str, bytes], part: str
+) -> None:
+    """A tier that can hold little says so at the start, and deletes nothing."""
     names = regions(files)
-    device = FailingDisk(files, dict.fromkeys(names, (0, 4096)))
+    device = FailingDisk(files, dict.fromkeys(names, PARTS[part]))
     capacity = (2 * len(names) - 1) * REGION
-    told = rf"{len(names)} of its region files cannot be read, and take {len(names) * REGION} of"
+    number, nbytes = len(names), len(names) * REGION
+    told = rf"{number} or more of its region files cannot be read, and take {nbytes} of"
     with (
         pytest.raises(StoreError, match=told),
         running(tmp_path, device, capacity_bytes=capacity),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Device",
     "FileDevice",
+    "Files",
     "aligned_buffer",
     "read_small_file",
     "write_fully",
@@ -65,31 +66,42 @@ def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset:
     return nbytes
 
 
-class Device(ABC):
-    """Files of one directory, addressed by name, then by descriptor. Every method may be called
-    from any thread, may block on the disk, and raises ``OSError`` and nothing else. A descriptor
-    belongs to the thread that got it from ``create`` or ``open`` until it passes it to
-    ``close``."""
+class Files(ABC):
+    """Files of one directory, to be read. Every method may be called from any thread, may block on
+    the disk, and raises ``OSError`` and nothing else. A descriptor belongs to the thread that got
+    it until it passes it to ``close``."""
 
     @abstractmethod
     def list_names(self) -> list[str]:
         """Return the names in the directory, in no particular order."""
 
     @abstractmethod
-    def create(self, name: str, nbytes: int) -> int:
-        """Make a new file with its space reserved; leaves no file behind when it raises."""
-
-    @abstractmethod
     def open(self, name: str) -> int:
-        """Open an existing regular file for reading and writing; never follows a symlink."""
-
-    @abstractmethod
-    def is_intact(self, fd: int, nbytes: int) -> bool:
-        """Return false when another process unlinked the file or changed its size."""
+        """Open an existing regular file, for writing too where that can be; never follows a
+        symlink."""
 
     @abstractmethod
     def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
         """Fill the segments, in all whole blocks, from ``offset``; fewer bytes at the end."""
+
+    @abstractmethod
+    def read_file(self, name: str) -> bytes:
+        """Read a whole small file; raises ``FileNotFoundError`` where it is missing."""
+
+    @abstractmethod
+    def close(self, fd: int) -> None: ...
+
+
+class Device(Files):
+    """Files of one directory, addressed by name, then by descriptor."""
+
+    @abstractmethod
+    def create(self, name: str, nbytes: int) -> int:
+        """Make a new file with its space reserved; leaves no file behind when it raises."""
+
+    @abstractmethod
+    def is_intact(self, fd: int, nbytes: int) -> bool:
+        """Return false when another process unlinked the file or changed its size."""
 
     @abstractmethod
     def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
@@ -104,10 +116,6 @@ class Device(ABC):
         """Make names durable."""
 
     @abstractmethod
-    def read_file(self, name: str) -> bytes:
-        """Read a whole small file; raises ``FileNotFoundError`` where it is missing."""
-
-    @abstractmethod
     def replace_file(self, name: str, data: bytes) -> None:
         """Make ``name`` hold ``data``, durably and in one step: whatever happens, it holds the
         old or the new bytes."""
@@ -120,9 +128,6 @@ class Device(ABC):
     def unlink(self, name: str, fd: int | None = None) -> None:
         """Remove a file; with a descriptor, only the one that it is of. Raises
         ``FileNotFoundError`` where that is not there."""
-
-    @abstractmethod
-    def close(self, fd: int) -> None: ...
 
     @abstractmethod
     def free_bytes(self) -> int:

@@ -29,7 +29,6 @@ import xxhash
 from sglang_tiered.errors import (
     StoreError,
     StoreForeignError,
-    StoreFormatError,
     StoreLockedError,
 )
 from sglang_tiered.storage.filesystem import FULL_ERRNOS, sync_names
@@ -45,6 +44,7 @@ from sglang_tiered.storage.region.files import (
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
+    newer_format,
     other_version,
     parse_region_name,
 )
@@ -191,7 +191,7 @@ def _inspect(path: Path) -> DirectoryState:
     version = _manifest_version(path)
     if version is not None:
         if version > STORE_VERSION:
-            raise _newer(path, version, STORE_VERSION)
+            raise newer_format(path, version, STORE_VERSION)
         return DirectoryState.OURS
     for name in sorted(names):
         if not _is_ours(path / name):
@@ -217,7 +217,7 @@ def _inspect_shard(shard: Path) -> None:
         with _reading(shard / name) as fd:
             version = other_version(os.read(fd, BLOCK_BYTES))
         if version is not None and version > FORMAT_VERSION:
-            raise _newer(shard / name, version, FORMAT_VERSION)
+            raise newer_format(shard / name, version, FORMAT_VERSION)
 
 
 def _manifest_version(path: Path) -> int | None:
@@ -274,13 +274,6 @@ def _reading(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _newer(path: Path, version: int, known: int) -> StoreFormatError:
-    return StoreFormatError(
-        f"{path} was written in format {version}, newer than {known}, which this version reads; "
-        "upgrade sglang-tiered or pass another --tier-dir"
-    )
 
 
 def max_regions() -> int:

@@ -50,7 +50,7 @@ from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import Note, PinOrder, plan_spans
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
-from sglang_tiered.storage.region.reader import LoadWorker, RegionReader
+from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
 from sglang_tiered.storage.region.recovery import recover
 from sglang_tiered.storage.region.state import StoreState
@@ -154,7 +154,7 @@ class RegionEngine(TierEngine):
         self.notes = Notes(device)
         is_held = self._directory_lock.is_held
         common = Common(directory, device, health, state, log, is_held)
-        self._reader = reader = RegionReader(device, health)
+        self._reader = reader = RegionReader(common)
         barrier = Barrier(device, health)
         self._reclaimer = reclaimer = Reclaimer(common, reader, capacity_bytes, io_timeout_s, clock)
         writer = RegionWriter(
@@ -164,8 +164,7 @@ class RegionEngine(TierEngine):
         self._workers = workers = Workers()
         workers.start("tier-writer", StoreWorker(common, writer, reclaimer, erase_log).run)
         workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
-        loads = LoadWorker(common, reader)
-        workers.start("tier-io", IoWorker(common, loads, num_threads).run, num_threads)
+        workers.start("tier-io", IoWorker(common, reader, num_threads).run, num_threads)
 
     def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
@@ -187,6 +186,7 @@ class RegionEngine(TierEngine):
                 self._capacity_bytes,
                 state.regions,
                 state.index,
+                max_page_bytes=self._max_page_bytes,
                 num_threads=num_threads,
             )
         except OSError as error:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NAMES
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    newer_format,
     padded,
     parse_region_name,
     verifies,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import Device, Files
     from sglang_tiered.storage.region.format import Contents
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import EraseOrder
@@ -366,10 +366,7 @@ def unpack(data: bytes) -> Erased | None:
     if magic != MAGIC:
         return None
     if version > VERSION:
-        raise StoreFormatError(
-            f"{ERASED_NAME} was written in format {version}, newer than {VERSION}, which this "
-            "version reads; upgrade sglang-tiered or pass another --tier-dir"
-        )
+        raise newer_format(ERASED_NAME, version, VERSION)
     erased, view, at = Erased(), memoryview(data), BLOCK_BYTES
     while (found := _unpack_record(view[at:]) or _unpack_notes(view[at:])) is not None:
         erased.merge(found[0])
@@ -389,7 +386,7 @@ def _is_sane(erased: Erased) -> bool:
     )
 
 
-def read(device: Device) -> Erased:
+def read(device: Files) -> Erased:
     """Return what the file says. One that is damaged erases everything there is, and says so, as
     does one of an earlier program. Raises ``OSError`` for one that cannot be read and for
     conditions of this process, and ``StoreFormatError`` for one of a newer version."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
+from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "footer_bytes",
     "max_page_bytes",
     "min_region_bytes",
+    "newer_format",
     "other_version",
     "pack_checkpoint",
     "pack_extent_header",
@@ -254,6 +256,28 @@ def verifies(block: Buffer) -> bool:
     return bool(stored == xxhash.xxh3_64_intdigest(view[:-CHECKSUM_BYTES]))
 
 
+def _packed(
+    layout: struct.Struct, magic: bytes, nbytes: int, *fields: Any, tables: bytes = b""
+) -> bytes:
+    return with_checksum(layout.pack(magic, FORMAT_VERSION, *fields) + tables, nbytes)
+
+
+def _fields(layout: struct.Struct, magic: bytes, data: Buffer) -> tuple[Any, ...] | None:
+    """Return what stands behind magic and version in data that verifies and begins with these."""
+    if len(data) < layout.size + CHECKSUM_BYTES or not verifies(data):
+        return None
+    found, version, *fields = layout.unpack_from(data)
+    return tuple(fields) if (found, version) == (magic, FORMAT_VERSION) else None
+
+
+def newer_format(name: object, version: int, known: int) -> StoreFormatError:
+    """Return what to raise for a file that a newer program wrote."""
+    return StoreFormatError(
+        f"{name} was written in format {version}, newer than {known}, which this version reads; "
+        "upgrade sglang-tiered or pass another --tier-dir"
+    )
+
+
 def other_version(block: Buffer) -> int | None:
     """Return the version of a region header that verifies but is of another format.
 
@@ -267,44 +291,24 @@ def other_version(block: Buffer) -> int | None:
 
 
 def pack_region_header(header: RegionHeader) -> bytes:
-    fields = _REGION.pack(
-        REGION_MAGIC,
-        FORMAT_VERSION,
-        BLOCK_BYTES,
-        header.nbytes,
-        header.sequence,
-        header.nonce,
-        header.created_ns,
-    )
-    return with_checksum(fields, BLOCK_BYTES)
+    return _packed(_REGION, REGION_MAGIC, BLOCK_BYTES, BLOCK_BYTES, *header)
 
 
 def unpack_region_header(block: Buffer) -> RegionHeader | None:
-    if len(block) != BLOCK_BYTES or not verifies(block):
+    fields = _fields(_REGION, REGION_MAGIC, block) if len(block) == BLOCK_BYTES else None
+    if fields is None or fields[0] != BLOCK_BYTES:
         return None
-    magic, version, block_bytes, nbytes, sequence, nonce, created = _REGION.unpack_from(block)
-    if (magic, version, block_bytes) != (REGION_MAGIC, FORMAT_VERSION, BLOCK_BYTES):
-        return None
-    if nbytes % BLOCK_BYTES or not MIN_REGION_BYTES <= nbytes <= MAX_REGION_BYTES:
-        return None
-    return RegionHeader(nbytes, sequence, nonce, created)
+    header = RegionHeader(*fields[1:])
+    is_sane = MIN_REGION_BYTES <= header.nbytes <= MAX_REGION_BYTES
+    return header if is_sane and header.nbytes % BLOCK_BYTES == 0 else None
 
 
 def pack_extent_header(extent: Extent, nonce: bytes, ordinal: int) -> bytes:
     num_pages = len(extent.pages)
-    header_bytes = extent_header_bytes(num_pages)
-    fields = _EXTENT.pack(
-        EXTENT_MAGIC,
-        FORMAT_VERSION,
-        header_bytes,
-        nonce,
-        ordinal,
-        num_pages,
-        extent.namespace,
-        extent.tenant,
-        extent.payload_bytes,
-    )
-    return with_checksum(fields + extent.pages.tobytes(), header_bytes)
+    nbytes = extent_header_bytes(num_pages)
+    whose = extent.namespace, extent.tenant, extent.payload_bytes
+    fields = nbytes, nonce, ordinal, num_pages, *whose
+    return _packed(_EXTENT, EXTENT_MAGIC, nbytes, *fields, tables=extent.pages.tobytes())
 
 
 def peek_extent_header_bytes(block: Buffer) -> int | None:
@@ -319,15 +323,11 @@ def peek_extent_header_bytes(block: Buffer) -> int | None:
 
 def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int) -> Extent | None:
     """Return the extent at ``offset`` if its header verifies and was written there."""
-    if not verifies(header):
+    fields = _fields(_EXTENT, EXTENT_MAGIC, header)
+    if fields is None or fields[:3] != (len(header), nonce, ordinal):
         return None
-    magic, version, header_bytes, found_nonce, found_ordinal, *fields = _EXTENT.unpack_from(header)
-    num_pages, namespace, tenant, payload = fields
-    if (magic, version, header_bytes) != (EXTENT_MAGIC, FORMAT_VERSION, len(header)):
-        return None
-    if (found_nonce, found_ordinal) != (nonce, ordinal):
-        return None
-    if num_pages == 0 or header_bytes != extent_header_bytes(num_pages):
+    num_pages, namespace, tenant, payload = fields[3:]
+    if num_pages == 0 or len(header) != extent_header_bytes(num_pages):
         return None
     pages = np.frombuffer(header, PAGE_DTYPE, num_pages, _EXTENT.size).copy()
     extent = Extent(offset, namespace, pages, tenant)
@@ -337,20 +337,18 @@ def unpack_extent_header(header: Buffer, offset: int, nonce: bytes, ordinal: int
 def pack_footer(contents: Contents, nonce: bytes) -> bytes:
     num_extents, num_pages = len(contents.extents), len(contents.pages)
     nbytes = footer_bytes(num_extents, num_pages)
-    fields = _FOOTER.pack(FOOTER_MAGIC, FORMAT_VERSION, num_extents, nonce, num_pages, nbytes)
-    return with_checksum(fields + contents.extents.tobytes() + contents.pages.tobytes(), nbytes)
+    tables = contents.extents.tobytes() + contents.pages.tobytes()
+    fields = num_extents, nonce, num_pages, nbytes
+    return _packed(_FOOTER, FOOTER_MAGIC, nbytes, *fields, tables=tables)
 
 
 def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
     """Unpack a footer. The tables are copies: the caller may reuse the buffer."""
-    if not verifies(footer):
+    fields = _fields(_FOOTER, FOOTER_MAGIC, footer)
+    if fields is None:
         return None
-    magic, version, num_extents, found_nonce, num_pages, nbytes = _FOOTER.unpack_from(footer)
-    if (magic, version) != (FOOTER_MAGIC, FORMAT_VERSION):
-        return None
-    if (found_nonce, nbytes) != (nonce, len(footer)):
-        return None
-    if nbytes != footer_bytes(num_extents, num_pages):
+    num_extents, found_nonce, num_pages, nbytes = fields
+    if found_nonce != nonce or not nbytes == len(footer) == footer_bytes(num_extents, num_pages):
         return None
     extents = np.frombuffer(footer, EXTENT_DTYPE, num_extents, _FOOTER.size).copy()
     start = _FOOTER.size + extents.nbytes
@@ -363,26 +361,18 @@ def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
 
 
 def pack_trailer(trailer: Trailer) -> bytes:
-    fields = _TRAILER.pack(
-        TRAILER_MAGIC,
-        FORMAT_VERSION,
-        trailer.num_extents,
-        trailer.nonce,
-        trailer.footer_offset,
-        trailer.footer_bytes,
-    )
-    return with_checksum(fields, BLOCK_BYTES)
+    nonce, num_extents, *place = trailer
+    return _packed(_TRAILER, TRAILER_MAGIC, BLOCK_BYTES, num_extents, nonce, *place)
 
 
 def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | None:
-    if len(block) != BLOCK_BYTES or not verifies(block):
+    fields = _fields(_TRAILER, TRAILER_MAGIC, block)
+    if fields is None or fields[1] != nonce:
         return None
-    magic, version, num_extents, found_nonce, offset, nbytes = _TRAILER.unpack_from(block)
-    if (magic, version, found_nonce) != (TRAILER_MAGIC, FORMAT_VERSION, nonce):
-        return None
+    num_extents, _, offset, nbytes = fields
     if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
-    return Trailer(found_nonce, num_extents, offset, nbytes)
+    return Trailer(nonce, num_extents, offset, nbytes)
 
 
 _CHECKPOINT = struct.Struct("<8sIIQ")  # magic version num_regions reserved
@@ -401,19 +391,14 @@ class CheckpointEntry(NamedTuple):
 
 def pack_checkpoint(entries: Iterable[CheckpointEntry]) -> bytes:
     rows = [_SYNCED.pack(*entry) for entry in entries]
-    body = _CHECKPOINT.pack(CHECKPOINT_MAGIC, FORMAT_VERSION, len(rows), 0) + b"".join(rows)
-    return with_checksum(body, len(body) + CHECKSUM_BYTES)
+    nbytes = _CHECKPOINT.size + len(rows) * _SYNCED.size + CHECKSUM_BYTES
+    return _packed(_CHECKPOINT, CHECKPOINT_MAGIC, nbytes, len(rows), 0, tables=b"".join(rows))
 
 
 def unpack_checkpoint(data: bytes) -> list[CheckpointEntry] | None:
     """Unpack a checkpoint; ``None`` for bytes that do not verify."""
-    if len(data) < _CHECKPOINT.size + CHECKSUM_BYTES or not verifies(data):
+    fields, rows = _fields(_CHECKPOINT, CHECKPOINT_MAGIC, data), data[_CHECKPOINT.size :]
+    if fields is None or len(rows) != fields[0] * _SYNCED.size + CHECKSUM_BYTES:
         return None
-    body = data[:-CHECKSUM_BYTES]
-    magic, version, num_regions, _ = _CHECKPOINT.unpack_from(body)
-    if (magic, version) != (CHECKPOINT_MAGIC, FORMAT_VERSION):
-        return None
-    if len(body) != _CHECKPOINT.size + num_regions * _SYNCED.size:
-        return None
-    entries = [CheckpointEntry(*row) for row in _SYNCED.iter_unpack(body[_CHECKPOINT.size :])]
+    entries = [CheckpointEntry(*row) for row in _SYNCED.iter_unpack(rows[:-CHECKSUM_BYTES])]
     return entries if all(entry.durable_tail % BLOCK_BYTES == 0 for entry in entries) else None

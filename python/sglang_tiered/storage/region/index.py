@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 from sglang_tiered.storage.region.regions import TenantTable
 
@@ -142,15 +141,13 @@ class PageIndex:
         offsets: npt.NDArray[np.int64],
         lengths: npt.NDArray[Any],
         checksums: npt.NDArray[Any],
-        owners: npt.NDArray[np.int32] | int | None = None,
+        owners: npt.NDArray[np.int32] | int,
     ) -> None:
         """Point keys at pages of a region, or of several one after the other, whatever they pointed
         at before. Where a key occurs twice the later page counts. ``owners`` are what
         ``tenants.place_of`` said of their tenants."""
         if not len(words):
             return
-        if owners is None:
-            owners = self.tenants.place_of(NO_TENANT)
         named = placed = np.broadcast_to(np.asarray(owners, np.int32), len(words))
         holders = np.broadcast_to(np.asarray(slots, np.int32), len(words))
         hashes = hash_words(words)

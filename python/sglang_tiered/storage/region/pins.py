@@ -25,7 +25,7 @@ from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRN
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import Files
 
 __all__ = [
     "MAX_DATA_BYTES",
@@ -136,7 +136,7 @@ class FoundPins(NamedTuple):
     unread: list[str]  # that cannot be read: left alone
 
 
-def read_all(device: Device, names: Iterable[str]) -> FoundPins:
+def read_all(device: Files, names: Iterable[str]) -> FoundPins:
     """Read the pins among files of these names. Raises ``OSError`` for conditions of this
     process."""
     found = FoundPins([], [], [], [], [])
@@ -178,7 +178,6 @@ class PinBook:
         self._pins: dict[str, Pin] = {}
         self._holders: dict[bytes, str | set[str]] = {}  # of a page: one name, or several
         self._expiries: list[tuple[float, str]] = []  # a heap, with those of pins that are gone
-        self._due: dict[str, None] = {}  # whose time is over
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -213,7 +212,6 @@ class PinBook:
         if pin is None:
             return []
         self.data_bytes -= len(pin.data)
-        self._due.pop(name, None)
         freed = []
         for key in pin.keys:
             holders = self._holders[key]
@@ -278,17 +276,16 @@ class PinBook:
         """Return names and data of a tenant's pins."""
         return [(pin.name, pin.data) for pin in self._pins.values() if pin.tenant == tenant]
 
-    def expired(self) -> list[str]:
-        """Return the names of pins whose time is over, in a time that grows with their number."""
-        while self._next_expiry() <= self._clock():
-            self._due[heapq.heappop(self._expiries)[1]] = None
-        return list(self._due)
+    def expired(self, most: int = MAX_PINS) -> list[str]:
+        """Return the names of pins whose time is over, so many at most: they must be removed."""
+        names: dict[str, None] = {}
+        while len(names) < most and self._next_expiry() <= self._clock():
+            names[heapq.heappop(self._expiries)[1]] = None
+        return list(names)
 
     def pause_s(self) -> float | None:
         """Return the time until a pin expires, at most a minute, as clocks are set; None where none
         does."""
-        if self._due:
-            return 0.0
         first = self._next_expiry()
         return None if first == math.inf else min(max(first - self._clock(), 0.0), 60.0)
 
@@ -297,7 +294,7 @@ class PinBook:
         while self._expiries:
             until, name = self._expiries[0]
             pin = self._pins.get(name)
-            if pin is not None and pin.until_s == until and name not in self._due:
+            if pin is not None and pin.until_s == until:
                 return until
             heapq.heappop(self._expiries)
         return math.inf

@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Meter
-    from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import LoadSpan, Wanted
 
-__all__ = ["LoadWorker", "RegionReader", "SpanResult"]
+__all__ = ["RegionReader", "SpanResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +31,82 @@ class SpanResult(NamedTuple):
     error: OSError | None
 
 
-class RegionReader:
-    """Reads spans. Stateless beyond a block of scratch; shared by all reader threads."""
+class RegionReader(StorePart):
+    """Reads spans, on any thread of the store. It has no state beyond a block of scratch."""
 
-    def __init__(self, device: Device, health: HealthMonitor) -> None:
-        self._device = device
-        self._health = health
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
         self.verifications = Durations()  # of the pages of one span, for statistics
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
 
+    def load(self, span: LoadSpan) -> None:
+        """Read a span of a load and settle it. Raises nothing: a job that is never finished would
+        keep the caller's memory forever."""
+        if not self.is_ours():  # who has it now may have erased the pages
+            self._skip(span)
+            return
+        try:
+            ticket = span.ticket
+            reasons, error = self.read(ticket.namespace, span.wanted, ticket.job.run.meter)
+        except Exception:
+            logger.exception(
+                "%s: internal error while loading pages; they are computed again", self._directory
+            )
+            self._skip(span)
+            return
+        if error is None:
+            self._log.settle("read")
+        else:
+            self._log.report(
+                "read",
+                "%s cannot be read (%s); pages that fail are hidden and computed again",
+                self._directory,
+                error,
+            )
+        self.unpin(span.wanted[0].region)
+        self._settle(span, reasons)
+
+    def _skip(self, span: LoadSpan) -> None:
+        """Finish a span that was not tried; its pages stay indexed."""
+        self.unpin(span.wanted[0].region)
+        with self._state.lock:
+            self._state.finish_span(span, [Reason.IO_ERROR] * len(span.wanted))
+
+    def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
+        state = self._state
+        region = span.wanted[0].region
+        report = False
+        with state.lock:
+            for item, reason in zip(span.wanted, reasons, strict=True):
+                if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not region.retired:
+                    state.hide(item, reason)
+                if reason is Reason.IO_ERROR:
+                    break  # the pages behind it were not tried again and stay
+            if Reason.CORRUPT in reasons:
+                report, region.corruption_reported = not region.corruption_reported, True
+            state.finish_span(span, reasons)
+        if report:
+            logger.warning(
+                "%s holds damaged pages; they are forgotten and computed again",
+                self._directory / region.name,
+            )
+
     def read(
         self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None = None
     ) -> SpanResult:
-        """Fill the pages of one span. A page that does not verify, or whose read failed or came
-        short, is read once more by itself before it fails. ``meter`` is told what checking takes.
-        Never raises."""
+        """Fill the pages of one span, and tell the store's health how that went. ``meter`` is told
+        what checking takes."""
+        result = self._read(namespace, span, meter)
+        if result.error is None:
+            self._health.read_succeeded()
+        else:
+            self._health.read_failed(result.error)
+        return result
+
+    def _read(self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None) -> SpanResult:
+        """A page that does not verify, or whose read failed or came short, is read once more by
+        itself before it fails."""
         failure: OSError | None = None
         try:
             filled = self._read_pages(span)
@@ -101,64 +159,3 @@ def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:
     return page_checksum(namespace, item.key, item.page) == item.checksum
-
-
-class LoadWorker(StorePart):
-    """Reads spans, on any thread of the store. Nothing raises: a job that is never finished would
-    keep the caller's memory forever."""
-
-    def __init__(self, common: Common, reader: RegionReader) -> None:
-        super().__init__(common)
-        self._reader = reader
-
-    def _skip(self, span: LoadSpan, reason: Reason) -> None:
-        """Finish a span that was not tried; its pages stay indexed."""
-        self.unpin(span.wanted[0].region)
-        with self._state.lock:
-            self._state.finish_span(span, [reason] * len(span.wanted))
-
-    def load(self, span: LoadSpan) -> None:
-        if not self.is_ours():  # who has it now may have erased the pages
-            self._skip(span, Reason.IO_ERROR)
-            return
-        try:
-            ticket = span.ticket
-            reasons, error = self._reader.read(ticket.namespace, span.wanted, ticket.job.run.meter)
-        except Exception:
-            logger.exception(
-                "%s: internal error while loading pages; they are computed again", self._directory
-            )
-            self._skip(span, Reason.IO_ERROR)
-            return
-        if error is None:
-            self._health.read_succeeded()
-            self._log.settle("read")
-        else:
-            self._health.read_failed(error)
-            self._log.report(
-                "read",
-                "%s cannot be read (%s); pages that fail are hidden and computed again",
-                self._directory,
-                error,
-            )
-        self.unpin(span.wanted[0].region)
-        self._settle(span, reasons)
-
-    def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
-        state = self._state
-        region = span.wanted[0].region
-        report = False
-        with state.lock:
-            for item, reason in zip(span.wanted, reasons, strict=True):
-                if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not region.retired:
-                    state.hide(item, reason)
-                if reason is Reason.IO_ERROR:
-                    break  # the pages behind it were not tried again and stay
-            if Reason.CORRUPT in reasons:
-                report, region.corruption_reported = not region.corruption_reported, True
-            state.finish_span(span, reasons)
-        if report:
-            logger.warning(
-                "%s holds damaged pages; they are forgotten and computed again",
-                self._directory / region.name,
-            )

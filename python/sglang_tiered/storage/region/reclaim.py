@@ -55,11 +55,6 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 MAX_SAVED_BYTES = 64 << 20
-# A region that is pinned in more than half of its bytes is left alone, but not for ever, or bounds
-# of erasures from before would never be dropped: every so many new regions, one goes that is older
-# than so many rounds of the log.
-_OVERDUE_EVERY = 4
-_OVERDUE_ROUNDS = 4
 _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
 
@@ -148,8 +143,6 @@ class Reclaimer(StorePart):
         self._clock = clock
         self._credit = ReinsertionCredit()
         self.leaving: Region | None = None  # goes once its pinned pages are in the region made last
-        self._overdue: Region | None = None  # goes though it is mostly pinned
-        self._num_reserved = 0
         self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
         self.num_pages_evicted = 0
 
@@ -163,10 +156,6 @@ class Reclaimer(StorePart):
         are pins, room for one more stays free, so that pinned pages are written again before their
         region goes: where that is all there is, ``leaving`` is the region."""
         self.leaving = None
-        self._num_reserved += 1
-        with self._state.lock:
-            is_turn = self._num_reserved % _OVERDUE_EVERY == 0
-            self._overdue = self._find_overdue() if is_turn else None
         while True:
             with self._state.lock:
                 if self._has_room(nbytes):
@@ -195,16 +184,7 @@ class Reclaimer(StorePart):
     def next_leaving(self) -> Region | None:
         """Return the best victim, if it has pinned pages."""
         with self._state.lock:
-            self._overdue = None
             return self._next_leaving()
-
-    def _find_overdue(self) -> Region | None:
-        regions = list(self._state.regions)
-        oldest = min(regions, key=lambda region: region.sequence, default=None)
-        if oldest is None or not self._heavy_bytes(oldest):
-            return None
-        age = max(region.sequence for region in regions) - oldest.sequence
-        return oldest if age > _OVERDUE_ROUNDS * len(regions) else None
 
     def _next_leaving(self) -> Region | None:
         victim = self._choose(self._heavy_bytes)
@@ -221,12 +201,7 @@ class Reclaimer(StorePart):
         """Return the pinned bytes of a region that has them in more than half of it: it is left
         alone, as the bound on pins leaves others, each of which frees as much as it costs."""
         pinned = self._pinned_in(region)
-        is_light = 2 * pinned <= region.nbytes or region is self._overdue
-        return 0 if is_light else pinned
-
-    def unreserve(self, nbytes: int) -> None:
-        with self._state.lock:
-            self._state.regions.unreserve(nbytes)
+        return pinned if 2 * pinned > region.nbytes else 0
 
     def evict_one(self) -> bool:
         """Remove the best victim that can be removed, one without pinned pages if there is any, and
@@ -376,14 +351,10 @@ class Reclaimer(StorePart):
             span = plan_spans(left)[0]
             if self._health.state() is not Health.RUNNING:
                 raise OSError(errno.EIO, "pages that are to be moved cannot be read")
-            reasons, error = self._reader.read(namespace, span)
-            if error is None:
-                self._health.read_succeeded()
-            else:
-                self._health.read_failed(error)
             num_done = 0
+            result = self._reader.read(namespace, span)
             with self._state.lock:
-                for item, reason in zip(span, reasons, strict=True):
+                for item, reason in zip(span, result.reasons, strict=True):
                     num_done += 1
                     if reason is Reason.OK:
                         good.append(item)

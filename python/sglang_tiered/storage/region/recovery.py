@@ -13,8 +13,8 @@ The steps:
    the first that does not verify: with their payloads, but for what the checkpoint says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing; but for one of which
    something could not be read, which stays as it is and is not reclaimed.
-7. Index the pages of our namespace that were not erased, oldest region first; a key met again
-   points to the later one. Remove a region that was erased altogether.
+7. Index the pages of our namespace that were not erased and fit a region of today, oldest region
+   first; a key met again points to the later one. Remove a region that was erased altogether.
 
 Damage never raises: it is counted. Nor does a region or pin that cannot be read, which is tried
 again by the next start. ``OSError`` means that the store cannot be opened: the process may not use
@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound, Erased
@@ -48,6 +47,7 @@ from sglang_tiered.storage.region.format import (
     FORMAT_VERSION,
     CheckpointEntry,
     Contents,
+    newer_format,
     other_version,
     padded,
     parse_region_name,
@@ -121,13 +121,16 @@ def recover(
     regions: RegionTable,
     index: PageIndex,
     *,
+    max_page_bytes: int,
     num_threads: int = 1,
 ) -> RecoveryReport:
-    """Fill ``regions`` and ``index``. Raises ``StoreFormatError`` and ``OSError``, in both cases
-    with every descriptor closed again."""
-    recovery = _Recovery(device, num_threads)
+    """Fill ``regions`` and ``index``. ``max_page_bytes`` is what a region holds from now on. Raises
+    ``StoreFormatError`` and ``OSError``, in both cases with every descriptor closed again."""
+    recovery = _Recovery(
+        device, namespace, capacity_bytes, max_page_bytes, num_threads, regions, index
+    )
     try:
-        return recovery.run(namespace, capacity_bytes, regions, index)
+        return recovery.run()
     except BaseException:
         for found in recovery.found:
             _close(device, found.region)
@@ -146,16 +149,22 @@ def read_checkpoint(device: Device) -> dict[tuple[int, bytes], CheckpointEntry]:
 @dataclass(slots=True)
 class _Recovery:
     device: Device
+    namespace: bytes
+    capacity_bytes: int
+    max_page_bytes: int
     num_threads: int
+    regions: RegionTable
+    index: PageIndex
     report: RecoveryReport = field(default_factory=RecoveryReport)
     found: list[_Found] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
     unread: dict[int, OSError] = field(default_factory=dict)  # sequences of files to leave alone
+    unread_bytes: int = 0  # of regions that stay as they are
     has_durable_names: bool = False
+    # On their way into the index: pages, slots, offsets and places of tenants, of some regions.
+    pages: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
 
-    def run(
-        self, namespace: bytes, capacity_bytes: int, regions: RegionTable, index: PageIndex
-    ) -> RecoveryReport:
+    def run(self) -> RecoveryReport:
         device, report = self.device, self.report
         # 1
         names = device.list_names()
@@ -176,19 +185,19 @@ class _Recovery:
                 if entry is not None:
                     item.region.durable_tail = entry.durable_tail
             # 3
-            self._set_unread_aside(capacity_bytes, regions)
+            self._set_unread_aside()
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
             self._tell_of_pins(found_pins)
             for name in (*found_pins.damaged, *found_pins.unfinished):
                 _unlink(device, name)
             # 4
-            self._shrink(capacity_bytes - regions.physical_bytes)
-            pages = _Pages(index)
+            self._shrink()
             for item in self._read_ahead(pool):  # 5
                 report.num_walked += item.is_walked
                 if item.error is not None:
-                    self._keep(item, item.error)
+                    item.region.kept = True
+                    self._tell_unread(item.region.sequence, item.region.nbytes, item.error)
                 elif item.contents is None:
                     self._remove(item)
                     continue
@@ -196,11 +205,11 @@ class _Recovery:
                     self._seal(item, item.contents)  # 6
                 if item.contents is None:
                     item.contents = Contents.of([])
-                self._index(item, item.contents, namespace, regions, pages)  # 7
+                self._index(item, item.contents)  # 7
                 item.contents = None  # those of all together may take as much as the index
-            pages.put()
+            self._put()
         self._settle_erased(names)
-        report.num_regions, report.num_pages = len(regions), len(index)
+        report.num_regions, report.num_pages = len(self.regions), len(self.index)
         return report
 
     def _tell_of_pins(self, found: FoundPins) -> None:
@@ -271,10 +280,7 @@ class _Recovery:
                 return
             version = other_version(block)
             if version is not None and version > FORMAT_VERSION:
-                raise StoreFormatError(
-                    f"{name} was written in format {version}, newer than {FORMAT_VERSION}, which "
-                    "this version reads; upgrade sglang-tiered or pass another --tier-dir"
-                )
+                raise newer_format(name, version, FORMAT_VERSION)
             header = unpack_region_header(block)
             if header is None or header.sequence != sequence:
                 self._discard(sequence, outdated=version is not None)
@@ -294,51 +300,54 @@ class _Recovery:
         else:
             self.report.num_damaged += 1
 
-    def _set_unread_aside(self, capacity_bytes: int, regions: RegionTable) -> None:
-        """Take no room twice: a file that is left where it is counts. Raises ``OSError`` where
-        too little would be left for a store."""
+    def _set_unread_aside(self) -> None:
+        """Take no room twice: a file that is left where it is counts."""
         for sequence, error in sorted(self.unread.items()):
-            name = region_name(sequence)
             try:
-                nbytes = self.device.file_bytes(name)
+                nbytes = self.device.file_bytes(region_name(sequence))
             except OSError:
                 nbytes = 0
-            regions.set_aside(nbytes)
-            _warn_unread(name, error)
-        self.report.num_unread = len(self.unread)
-        if 2 * regions.physical_bytes > capacity_bytes:
+            self.regions.set_aside(nbytes)
+            self._tell_unread(sequence, nbytes, error)
+
+    def _tell_unread(self, sequence: int, nbytes: int, error: OSError) -> None:
+        """Tell of a region that stays as it is. Raises ``OSError`` where that leaves too little for
+        a store."""
+        logger.warning(
+            "%s cannot be read (%s): it is kept, takes its room, and is read again by the next "
+            "start; remove it if the disk has lost it",
+            region_name(sequence),
+            error.strerror or error,
+        )
+        self.report.num_unread += 1
+        self.unread_bytes += nbytes
+        if 2 * self.unread_bytes > self.capacity_bytes:
             raise OSError(
                 errno.EIO,
-                f"{len(self.unread)} of its region files cannot be read, and take "
-                f"{regions.physical_bytes} of the {capacity_bytes} bytes it may take; remove them "
+                f"{self.report.num_unread} or more of its region files cannot be read, and take "
+                f"{self.unread_bytes} of the {self.capacity_bytes} bytes it may take; remove them "
                 "if the disk has lost them",
             )
 
-    def _keep(self, item: _Found, error: OSError) -> None:
-        item.region.kept = True
-        self.report.num_unread += 1
-        _warn_unread(item.region.name, error)
-
-    def _shrink(self, capacity_bytes: int) -> None:
-        excess = sum(item.region.nbytes for item in self.found) - capacity_bytes
+    def _shrink(self) -> None:
+        taken = self.regions.physical_bytes + sum(item.region.nbytes for item in self.found)
+        excess = taken - self.capacity_bytes
         while excess > 0 and self.found:
-            item = self.found.pop(0)
-            _close(self.device, item.region)
-            _unlink(self.device, item.region.name)
-            excess -= item.region.nbytes
+            excess -= self.found[0].region.nbytes
+            self._remove(self.found[0])
             self.report.num_over_cap += 1
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_Found]:
         """Yield what was found, oldest first, with its contents, and read some of the next."""
-        reading: deque[tuple[_Found, Future[None]]] = deque()
+        reading: deque[Future[_Found]] = deque()
         for item in list(self.found):
-            reading.append((item, pool.submit(self._read, item)))
+            reading.append(pool.submit(self._read, item))
             if len(reading) > 2 * self.num_threads:
-                yield _when_read(*reading.popleft())
+                yield reading.popleft().result()
         while reading:
-            yield _when_read(*reading.popleft())
+            yield reading.popleft().result()
 
-    def _read(self, item: _Found) -> None:
+    def _read(self, item: _Found) -> _Found:
         """Read the footer of a region, or find its extents without one. Several threads at
         once."""
         region = item.region
@@ -349,7 +358,7 @@ class _Recovery:
                 raise
             item.error = error
         if item.contents is not None:
-            return
+            return item
         # The checkpoint speaks of the file as we left it, not of one that was cut since.
         intact = self.device.is_intact(region.fd, region.nbytes)
         extents, failure = walk(self.device, region, region.durable_tail if intact else 0)
@@ -358,6 +367,7 @@ class _Recovery:
         if extents:
             region.tail = extents[-1].end
             item.contents = Contents.of(extents)
+        return item
 
     def _seal(self, item: _Found, contents: Contents) -> None:
         region = item.region
@@ -377,15 +387,8 @@ class _Recovery:
             region.suspect = True
             logger.warning("%s could not be synced (%s)", region.name, error)
 
-    def _index(
-        self,
-        item: _Found,
-        contents: Contents,
-        namespace: bytes,
-        regions: RegionTable,
-        found_pages: _Pages,
-    ) -> None:
-        region = item.region
+    def _index(self, item: _Found, contents: Contents) -> None:
+        region, regions = item.region, self.regions
         num_pages = contents.extents["num_pages"]
         alive = ~self.report.erased.dead_pages(region.sequence, contents)
         self.report.num_erased_pages += int((~alive).sum())
@@ -399,10 +402,11 @@ class _Recovery:
             region.published_tail = int(offsets[-1]) + padded(int(pages["length"][-1]))
         # A killed process may have left what it wrote in a cache: the next sync covers it.
         region.dirty = region.durable_tail < region.published_tail
-        ours = np.repeat(contents.of_namespace(namespace), num_pages)
+        ours = np.repeat(contents.of_namespace(self.namespace), num_pages)
         region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign
-        ours &= alive
+        # A larger page could not be written again when its region goes.
+        ours &= alive & (pages["length"] <= self.max_page_bytes)
         names, inverse = _distinct(contents.extents["tenant"])
         payload = np.bincount(inverse, contents.payload_bytes(), len(names))
         for name, nbytes in zip(names, payload.tolist(), strict=True):
@@ -410,43 +414,22 @@ class _Recovery:
         places = np.full(len(names), -1, np.int32)
         by_page = np.repeat(inverse, num_pages)
         for number in np.flatnonzero(np.bincount(by_page[ours], minlength=len(names))):
-            places[number] = found_pages.index.tenants.place_of(names[number].tobytes())
+            places[number] = self.index.tenants.place_of(names[number].tobytes())
         owners = places[by_page]
         if not ours.all():
             pages, offsets, owners = pages[ours], offsets[ours], owners[ours]
-        found_pages.add(pages, region.slot, offsets, owners)
+        self.pages.append((pages, np.full(len(pages), region.slot, np.int32), offsets, owners))
+        if sum(len(each[0]) for each in self.pages) >= _PAGES_AT_ONCE:
+            self._put()
 
-
-class _Pages:
-    """Pages on their way into the index, many at once: that of a small region alone costs as much
-    as of thousands."""
-
-    def __init__(self, index: PageIndex) -> None:
-        self.index = index
-        self._parts: list[tuple[npt.NDArray[Any], ...]] = []  # pages, slots, offsets, owners
-        self._num_pages = 0
-
-    def add(
-        self,
-        pages: npt.NDArray[Any],
-        slot: int,
-        offsets: npt.NDArray[np.int64],
-        owners: npt.NDArray[np.int32],
-    ) -> None:
-        """Take pages of a region; ``owners`` are places in the index's table of tenants."""
-        self._parts.append((pages, np.full(len(pages), slot, np.int32), offsets, owners))
-        self._num_pages += len(pages)
-        if self._num_pages >= _PAGES_AT_ONCE:
-            self.put()
-
-    def put(self) -> None:
-        """Index what was taken."""
-        if not self._parts:
-            return
-        pages, slots, offsets, owners = map(np.concatenate, zip(*self._parts, strict=True))
-        self._parts, self._num_pages = [], 0
-        words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
-        self.index.put(words, slots, offsets, pages["length"], pages["checksum"], owners)
+    def _put(self) -> None:
+        """Index pages of many regions at once: those of a small one alone cost as much as of
+        thousands."""
+        if self.pages:
+            pages, slots, offsets, owners = map(np.concatenate, zip(*self.pages, strict=True))
+            self.pages.clear()
+            words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
+            self.index.put(words, slots, offsets, pages["length"], pages["checksum"], owners)
 
 
 def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
@@ -457,23 +440,9 @@ def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[
     return names, inverse
 
 
-def _when_read(item: _Found, reading: Future[None]) -> _Found:
-    reading.result()
-    return item
-
-
 def _close(device: Device, region: Region) -> None:
     with contextlib.suppress(OSError):
         device.close(region.fd)
-
-
-def _warn_unread(name: str, error: OSError) -> None:
-    logger.warning(
-        "%s cannot be read (%s): it is kept, takes its room, and is read again by the next start; "
-        "remove it if the disk has lost it",
-        name,
-        error.strerror or error,
-    )
 
 
 def _unlink(device: Device, name: str) -> None:

@@ -103,10 +103,8 @@ class RegionTable:
                 del books[tenant]
 
     def reserve(self, nbytes: int) -> None:
+        """Count room for a region to come; negative where it does not come."""
         self.physical_bytes += nbytes
-
-    def unreserve(self, nbytes: int) -> None:
-        self.physical_bytes -= nbytes
 
     def set_aside(self, nbytes: int) -> None:
         """Count a file that takes room and is no region of the table."""

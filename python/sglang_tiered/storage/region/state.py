@@ -50,7 +50,6 @@ __all__ = ["StoreState"]
 
 _MAX_EXPIRED = 1024  # pins, under the lock
 _KEYS_AT_ONCE = 4096
-_ERASED = -1  # the generation of stores whose tenant was erased meanwhile
 
 
 class StoreState:
@@ -122,61 +121,55 @@ class StoreState:
         """Hide pages, keep those under way from becoming visible, and have the writer make that
         durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
         digests of names to remember with it, and ``notes`` what the owner says of such."""
+        placed = itertools.chain(self.placing, *(write.parts for write in self.writes))
+        under_way = {each for each in self.stores if isinstance(each, StoreTicket)}
+        under_way.update(part.ticket for part in placed)
         if what.keys is not None:
+            gone = set(what.keys)
             pins = self.unpin_pages(what.keys)
-            self._erase_pages(what.keys)
+            self.num_pages_erased += self.index.discard(key_words(what.keys))
+            meant = {self.pending[key] for key in self.pending.keys() & gone}
+            # Those of a namespace before are not pending, but a later process may find their pages.
+            meant.update(each for each in under_way if each.generation != self.generation)
         else:
+            gone = None
             pins = self.pins.of_tenant(what.tenant)
             self.unpin(pins)
-            self._erase_tenant(what.tenant)
+            meant = {ticket for ticket in under_way if what.tenant in (None, ticket.tenant)}
+            if what.tenant is not None:
+                self.num_pages_erased += self.index.tenants.drop(what.tenant)
+            else:
+                self.num_pages_erased += len(self.index)
+                self.hide_all(keep=False)
+        emptied = {ticket for ticket in meant if self._forget(ticket, gone)}
+        if emptied:
+            queue = self.stores
+            self.stores = deque(
+                each for each in queue if not (isinstance(each, StoreTicket) and each in emptied)
+            )
+        for ticket in emptied:
+            self._finish_if_settled(ticket)
         self.stores.appendleft(EraseOrder(what, tuple(pins), ids, notes, durable))
         self.store_ready.notify()
 
-    def _erase_tenant(self, tenant: bytes | None) -> None:
-        if tenant is None:
-            self.num_pages_erased += len(self.index)
-            self.hide_all(keep=False)
-        else:
-            self.num_pages_erased += self.index.tenants.drop(tenant)
-        queued = self._queued()
-        under_way = (*queued, *self._placed())
-        gone = {ticket for ticket in under_way if tenant in (None, ticket.tenant)}
-        for ticket in gone:
-            for index in range(len(ticket.positions)):
-                self._drop_pending(ticket, index)
-            ticket.generation = _ERASED
-        self.stores = deque(order for order in self.stores if order not in gone)
-        for ticket in queued:
-            if ticket in gone:
-                self.drop_rest(ticket, Reason.CANCELLED)
-
-    def _erase_pages(self, keys: Sequence[bytes]) -> None:
-        self.num_pages_erased += self.index.discard(key_words(keys))
-        gone = set(keys)
-        tickets = {self.pending.pop(key) for key in self.pending.keys() & gone}
-        # Those of a namespace before are not pending, but a later process may find their pages.
-        under_way = (*self._queued(), *self._placed())
-        tickets.update(each for each in under_way if each.generation != self.generation)
-        for ticket in tickets:
-            ticket.forgotten |= gone.intersection(map(ticket.key, range(ticket.num_placed)))
-            waiting = ticket.positions[ticket.num_placed :]
-            kept = [p for p in waiting if ticket.job.run.keys[p] not in gone]
-            for position in waiting:
-                if ticket.job.run.keys[position] in gone:
-                    ticket.job.reasons[position] = Reason.CANCELLED
-            ticket.positions[ticket.num_placed :] = kept
-            if waiting and not kept:
-                self.stores.remove(ticket)
-                self._finish_if_settled(ticket)
-
-    def _queued(self) -> list[StoreTicket]:
-        """Return the stores that have pages without a place."""
-        return [order for order in self.stores if isinstance(order, StoreTicket)]
-
-    def _placed(self) -> list[StoreTicket]:
-        """Return the stores that have pages on their way to the device."""
-        parts = itertools.chain(self.placing, *(write.parts for write in self.writes))
-        return [part.ticket for part in parts]
+    def _forget(self, ticket: StoreTicket, keys: set[bytes] | None) -> bool:
+        """Keep pages of a store under way, all for None, from becoming visible, and drop those
+        without a place; true where that leaves none in the queue."""
+        kept = []
+        was_queued = ticket.num_left > 0
+        for index, position in enumerate(ticket.positions):
+            key = ticket.key(index)
+            if keys is not None and key not in keys:
+                kept.append(position)
+                continue
+            self._drop_pending(ticket, index)
+            if index < ticket.num_placed:
+                ticket.forgotten.add(key)
+                kept.append(position)
+            else:
+                ticket.job.reasons[position] = Reason.CANCELLED
+        ticket.positions[:] = kept
+        return was_queued and not ticket.num_left
 
     def hide(self, item: Wanted, reason: Reason) -> None:
         """Hide a page that could not be loaded, or a bad sector would fail the same load for ever.
@@ -241,7 +234,7 @@ class StoreState:
 
     def expire(self) -> list[str]:
         """Let go of pins whose time is over, not too many at once; returns their names."""
-        expired = self.pins.expired()[:_MAX_EXPIRED]
+        expired = self.pins.expired(_MAX_EXPIRED)
         if expired:
             self.unpin(expired)
         return expired
@@ -334,12 +327,12 @@ class StoreState:
             lengths = pages["length"][rows]
             num_bytes = int(lengths.sum())
             keys = [ticket.key(index) for index in range(part.start, part.start + part.num_pages)]
+            places, entries = offsets[rows], pages[rows]
+            if ticket.forgotten:
+                seen = [key not in ticket.forgotten for key in keys]
+                keys = list(itertools.compress(keys, seen))
+                places, entries = places[seen], entries[seen]
             if ticket.generation == self.generation:
-                places, entries = offsets[rows], pages[rows]
-                if ticket.forgotten:
-                    seen = [key not in ticket.forgotten for key in keys]
-                    keys = list(itertools.compress(keys, seen))
-                    places, entries = places[seen], entries[seen]
                 for key in keys:
                     del self.pending[key]
                 if keys:
@@ -353,8 +346,8 @@ class StoreState:
                     )
                 if len(self.pins) and (wanted := self.pins.wanted(keys)):
                     self._pin_pages(wanted)
-            elif ticket.generation != _ERASED:
-                region.num_foreign += part.num_pages  # perhaps: of the namespace before
+            else:
+                region.num_foreign += len(keys)  # perhaps: of the namespace before
             if ticket.reinserted:
                 self.num_pages_reinserted += part.num_pages
                 self.bytes_reinserted += num_bytes

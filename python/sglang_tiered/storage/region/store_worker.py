@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Part, Piece
-    from sglang_tiered.storage.region.reader import LoadWorker
+    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece
+    from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
 
@@ -73,7 +73,8 @@ class StoreWorker(StorePart):
         state = self._state
         with state.lock:
             while True:
-                has_pins = state.pin_orders or state.pins.expired()
+                pause_s = state.pins.pause_s()
+                has_pins = state.pin_orders or pause_s == 0.0
                 if has_pins:
                     break
                 written = bool(state.writes) and state.writes[0].done
@@ -81,7 +82,7 @@ class StoreWorker(StorePart):
                     break
                 if state.closed and not state.stores and not state.writes:
                     return False
-                state.store_ready.wait(state.pins.pause_s())
+                state.store_ready.wait(pause_s)
             order = state.stores[0] if state.stores else None
         if has_pins:
             self._settle_pins()
@@ -150,12 +151,7 @@ class StoreWorker(StorePart):
         if not self._has_share(head):
             return
         try:
-            self._writer.open_region()
-            parts = self._take()
-            if not parts and self._has_store():
-                self._writer.roll()
-                self._writer.open_region()
-                parts = self._take()
+            self._writer.append()
         except OSError as error:
             with state.lock:
                 waits = bool(state.writes)
@@ -163,9 +159,6 @@ class StoreWorker(StorePart):
                 raise
             # What is being written occupies the only region that could go.
             self._out_of_space = True
-            return
-        if parts:
-            self._writer.place(parts)
 
     def _has_share(self, head: StoreTicket) -> bool:
         """Make room for a store within its tenant's share, at the tenant's own cost, or drop what
@@ -211,16 +204,6 @@ class StoreWorker(StorePart):
                 return True
             self._writer.rescue(victim)
         return victim.retired or bool(self._reclaimer.evict(victim, besides=tenant))
-
-    def _has_store(self) -> bool:
-        """Return whether a store is queued: the queue may have been emptied meanwhile."""
-        with self._state.lock:
-            return bool(self._state.stores) and isinstance(self._state.stores[0], StoreTicket)
-
-    def _take(self) -> list[Part]:
-        """Take pages for the next extent; empty when the first does not fit the region."""
-        with self._state.lock:
-            return self._writer.take(self._state.stores)
 
     def _settle(self, write: ExtentWrite) -> None:
         """Settle the oldest extent under way, which is written."""
@@ -366,9 +349,9 @@ class IoWorker(StorePart):
     """Carries out loads, and hashes and writes pieces of extents: each of ``num_threads`` threads
     runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
 
-    def __init__(self, common: Common, loads: LoadWorker, num_threads: int) -> None:
+    def __init__(self, common: Common, reader: RegionReader, num_threads: int) -> None:
         super().__init__(common)
-        self._loads = loads
+        self._reader = reader
         self._max_writing = num_threads - 1
         self._num_writing = 0
 
@@ -390,7 +373,7 @@ class IoWorker(StorePart):
         if state.let_go:
             return functools.partial(self.unpin, state.let_go.popleft())
         if state.loads:
-            return functools.partial(self._loads.load, state.loads.popleft())
+            return functools.partial(self._reader.load, state.loads.popleft())
         if state.pieces and self._num_writing < self._max_writing:
             self._num_writing += 1
             return functools.partial(self._write, state.pieces.popleft())
@@ -429,7 +412,7 @@ class IoWorker(StorePart):
     def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
         written = 0
         while (span := self._begin_write()) is not None:
-            self._loads.load(span)
+            self._reader.load(span)
         try:
             with self._health.watch():
                 written = write_fully(self._device, write.region.fd, segments, offset)

@@ -7,6 +7,7 @@ kept as it is. Only what was read and does not verify is damaged.
 from __future__ import annotations
 
 import errno
+import functools
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
@@ -25,22 +26,24 @@ from sglang_tiered.storage.region.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import Device, Files
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
     "NOT_A_FILE_ERRNOS",
     "UNREADABLE_ERRNOS",
+    "WINDOW_BYTES",
     "all_contents",
+    "bad_pages",
     "persist",
     "read_footer",
     "read_run",
     "walk",
 ]
 
-_WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 4 << 20
 
 _NUM_TRIES = 3
 _T = TypeVar("_T")
@@ -64,7 +67,7 @@ def persist(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def read_run(device: Device, fd: int, buffer: memoryview, offset: int) -> bool:
+def read_run(device: Files, fd: int, buffer: memoryview, offset: int) -> bool:
     """Fill the buffer; false where the file ends before. Raises ``OSError`` for what cannot be
     read, however often it is tried."""
     return persist(lambda: device.readv(fd, [buffer], offset)) == buffer.nbytes
@@ -77,13 +80,15 @@ def walk(device: Device, region: Region, durable_tail: int) -> tuple[list[Extent
     extents: list[Extent] = []
     tail = BLOCK_BYTES
     header = aligned_buffer(MAX_EXTENT_HEADER_BYTES)
-    window = aligned_buffer(_WINDOW_BYTES)
+    window = aligned_buffer(WINDOW_BYTES)
+    read = functools.partial(read_run, device, region.fd)
     while True:
         try:
             extent = _read_extent_header(device, region, tail, len(extents), header)
-            if extent is None or not (
-                extent.end <= durable_tail or _payload_verifies(device, region, extent, window)
-            ):
+            if extent is None:
+                return extents, None
+            is_known = extent.end <= durable_tail
+            if not is_known and next(bad_pages(read, extent, window), None) is not None:
                 return extents, None
         except OSError as error:
             if error.errno not in UNREADABLE_ERRNOS:
@@ -109,25 +114,31 @@ def _read_extent_header(
     return extent if extent is not None and extent.end < region.nbytes else None
 
 
-def _payload_verifies(device: Device, region: Region, extent: Extent, window: memoryview) -> bool:
+def bad_pages(
+    read: Callable[[memoryview, int], bool], extent: Extent, window: memoryview
+) -> Iterator[int]:
+    """Yield the positions of an extent's pages whose bytes do not verify. ``read`` fills a buffer
+    from an offset in the region; false where it cannot."""
     loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
-    starts, lengths = extent.page_offsets().tolist(), extent.pages["length"].tolist()
-    keys, checksums = extent.pages["key"].tolist(), extent.pages["checksum"].tolist()
-    for start, length, key, checksum in zip(starts, lengths, keys, checksums, strict=True):
+    end, pages = extent.end, extent.pages
+    columns = extent.page_offsets(), pages["length"], pages["key"], pages["checksum"]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for index, (start, length, key, checksum) in enumerate(rows):
         state = xxhash.xxh3_64(extent.namespace + key)
         position, stop = start, start + length
         while position < stop:
-            if position >= loaded_at + loaded:
-                loaded_at = position
-                loaded = min(window.nbytes, extent.end - position)
-                if not read_run(device, region.fd, window[:loaded], loaded_at):
-                    return False
-            piece = window[position - loaded_at : min(stop - loaded_at, loaded)]
-            state.update(piece)
+            if not loaded_at <= position < loaded_at + loaded:
+                loaded_at, loaded = position, min(window.nbytes, end - position)
+                if not read(window[:loaded], loaded_at):
+                    # Perhaps only what lies behind this page cannot be read.
+                    loaded = min(window.nbytes, padded(stop - position))
+                    if not read(window[:loaded], loaded_at):
+                        loaded = 0
+                        break
+            state.update(window[position - loaded_at : min(stop - loaded_at, loaded)])
             position = min(stop, loaded_at + loaded)
-        if state.intdigest() != checksum:
-            return False
-    return True
+        if position < stop or state.intdigest() != checksum:
+            yield index
 
 
 def read_footer(device: Device, region: Region) -> Contents | None:

@@ -66,9 +66,7 @@ def write_footer(device: Device, region: Region, contents: Contents) -> int:
     footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
-    trailer = pack_trailer(
-        Trailer(region.nonce, len(contents.extents), offset, len(footer)),
-    )
+    trailer = pack_trailer(Trailer(region.nonce, len(contents.extents), offset, len(footer)))
     return write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
 
 
@@ -148,10 +146,10 @@ class RegionWriter(StorePart):
                 with state.lock:
                     state.reinsert(ticket, victim.slot)
                     wanted = ticket.num_left
-                    parts = self.take(deque([ticket]))
+                    parts = self._take(deque([ticket]))
                     state.drop_rest(ticket, Reason.NO_SPACE)
                 if parts:
-                    writes.append(self.place(parts))
+                    writes.append(self._place(parts))
                 is_full = ticket.num_placed < wanted
                 if is_full or sum(w.extent.payload_bytes for w in writes) >= MAX_SAVED_BYTES:
                     break
@@ -178,7 +176,22 @@ class RegionWriter(StorePart):
             region.durable_tail = max(region.durable_tail, region.published_tail)
         return bool(writes) and not is_full
 
-    def take(self, stores: deque[StoreTicket | EraseOrder]) -> list[Part]:
+    def append(self) -> None:
+        """Hand the leading stores of the queue to the threads that write, as one extent: in a new
+        region where the first page does not fit the open one. Raises ``OSError``."""
+        state = self._state
+        for is_new in (False, True):
+            self.open_region()
+            with state.lock:
+                parts = self._take(state.stores)
+                has_store = bool(state.stores) and isinstance(state.stores[0], StoreTicket)
+            if parts:
+                self._place(parts)
+            if parts or is_new or not has_store:
+                return
+            self.roll()
+
+    def _take(self, stores: deque[StoreTicket | EraseOrder]) -> list[Part]:
         """Take the leading pages of these stores that fit the open region as one extent; the list
         is empty when the first does not fit. The caller holds the lock."""
         region = self._region
@@ -223,18 +236,27 @@ class RegionWriter(StorePart):
         end = region.tail + extent_header_bytes(count) + payload
         return fits_region(region.nbytes, end, len(region.extents) + 1, self._num_pages + count)
 
-    def place(self, parts: list[Part]) -> ExtentWrite:
+    def _place(self, parts: list[Part]) -> ExtentWrite:
         """Append the pages to the open region and hand them to the threads that write. Where
         that fails, they fail too."""
         try:
-            return self._place(parts)
+            write = self._extent_of(parts)
         except Exception:
             with self._state.lock:
                 self._state.placing = []
                 self._state.fail_parts(parts, Reason.IO_ERROR)
             raise
+        region, extent = write.region, write.extent
+        with self._state.lock:
+            region.extents.append(extent)
+            region.tail = extent.end
+            region.num_writing += 1
+            self._state.regions.charge(region, extent.tenant, extent.payload_bytes)
+            self._state.queue_extent(write)
+        self._num_pages += len(write.pages)
+        return write
 
-    def _place(self, parts: list[Part]) -> ExtentWrite:
+    def _extent_of(self, parts: list[Part]) -> ExtentWrite:
         region = self._region
         assert region is not None
         pages: list[Page] = []
@@ -246,15 +268,7 @@ class RegionWriter(StorePart):
                 records.append((part.ticket.key(index), _num_bytes(page), 0))
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
-        write = ExtentWrite(region, extent, len(region.extents), parts, pages)
-        with self._state.lock:
-            region.extents.append(extent)
-            region.tail = extent.end
-            region.num_writing += 1
-            self._state.regions.charge(region, extent.tenant, extent.payload_bytes)
-            self._state.queue_extent(write)
-        self._num_pages += len(records)
-        return write
+        return ExtentWrite(region, extent, len(region.extents), parts, pages)
 
     def rewind(self, writes: Sequence[ExtentWrite], reason: Reason) -> None:
         """Forget extents of one region that nothing is under way of, the first of which could not
@@ -353,7 +367,8 @@ class RegionWriter(StorePart):
             with self._health.watch():
                 fd = self._device.create(name, self._region_bytes)
         except OSError:
-            self._reclaimer.unreserve(self._region_bytes)
+            with self._state.lock:
+                self._state.regions.reserve(-self._region_bytes)
             raise
         region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
         region.published_tail = BLOCK_BYTES

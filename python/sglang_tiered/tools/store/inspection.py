@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import (
@@ -26,7 +25,6 @@ from sglang_tiered.storage.region.format import (
     extent_header_bytes,
     footer_bytes,
     other_version,
-    padded,
     parse_region_name,
     peek_extent_header_bytes,
     region_name,
@@ -35,18 +33,22 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.walk import UNREADABLE_ERRNOS, read_run
+from sglang_tiered.storage.region.walk import (
+    UNREADABLE_ERRNOS,
+    WINDOW_BYTES,
+    bad_pages,
+    read_run,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import Files
 
 __all__ = ["Problem", "RegionView", "inspect_region"]
 
-_WINDOW_BYTES = 4 << 20
 _UNREADABLE = "cannot be read"
 # They say something about this process, not about the file.
 _OWN_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -100,7 +102,7 @@ class RegionView:
 
 
 def inspect_region(
-    device: Device,
+    device: Files,
     name: str,
     *,
     full: bool,
@@ -146,7 +148,7 @@ class _Inspection:
 
     def __init__(
         self,
-        device: Device,
+        device: Files,
         fd: int,
         view: RegionView,
         full: bool,
@@ -157,7 +159,7 @@ class _Inspection:
         self._view = view
         self._full = full
         self._advance = advance
-        self._window = aligned_buffer(_WINDOW_BYTES)
+        self._window = aligned_buffer(WINDOW_BYTES)
 
     def run(self, durable_tails: Mapping[tuple[int, bytes], int], may_be_new: bool) -> None:
         view = self._view
@@ -261,11 +263,11 @@ class _Inspection:
                 length = extent_header_bytes(len(extent.pages))
                 what = f"header {found or 'is missing'}"
                 self._report("extent", extent.offset, length, what, ordinal)
-            self._report_pages(ordinal, extent, list(self._bad_pages(extent)))
+            self._report_pages(ordinal, extent, self._bad_pages(extent))
         if self._full:
             tail = self._view.tail
             unlisted = self._read_extent(header, tail, len(contents.extents))
-            if isinstance(unlisted, Extent) and not list(self._bad_pages(unlisted)):
+            if isinstance(unlisted, Extent) and not self._bad_pages(unlisted):
                 what = f"does not list the extent at {tail}"
                 self._report("footer", trailer.footer_offset, trailer.footer_bytes, what)
 
@@ -285,7 +287,7 @@ class _Inspection:
                     view.torn_bytes = BLOCK_BYTES
                 break
             written = found.end <= written_tail
-            bad = list(self._bad_pages(found)) if self._full or not written else []
+            bad = self._bad_pages(found) if self._full or not written else []
             if bad and not written:
                 view.torn_bytes = found.end - found.offset
                 break
@@ -312,28 +314,8 @@ class _Inspection:
             return "does not verify"
         return extent
 
-    def _bad_pages(self, extent: Extent) -> Iterator[int]:
-        """Return the positions of the pages whose bytes do not verify."""
-        window = self._window
-        loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
-        starts = extent.page_offsets().tolist()
-        for index, (page, start) in enumerate(zip(extent.pages, starts, strict=True)):
-            state = xxhash.xxh3_64(extent.namespace)
-            state.update(page["key"].tobytes())
-            position, stop = start, start + int(page["length"])
-            while position < stop:
-                if not loaded_at <= position < loaded_at + loaded:
-                    loaded_at, loaded = position, min(window.nbytes, extent.end - position)
-                    if not self._fill(window[:loaded], loaded_at):
-                        # Perhaps only what lies behind this page cannot be read.
-                        loaded = min(window.nbytes, padded(stop - position))
-                        if not self._fill(window[:loaded], loaded_at):
-                            loaded = 0
-                            break
-                state.update(window[position - loaded_at : min(stop - loaded_at, loaded)])
-                position = min(stop, loaded_at + loaded)
-            if position < stop or state.intdigest() != int(page["checksum"]):
-                yield index
+    def _bad_pages(self, extent: Extent) -> list[int]:
+        return list(bad_pages(self._fill, extent, self._window))
 
     def _report(
         self, part: str, offset: int, length: int, what: str, ordinal: int | None = None

@@ -7,9 +7,9 @@ import errno
 import fcntl
 import os
 import stat
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from sglang_tiered.storage.region.device import Device
+from sglang_tiered.storage.region.device import Files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class ReadOnlyDevice(Device):
+class ReadOnlyDevice(Files):
     """Files of a directory, opened for reading only. Bypasses the page cache, or drops from it
     what was read, so that looking at a store does not push out what others have cached."""
 
@@ -55,10 +55,6 @@ class ReadOnlyDevice(Device):
                 self._direct = False
         return os.open(name, _READ, dir_fd=self._directory)
 
-    def is_intact(self, fd: int, nbytes: int) -> bool:
-        status = os.fstat(fd)
-        return status.st_nlink > 0 and status.st_size == nbytes
-
     def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
         try:
             done = os.preadv(fd, segments, offset)
@@ -83,33 +79,8 @@ class ReadOnlyDevice(Device):
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             return file.readall() or b""
 
-    def free_bytes(self) -> int:
-        status = os.fstatvfs(self._directory)
-        return status.f_bavail * status.f_frsize
-
     def close(self, fd: int) -> None:
         os.close(fd)
-
-    def create(self, name: str, nbytes: int) -> int:
-        _refuse()
-
-    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-        _refuse()
-
-    def sync(self, fd: int) -> None:
-        _refuse()
-
-    def sync_directory(self) -> None:
-        _refuse()
-
-    def replace_file(self, name: str, data: bytes) -> None:
-        _refuse()
-
-    def file_bytes(self, name: str) -> int:
-        return self.status(name).st_size
-
-    def unlink(self, name: str, fd: int | None = None) -> None:
-        _refuse()
 
 
 def _kind(mode: int) -> str:
@@ -120,7 +91,3 @@ def _kind(mode: int) -> str:
         stat.S_IFSOCK: "a socket",
     }
     return kinds.get(stat.S_IFMT(mode), "a device node")
-
-
-def _refuse() -> NoReturn:
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -9,10 +9,9 @@ import pytest
 
 from kit.runs import NAMESPACE, Blank, MakeRun, page_data
 from kit.waiting import drained
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine, erase_log, pins
-from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region import RegionEngine, pins
 from sglang_tiered.storage.region.pins import Pin, PinRefusal
 
 if TYPE_CHECKING:
@@ -127,26 +126,25 @@ def test_large_pages_find_room_beside_pins(
     close(engine)
 
 
-def test_bounds_go_though_a_region_is_all_pinned(tmp_path: Path, make_run: MakeRun) -> None:
-    """Such a region is left alone, but not for ever."""
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_pages_beyond_todays_regions_stop_no_reclaim(
+    tmp_path: Path, make_run: MakeRun, blank: Blank, is_pinned: bool
+) -> None:
+    """Though they are loaded, or pinned since regions were larger: none could be written again."""
     engine = open_engine(tmp_path / "s")
-    kept = make_run(1, [PAGE] * 57)
-    store(engine, kept)
-    pin(engine, "p", kept.keys)
-    assert is_true(engine.erase(Erasure.of(make_run(2, [PAGE]).keys)), TIMEOUT_S)
-    held: list[str] = []
-    for seed in range(100, 180):
-        store(engine, make_run(seed, [PAGE] * 57))
-        held.append(min(path.name for path in (tmp_path / "s").glob("*.kv")))
-    assert held.count(held[0]) > 2 * CAPACITY // REGION, "it is written again in every round"
-    assert held[0] != held[-1]
-    assert engine.lookup(kept.keys).num_hits == 57
-    assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+    large, small = of_tenant(make_run(1, [5 * PAGE]), A), of_tenant(make_run(2, [PAGE] * 36), A)
+    assert store(engine, large) + store(engine, small) == [Reason.OK] * 37
+    if is_pinned:
+        pin(engine, "p", large.keys, tenant=A)
     close(engine)
-    close(open_engine(tmp_path / "s"))
-    found = erase_log.unpack((tmp_path / "s" / ERASED_NAME).read_bytes())
-    assert found is not None
-    assert not len(found.rows)
+    share = 2 * REGION if is_pinned else None
+    engine = open_engine(tmp_path / "s", region_bytes=8 * PAGE, max_tenant_bytes=share)
+    assert load(engine, blank(large)) == [Reason.MISS]
+    assert engine.lookup(small.keys).num_hits == 36
+    for seed in range(100, 100 + 2 * CAPACITY // PAGE // 8):
+        assert set(store(engine, of_tenant(make_run(seed, [PAGE] * 8), A))) == {Reason.OK}
+    assert not any(engine.contains(small.keys)), "its region went in its turn"
+    close(engine)
 
 
 def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path, make_run: MakeRun) -> None:

@@ -13,7 +13,7 @@ from kit.runs import NAMESPACE, MakeRun
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region import RegionEngine, recovery
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.index import PageIndex, key_words
+from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
 from sglang_tiered.storage.region.regions import RegionTable
 
@@ -41,7 +41,7 @@ def directory(tmp_path: Path, make_run: MakeRun) -> Path:
 def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryReport:
     device = FileDevice(directory)
     regions, index = RegionTable(), PageIndex()
-    report = recover(device, namespace, CAPACITY, regions, index)
+    report = recover(device, namespace, CAPACITY, regions, index, max_page_bytes=REGION)
     index.check_integrity({region.slot: region.nbytes for region in regions})
     regions.check_integrity(idle=True)
     for region in regions:
@@ -49,30 +49,20 @@ def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryRepor
     return report
 
 
-def test_sealed_regions_are_not_walked(directory: Path) -> None:
-    expected = RecoveryReport(next_sequence=3, num_regions=3, num_pages=9)
-    assert run_recovery(directory) == expected
-
-
-def test_a_walked_region_is_sealed_once(directory: Path) -> None:
-    file = directory / "region-0000000000000001.kv"
-    with file.open("r+b") as stream:
+def test_a_report_counts_what_was_found(directory: Path) -> None:
+    """A region is walked once; numbers of removed files are not used again."""
+    sealed = RecoveryReport(next_sequence=3, num_regions=3, num_pages=9)
+    assert run_recovery(directory) == sealed
+    others = replace(sealed, num_pages=0, num_foreign_pages=9)
+    assert run_recovery(directory, b"\x22" * 32) == others
+    with (directory / "region-0000000000000001.kv").open("r+b") as stream:
         stream.truncate(REGION - 4096)
         stream.truncate(REGION)
     assert run_recovery(directory).num_walked == 1
-    assert run_recovery(directory).num_walked == 0
-
-
-def test_pages_of_others_are_counted(directory: Path) -> None:
-    report = run_recovery(directory, b"\x22" * 32)
-    assert (report.num_pages, report.num_foreign_pages, report.num_regions) == (0, 9, 3)
-
-
-def test_numbers_of_removed_files_are_not_reused(directory: Path) -> None:
+    assert run_recovery(directory) == sealed
     (directory / "region-0000000000000010.kv").write_bytes(b"")
     (directory / "region-0000000000000011.kv").write_bytes(b"x" * REGION)
-    report = run_recovery(directory)
-    assert (report.num_damaged, report.next_sequence) == (2, 18)
+    assert run_recovery(directory) == replace(sealed, num_damaged=2, next_sequence=18)
     assert len(list(directory.glob("*.kv"))) == 3
 
 
@@ -88,32 +78,6 @@ def test_errors_of_this_process_cost_no_data(directory: Path, code: int) -> None
             region_bytes=REGION,
         )
     assert run_recovery(directory).num_pages == 9
-
-
-@pytest.mark.parametrize("pages_at_once", [1, 4, 1 << 15])
-def test_the_later_region_wins_however_indexed(
-    directory: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pages_at_once: int
-) -> None:
-    again = replace(make_run(0, [12_288] * 3), tenant=b"t" * 16)
-    file = directory / "region-0000000000000000.kv"
-    aside = file.rename(directory.parent / file.name)  # an engine that knows it stores nothing
-    engine = RegionEngine(
-        directory, namespace=NAMESPACE, capacity_bytes=CAPACITY, region_bytes=REGION
-    )
-    assert engine.submit_store(again).wait(20.0)
-    engine.close()
-    aside.rename(file)
-    monkeypatch.setattr(recovery, "_PAGES_AT_ONCE", pages_at_once)
-    device, regions, index = FileDevice(directory), RegionTable(), PageIndex()
-    recover(device, NAMESPACE, CAPACITY, regions, index, num_threads=2)
-    index.check_integrity({region.slot: region.nbytes for region in regions})
-    slots = index.places(index.find(key_words(again.keys))).slots
-    newest = max(regions, key=lambda region: region.sequence)
-    assert set(slots) == {newest.slot}
-    assert len(index) == 9
-    assert index.tenants.usage()[b"t" * 16][0] == 3
-    for region in regions:
-        device.close(region.fd)
 
 
 def test_contents_of_regions_do_not_pile_up(
