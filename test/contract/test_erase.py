@@ -139,7 +139,21 @@ def in_another_namespace(engine: RegionEngine, disk: Disk) -> None:
     engine.set_namespace(b"\x77" * 32)
 
 
-PLACES = [synced, unsynced, on_its_way, behind_a_failed_write, pinned, in_another_namespace]
+def on_its_way_before_another_namespace(engine: RegionEngine, disk: Disk) -> None:
+    """A later process may serve its namespace again."""
+    on_its_way(engine, disk)
+    engine.set_namespace(b"\x77" * 32)
+
+
+PLACES = [
+    synced,
+    unsynced,
+    on_its_way,
+    behind_a_failed_write,
+    pinned,
+    in_another_namespace,
+    on_its_way_before_another_namespace,
+]
 
 
 @erases

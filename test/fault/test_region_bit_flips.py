@@ -189,37 +189,6 @@ def test_a_checkpoint_newer_than_its_regions(tmp_path: Path, corpus: Corpus) -> 
     assert check(tmp_path, corpus, files, early) == early
 
 
-def checkpoints(corpus: Corpus, stranger: Corpus) -> Iterator[tuple[str, bytes]]:
-    good = corpus.files[CHECKPOINT]
-    source = random.Random(3)
-    for byte in range(0, len(good), max(len(good) // 100, 1)):
-        yield f"bit of byte {byte} flipped", flipped(good, byte * 8 + source.randrange(8))
-    for nbytes in range(0, len(good), max(len(good) // 30, 1)):
-        yield f"cut to {nbytes} bytes", good[:nbytes]
-    yield "cut by a byte", good[:-1]
-    yield "empty", b""
-    yield "longer", good + bytes(8)
-    yield "twice", good + good
-    yield "zeros", bytes(len(good))
-    yield "noise", source.randbytes(len(good))
-    yield "much noise", source.randbytes(1 << 20)
-    yield "a region", corpus.files[corpus.regions[0]]
-    yield "of an earlier time", corpus.earlier[CHECKPOINT]
-    yield "of another store", stranger.files[CHECKPOINT]
-
-
-def test_no_checkpoint_costs_a_page(tmp_path: Path, corpus: Corpus, stranger: Corpus) -> None:
-    everything = corpus.ledger.acknowledged
-    without = {name: data for name, data in corpus.files.items() if name != CHECKPOINT}
-    assert check(tmp_path, corpus, without, everything) == everything
-    for what, data in checkpoints(corpus, stranger):
-        try:
-            files = corpus.files | {CHECKPOINT: data}
-            check(tmp_path, corpus, files, everything, twice=False)
-        except Exception as error:
-            raise AssertionError(f"checkpoint {what}: {error}") from error
-
-
 def test_damage_where_a_checkpoint_vouches(tmp_path: Path, corpus: Corpus) -> None:
     """What a checkpoint calls verified has rotted since: the load finds out."""
     for key, home in sorted(corpus.homes.items()):

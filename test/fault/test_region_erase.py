@@ -275,8 +275,10 @@ def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
         assert engine.stats().num_pages_evicted == 0
 
 
-def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
-    """Reclaim holds hot pages of the tenant in memory while the purge is asked for."""
+@pytest.mark.parametrize("how", ["hot", "pinned"])
+def test_pages_that_reclaim_moves_are_erased_too(tmp_path: Path, how: str) -> None:
+    """Reclaim holds pages in memory, on their way to the end of the log, when a tenant is purged or
+    pages are forgotten."""
     reading, go_on = threading.Event(), threading.Event()
     armed = False
 
@@ -285,13 +287,16 @@ def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
             reading.set()
             assert go_on.wait(TIMEOUT_S)
 
-    device = FaultyDevice(SimulatedDevice(), before=before)
-    with running(tmp_path, device, capacity_bytes=3 * REGION) as engine:
-        hot = [next(each for each in OF_A if len(content(NAMESPACE, each)) == 4096)]
-        assert store(engine, hot, A) == [Reason.OK]
-        assert Ledger(submitted=set(hot)).check(engine) == set(hot)
+    inner, options = SimulatedDevice(), {"capacity_bytes": 5 * REGION}
+    small = [each for each in keys(range(60)) if len(content(NAMESPACE, each)) == 4096][:3]
+    with running(tmp_path, FaultyDevice(inner, before=before), **options) as engine:
+        assert store(engine, small, A) == [Reason.OK] * 3
+        assert held(engine, small) == 3
+        if how == "pinned":
+            made = engine.pin("p", small)
+            assert not isinstance(made, PinRefusal)
+            assert is_true(made, TIMEOUT_S)
         armed = True
-        # No more than it takes, or what comes back would be reclaimed again.
         for number in range(1000, 1100, 3):
             job = submit(engine, keys(range(number, number + 3)), B)
             while not job.wait(0.01) and not reading.is_set():
@@ -299,14 +304,20 @@ def test_pages_being_reinserted_are_purged_too(tmp_path: Path) -> None:
             if reading.is_set():
                 break
         assert reading.is_set(), "reclaim saved nothing"
-        purged = engine.erase(Erasure(tenant=A))
-        assert not engine.lookup(hot).num_hits
+        what = Erasure(tenant=A) if how == "hot" else Erasure.of(small[:2])
+        expected = [False, False, how == "pinned"]
+        durable = engine.erase(what)
+        assert engine.contains(small) == expected
         armed = False
         go_on.set()
-        assert is_true(purged, TIMEOUT_S)
+        assert is_true(durable, TIMEOUT_S)
         assert drained(engine, TIMEOUT_S)
-        assert settle(engine, hot) == 0
-        assert A not in {entry.tenant for entry in engine.tenants(9) if entry.num_pages}
+        assert settle(engine, small) == sum(expected)
+        assert [info.num_pages for info in engine.pins()] == [1] * (how == "pinned")
+        engine.check_integrity()
+    with running(tmp_path, inner.restart(), **options) as engine:
+        assert engine.contains(small) == expected
+        assert [info.num_pages for info in engine.pins()] == [1] * (how == "pinned")
 
 
 def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
@@ -327,87 +338,6 @@ def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
         newest = settle(engine, keys(range(725, 750)))
         assert newest > 12, "its newest pages are not kept"
         assert engine.stats().physical_bytes < 12 * REGION
-
-
-# ---- Single pages ----
-
-
-@pytest.mark.parametrize("is_of_before", [False, True])
-def test_what_was_under_way_never_lands(tmp_path: Path, is_of_before: bool) -> None:
-    """One store is being written, two have no place yet, and one comes after the call. Those of a
-    namespace before may be of use to a later process."""
-    writing, go_on = threading.Event(), threading.Event()
-    armed = False
-
-    def before(operation: str) -> None:
-        if armed and operation == "writev":
-            writing.set()
-            assert go_on.wait(TIMEOUT_S)
-
-    inner = SimulatedDevice()
-    with running(tmp_path, FaultyDevice(inner, before=before)) as engine:
-        fill(engine)
-        armed = True
-        jobs = [submit(engine, LATER[:2])]
-        assert writing.wait(TIMEOUT_S)
-        jobs += [submit(engine, LATER[2:4]), submit(engine, [LATER[4]])]
-        if is_of_before:
-            engine.set_namespace(b"\x77" * 32)
-        durable = engine.erase(Erasure.of([LATER[0], LATER[2], LATER[4], GONE[0]]))
-        assert not any(engine.contains([*LATER[:5], GONE[0]]))
-        assert engine.lookup([LATER[0]]).stop is Stop.MISS
-        expected = [False, True, False, True, False, False]
-        if not is_of_before:
-            jobs.append(submit(engine, [LATER[0], GONE[0]]))
-            expected[0] = expected[5] = True
-        armed = False
-        go_on.set()
-        assert is_true(durable, TIMEOUT_S)
-        assert all(job.wait(TIMEOUT_S) for job in jobs)
-        assert drained(engine, TIMEOUT_S)
-        engine.check_integrity()
-    with running(tmp_path, inner.restart()) as engine:
-        assert engine.contains([*LATER[:5], GONE[0]]) == expected
-        assert held(engine, [*LATER[:5], GONE[0]]) == sum(expected)
-
-
-def test_pages_being_rescued_are_forgotten_too(tmp_path: Path) -> None:
-    """Reclaim holds pinned pages in memory, on their way to the end of the log."""
-    reading, go_on = threading.Event(), threading.Event()
-    armed = False
-
-    def before(operation: str) -> None:
-        if armed and operation == "readv" and threading.current_thread().name == "tier-writer":
-            reading.set()
-            assert go_on.wait(TIMEOUT_S)
-
-    inner = SimulatedDevice()
-    device = FaultyDevice(inner, before=before)
-    with running(tmp_path, device, capacity_bytes=5 * REGION) as engine:
-        assert store(engine, OF_A[:3]) == [Reason.OK] * 3
-        made = engine.pin("p", OF_A[:3])
-        assert not isinstance(made, PinRefusal)
-        assert is_true(made, TIMEOUT_S)
-        armed = True
-        for number in range(1000, 1100, 3):
-            job = submit(engine, keys(range(number, number + 3)))
-            while not job.wait(0.01) and not reading.is_set():
-                pass
-            if reading.is_set():
-                break
-        assert reading.is_set(), "reclaim rescued nothing"
-        durable = engine.erase(Erasure.of(OF_A[:2]))
-        assert engine.contains(OF_A[:3]) == [False, False, True]
-        armed = False
-        go_on.set()
-        assert is_true(durable, TIMEOUT_S)
-        assert drained(engine, TIMEOUT_S)
-        assert engine.contains(OF_A[:3]) == [False, False, True]
-        assert [info.num_pages for info in engine.pins()] == [1]
-        engine.check_integrity()
-    with running(tmp_path, inner.restart(), capacity_bytes=5 * REGION) as engine:
-        assert engine.contains(OF_A[:3]) == [False, False, True]
-        assert [info.num_pages for info in engine.pins()] == [1]
 
 
 def test_bounds_of_keys_survive_packing() -> None:

@@ -27,7 +27,7 @@ from simulation.engine import small_steps
 from simulation.ledger import key
 
 from kit.faulty import Fault, FaultyDevice
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -115,6 +115,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     def open(self) -> RegionEngine:
         self.open_region_harmed = False  # recovery sealed it as it is
+        self.told: tuple[int, list[int]] = (0, [])  # a version, and fingerprints
         return RegionEngine(
             self.directory,
             namespace=self.namespace,
@@ -402,6 +403,24 @@ class RegionMachine(RuleBasedStateMachine):
         }
 
     @invariant()
+    def fingerprints_are_told(self) -> None:
+        """Of all that is held, and anew only when that has changed."""
+        held: list[bool] = []
+
+        def is_settled() -> bool:  # what reclaim saved may be on its way back
+            held[:] = self.engine.contains(KEYS)
+            told = self.engine.view.fingerprints(self.told[0])
+            if told is not None:
+                assert told[0] not in (0, self.told[0])
+                self.told = told[0], sorted(told[1].tolist())
+            return told is None and held == self.engine.contains(KEYS)
+
+        if not (is_settled() or is_settled()):
+            eventually(is_settled, "fingerprints change without end")
+        keys = itertools.compress(KEYS, held)
+        assert self.told[1] == sorted(int.from_bytes(each[:8], "little") for each in keys)
+
+    @invariant()
     def books_balance(self) -> None:
         self.engine.check_integrity()
         stats = self.engine.stats()
@@ -462,6 +481,7 @@ TestDirectoryMachine.settings = settings(LIMITS, max_examples=30)
 
 
 A, B = ([key for key in KEYS if tenant_of(key) == tenant] for tenant in TENANTS[1:])
+SMALL = [key for key in A if len(content(NAMESPACES[0], key)) <= BLOCK_BYTES][:1]
 FILL = ("store", [[key] for key in KEYS])
 RESTARTS = [("kill",), ("lookup", KEYS), ("reopen", NAMESPACES[0]), ("load", KEYS)]
 OLD_NAMESPACE = [("set_namespace", NAMESPACES[1]), FILL, ("set_namespace", NAMESPACES[0]), FILL]
@@ -479,6 +499,10 @@ RUNS: dict[str, list[tuple[Any, ...]]] = {
         *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[0])],
         *[("corrupt", 8 * (3 * BLOCK_BYTES + 7), 0), ("reopen", NAMESPACES[0]), ("load", KEYS[:4])],
         *[("store", [KEYS[:4]]), ("load", KEYS[:4]), *RESTARTS],
+    ],
+    "damage is not written anew": [
+        *[("store", [SMALL]), ("load", SMALL), ("corrupt", 8 * 2 * BLOCK_BYTES, 0)],
+        *[FILL, ("load", SMALL)],
     ],
     "pages after a purge survive two losses of power": [
         *[("store", [A]), ("lose_power_after_a_purge", "drop", 0, TENANTS[1]), ("store", [A])],
@@ -525,6 +549,7 @@ def test_a_named_run(machine: type[RegionMachine], steps: list[tuple[Any, ...]])
             lived.purged_pages_stay_away()
             lived.forgotten_pages_stay_away()
             lived.pins_are_what_was_asked()
+            lived.fingerprints_are_told()
             lived.books_balance()
     finally:
         lived.teardown()

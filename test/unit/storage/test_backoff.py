@@ -25,6 +25,22 @@ def test_spread_pauses_stay_within_their_bounds() -> None:
     assert backoff.wait_s(now) == 0.0
 
 
+def test_a_pause_doubles_to_a_minute_then_resets() -> None:
+    """Failures within a pause are one incident."""
+    backoff, now, pauses = Backoff(), 0.0, []
+    for _ in range(9):
+        for _ in range(3):
+            backoff.fail(now)
+        start = now
+        while not backoff.is_over(now):
+            now += 0.5
+        pauses.append(now - start)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    backoff.succeed()
+    backoff.fail(now)
+    assert backoff.is_over(now + 1.0)
+
+
 def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
     log = OnceLog(logging.getLogger("once"))
     for _ in range(2):

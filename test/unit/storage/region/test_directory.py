@@ -49,6 +49,19 @@ def plant_region(path: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> N
     (shard / region_name(0)).write_bytes(block)
 
 
+def digest(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_inspecting_touches_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    assert inspect(path) is DirectoryState.ABSENT
+    assert not path.exists()
+    (path / "lost+found").mkdir(parents=True)  # as a fresh filesystem has
+    assert inspect(path) is DirectoryState.EMPTY
+    assert digest(path) == {}
+
+
 def test_absent_then_ours(store: Path) -> None:
     assert inspect(store) is DirectoryState.OURS
     assert prepare(store) is DirectoryState.OURS
@@ -56,39 +69,6 @@ def test_absent_then_ours(store: Path) -> None:
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
     assert (store / MANIFEST_NAME).read_bytes().startswith(b"sglang-tiered store 4 ")
     assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
-
-
-def test_inspecting_touches_nothing(tmp_path: Path) -> None:
-    assert inspect(tmp_path / "absent") is DirectoryState.ABSENT
-    assert not (tmp_path / "absent").exists()
-    assert inspect(tmp_path) is DirectoryState.EMPTY
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_fresh_filesystem_counts_as_empty(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-    assert inspect(tmp_path) is DirectoryState.EMPTY
-
-
-def test_somebody_elses_directory_is_refused_untouched(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years")
-    for check in (inspect, prepare):
-        with pytest.raises(StoreForeignError, match=r"'thesis.tex'.*another --tier-dir"):
-            check(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-@pytest.mark.parametrize("position", [0, 20, 25, -1])
-def test_damaged_manifest_is_repaired(store: Path, position: int) -> None:
-    good = (store / MANIFEST_NAME).read_bytes()
-    damaged = bytearray(good)
-    damaged[position] ^= 1
-    (store / MANIFEST_NAME).write_bytes(damaged)
-    shard_path(store, "tp0").mkdir()
-    assert inspect(store) is DirectoryState.OURS_DAMAGED
-    prepare(store)
-    assert (store / MANIFEST_NAME).read_bytes() == good
-    assert inspect(store) is DirectoryState.OURS
 
 
 def fill_shard(path: Path) -> Path:
@@ -101,99 +81,99 @@ def fill_shard(path: Path) -> Path:
     return shard
 
 
-def test_known_files_do_not_block_manifest_repair(store: Path) -> None:
-    fill_shard(store)
-    (store / MANIFEST_NAME).write_bytes(b"")
-    assert prepare(store) is DirectoryState.OURS_DAMAGED
-    assert inspect(store) is DirectoryState.OURS
-
-
-def test_no_half_of_a_shard_is_left_behind(store: Path) -> None:
-    shard = fill_shard(store)
-    assert remove_shards(store, keep=lambda name: False) == ["tp0"]
-    assert not shard.exists()
-
-
-def test_missing_manifest_with_our_regions_is_repaired(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("position", [0, 20, 25, -1, None])
+def test_damaged_manifest_among_our_files_is_repaired(
+    store: Path, monkeypatch: pytest.MonkeyPatch, position: int | None
 ) -> None:
+    good = (store / MANIFEST_NAME).read_bytes()
+    if position is None:
+        (store / MANIFEST_NAME).unlink()
+    else:
+        damaged = bytearray(good)
+        damaged[position] ^= 1
+        (store / MANIFEST_NAME).write_bytes(damaged)
     plant_region(store, 1, monkeypatch)
-    (store / MANIFEST_NAME).unlink()
+    shard = fill_shard(store)
+    assert inspect(store) is DirectoryState.OURS_DAMAGED
     assert prepare(store) is DirectoryState.OURS_DAMAGED
+    assert (store / MANIFEST_NAME).read_bytes() == good
     assert inspect(store) is DirectoryState.OURS
+    assert remove_shards(store, keep=lambda name: False) == ["0", "tp0"]
+    assert not shard.exists(), "no half of a shard is left behind"
 
 
-def test_damaged_manifest_among_foreign_files_is_refused(store: Path) -> None:
-    (store / MANIFEST_NAME).write_bytes(b"")
-    (store / "notes").write_text("mine")
-    with pytest.raises(StoreForeignError, match="notes"):
-        inspect(store)
+Refusal = tuple[str, type[StoreError], str]
+REFUSALS: list[Refusal] = [
+    ("foreign", StoreForeignError, r"'thesis.tex'.*another --tier-dir"),
+    ("foreign beside a damaged manifest", StoreForeignError, r"'thesis.tex'"),
+    ("foreign in a shard", StoreForeignError, r"thesis\.tex"),
+    ("FIFO", StoreForeignError, MANIFEST_NAME),
+    ("newer manifest", StoreFormatError, "format 5, newer than 4"),
+    ("newer region", StoreFormatError, "format 4, newer than 3"),
+    ("file", StoreForeignError, "is not a directory"),
+    ("link to file", StoreForeignError, "is not a directory"),
+    ("dangling link", StoreForeignError, "is not a directory"),
+]
 
 
-def test_a_foreign_shard_file_without_manifest_is_refused(store: Path) -> None:
-    (store / MANIFEST_NAME).unlink()
-    shard_path(store, "0").mkdir()
-    (shard_path(store, "0") / "photo.jpg").write_text("x")
-    with pytest.raises(StoreForeignError, match=r"photo\.jpg"):
-        inspect(store)
-
-
-def test_newer_manifest_is_refused_unchanged(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "STORE_VERSION", 5)
-    prepare(store)
-    monkeypatch.undo()
-    before = (store / MANIFEST_NAME).read_bytes()
-    for check in (inspect, prepare):
-        with pytest.raises(StoreFormatError, match="format 5, newer than 4"):
-            check(store)
-    assert (store / MANIFEST_NAME).read_bytes() == before
-
-
-def test_a_newer_region_without_manifest_is_refused(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant_region(store, 4, monkeypatch)
-    (store / MANIFEST_NAME).unlink()
-    with pytest.raises(StoreFormatError, match="format 4, newer than 3"):
-        inspect(store)
-
-
-@pytest.mark.parametrize("kind", ["file", "link to file", "dangling link"])
-def test_not_a_directory(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "path"
+def plant(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "file":
         path.write_text("x")
+        return
+    if "link" in kind:
+        target = path.with_name("target")
+        path.symlink_to(target)
+        if "file" in kind:
+            target.write_text("x")
+        return
+    path.mkdir()
+    if kind == "newer manifest":
+        monkeypatch.setattr(directory_module, "STORE_VERSION", 5)
+        prepare(path)
+        monkeypatch.undo()
+    elif kind == "newer region":
+        plant_region(path, 4, monkeypatch)
+    elif kind == "FIFO":
+        os.mkfifo(path / MANIFEST_NAME)
     else:
-        path.symlink_to(tmp_path / "target")
-        if kind == "link to file":
-            (tmp_path / "target").write_text("x")
+        folder = shard_path(path, "0") if "shard" in kind else path
+        folder.mkdir(exist_ok=True)
+        (folder / "thesis.tex").write_text("years")
+        if "manifest" in kind:
+            (path / MANIFEST_NAME).write_bytes(b"")
+
+
+@pytest.mark.parametrize(("kind", "error", "message"), REFUSALS)
+def test_what_is_not_ours_is_refused_untouched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    error: type[StoreError],
+    message: str,
+) -> None:
+    plant(kind, tmp_path / "store", monkeypatch)
+    before = digest(tmp_path)
     for check in (inspect, prepare):
-        with pytest.raises(StoreForeignError, match="is not a directory"):
-            check(path)
+        with pytest.raises(error, match=message):
+            check(tmp_path / "store")
+    assert digest(tmp_path) == before
 
 
-def test_fifo_under_our_name_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / MANIFEST_NAME)
-    with pytest.raises(StoreForeignError, match=MANIFEST_NAME):
-        inspect(tmp_path)
+def test_a_full_disk_alone_opens_a_good_store(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = errno.ENOSPC
 
-
-def fail_manifest(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(path: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(directory_module, "_write_manifest", fail)
-
-
-def test_unwritable_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_manifest(monkeypatch, errno.EROFS)
-    with pytest.raises(StoreError, match=r"is not writable \(Read-only file system\); fix its"):
-        prepare(tmp_path)
-
-
-def test_a_full_disk_still_opens_a_good_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_manifest(monkeypatch, errno.ENOSPC)
     assert prepare(store) is DirectoryState.OURS
+    with pytest.raises(StoreError, match="is not writable"):
+        prepare(tmp_path / "new")
+    code = errno.EROFS
+    with pytest.raises(StoreError, match=r"is not writable \(Read-only file system\); fix its"):
+        prepare(store)
 
 
 @pytest.mark.parametrize(("times", "opens"), [(2, True), (3, False)])

@@ -23,24 +23,16 @@ from sglang_tiered.storage.region.format import (
 )
 
 
-def test_a_block_holds_the_header_of_90_pages() -> None:
-    assert extent_header_bytes(90) == BLOCK_BYTES
-    assert extent_header_bytes(91) == 2 * BLOCK_BYTES
+def test_sizes_are_what_the_grammar_says() -> None:
+    assert (extent_header_bytes(90), extent_header_bytes(91)) == (BLOCK_BYTES, 2 * BLOCK_BYTES)
     assert MAX_EXTENT_HEADER_BYTES == 6 * BLOCK_BYTES
-
-
-def test_the_largest_page_fits_exactly() -> None:
     region_bytes = 16 * BLOCK_BYTES
-    pages = page_table([(b"k" * 32, max_page_bytes(region_bytes), 0)])
-    extent = Extent(BLOCK_BYTES, b"n" * 32, pages)
-    assert extent.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
-
-
-@pytest.mark.parametrize("page_bytes", [32 << 20, (32 << 20) + 1, (63 << 20) - 5])
-def test_a_smallest_region_wastes_less_than_a_block(page_bytes: int) -> None:
-    region_bytes = min_region_bytes(page_bytes)
-    assert region_bytes % BLOCK_BYTES == 0
-    assert page_bytes <= max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
+    largest = extent_of(BLOCK_BYTES, b"n" * 32, (max_page_bytes(region_bytes),))
+    assert largest.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
+    for page_bytes in (32 << 20, (32 << 20) + 1, (63 << 20) - 5):
+        region_bytes = min_region_bytes(page_bytes)
+        assert region_bytes % BLOCK_BYTES == 0
+        assert page_bytes <= max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
 
 
 def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent:

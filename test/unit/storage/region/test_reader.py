@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sglang_tiered.storage.region.pending import Wanted, plan_spans
 from sglang_tiered.storage.region.regions import Region
 
-FIRST = Region(0, -1, 1 << 30, b"n" * 16)
-SECOND = Region(1, -1, 1 << 30, b"n" * 16)
+REGIONS = [Region(number, -1, 1 << 30, b"n" * 16) for number in range(2)]
+KIB = 1 << 10
+PLANS = {  # region, offset and length of each page, and which of them are read together
+    "adjacent": ([(0, 8192, 5000), (0, 16_384, 4096), (0, 20_480, 1)], [[0, 1, 2]]),
+    "gap, other region, backwards": (
+        [(0, 8192, 4096), (0, 16_384, 4096), (1, 20_480, 4096), (1, 8192, 4096)],
+        [[0], [1], [2], [3]],
+    ),
+    "long": (
+        [(0, 8192 + 256 * KIB * i, 256 * KIB) for i in range(9)],
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8]],
+    ),
+    "larger than a read": ([(0, 8192 + 4096 * KIB * i, 4096 * KIB) for i in range(2)], [[0], [1]]),
+}
 
 
-def wanted(position: int, region: Region, offset: int, length: int) -> Wanted:
-    page = (memoryview(b""),)
-    return Wanted(position, bytes([position]) * 32, region, offset, length, 0, page)
-
-
-def positions(items: list[Wanted]) -> list[list[int]]:
-    return [[item.position for item in span] for span in plan_spans(items)]
-
-
-def test_adjacent_pages_are_one_read() -> None:
-    items = [
-        wanted(0, FIRST, 8192, 5000),
-        wanted(1, FIRST, 16_384, 4096),
-        wanted(2, FIRST, 20_480, 1),
+@pytest.mark.parametrize("name", PLANS)
+def test_adjacent_pages_are_read_a_mebibyte_together(name: str) -> None:
+    pages, expected = PLANS[name]
+    wanted = [
+        Wanted(i, bytes([i]) * 32, REGIONS[region], offset, length, 0, (memoryview(b""),))
+        for i, (region, offset, length) in enumerate(pages)
     ]
-    assert positions(items) == [[0, 1, 2]]
-
-
-def test_gaps_and_region_changes_start_new_reads() -> None:
-    items = [
-        wanted(0, FIRST, 8192, 4096),
-        wanted(1, FIRST, 16_384, 4096),
-        wanted(2, SECOND, 20_480, 4096),
-        wanted(3, SECOND, 8192, 4096),
-    ]
-    assert positions(items) == [[0], [1], [2], [3]]
-
-
-def test_long_runs_are_spread_over_readers() -> None:
-    items = [wanted(i, FIRST, 8192 + (i << 18), 1 << 18) for i in range(9)]
-    assert positions(items) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-
-
-def test_a_page_larger_than_a_read_goes_alone() -> None:
-    items = [wanted(i, FIRST, 8192 + (i << 22), 1 << 22) for i in range(2)]
-    assert positions(items) == [[0], [1]]
+    assert [[item.position for item in span] for span in plan_spans(wanted)] == expected

@@ -57,28 +57,20 @@ def load(engine: RegionEngine, run: Run) -> list[Reason]:
 def test_what_is_loaded_outlives_what_is_not(
     engine: RegionEngine, make_run: MakeRun, blank: Blank
 ) -> None:
-    hot, cold = make_run(0, [PAGE] * 3), make_run(1, [PAGE] * 3)
-    store(engine, hot)
-    store(engine, cold)
+    """And what was loaded once is let go in the end."""
+    hot, cold, once = (make_run(seed, [PAGE] * 3) for seed in (0, 1, 99))
+    for run in (hot, cold, once):
+        store(engine, run)
+    assert load(engine, blank(once)) == [Reason.OK] * 3
     for seed in range(2, 42):  # ten times the capacity
         store(engine, make_run(seed, [PAGE] * 50))
         target = blank(hot)
         assert load(engine, target) == [Reason.OK] * 3, f"evicted after {seed}"
         assert [bytes(page[0]) for page in target.pages] == [bytes(page[0]) for page in hot.pages]
-    assert engine.lookup(cold.keys).num_hits == 0
+    assert engine.lookup(cold.keys).num_hits == engine.lookup(once.keys).num_hits == 0
     stats = engine.stats()
-    assert stats.num_pages_reinserted >= 3
+    assert stats.num_pages_reinserted > 3
     assert stats.bytes_reinserted == stats.num_pages_reinserted * PAGE
-
-
-def test_a_page_hot_once_is_let_go(engine: RegionEngine, make_run: MakeRun, blank: Blank) -> None:
-    once = make_run(0, [PAGE] * 3)
-    store(engine, once)
-    load(engine, blank(once))
-    for seed in range(2, 42):
-        store(engine, make_run(seed, [PAGE] * 50))
-    assert engine.stats().num_pages_reinserted == 3
-    assert engine.lookup(once.keys).num_hits == 0
 
 
 def test_write_amplification_is_bounded_when_everything_is_hot(
@@ -91,28 +83,6 @@ def test_write_amplification_is_bounded_when_everything_is_hot(
     assert drained(engine, TIMEOUT_S)
     stats = engine.stats()
     assert 0 < stats.bytes_reinserted <= REINSERTION_SHARE * stats.bytes_written
-
-
-def test_damage_is_not_written_anew(
-    engine: RegionEngine, make_run: MakeRun, blank: Blank, tmp_path: Path
-) -> None:
-    """A hot page that rotted on the disk must not get a fresh, valid checksum."""
-    hot = make_run(0, [PAGE] * 3)
-    store(engine, hot)
-    load(engine, blank(hot))
-    (file,) = (tmp_path / "s").glob("*.kv")
-    with file.open("r+b") as stream:
-        position = file.read_bytes().find(bytes(hot.pages[1][0]))
-        stream.seek(position + 100)
-        byte = stream.read(1)
-        stream.seek(position + 100)
-        stream.write(bytes([byte[0] ^ 1]))
-    for seed in range(2, 12):
-        store(engine, make_run(seed, [PAGE] * 50))
-    assert engine.stats().num_pages_reinserted == 2
-    job = engine.submit_load(blank(hot))
-    assert job.wait(TIMEOUT_S)
-    assert job.reasons[1] is Reason.MISS
 
 
 def test_reads_that_fail_now_and_then_pause_nothing(

@@ -188,49 +188,32 @@ class StickyDevice(FaultyDevice):
 def test_an_irremovable_region_does_not_wedge_reclaim(
     tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It stays in service and is passed over with pauses; an erasure removes those beside it."""
     first = region_name(0)
     bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, first))
     kept, job = bench.submit(0, 12)
     assert job.wait(TIMEOUT_S)
-    for seed in range(1, 9):
-        assert bench.store(seed, 12) == [Reason.OK] * 12
-    assert bench.engine.lookup(kept.keys).num_hits == 12, "what cannot go stays in service"
-    assert bench.files()[0].name == first
-    assert bench.engine.stats().num_regions_stuck == 1
-    assert bench.engine.stats().physical_bytes == 4 * REGION
-    assert len([r for r in caplog.records if f"{first} cannot be removed" in r.message]) == 1
-    bench.engine.check_integrity()
-
-    bench.device.sticky.clear()
-    assert bench.store(9, 12) == [Reason.OK] * 12
-    assert bench.engine.stats().num_regions_stuck == 0
-    assert first not in {file.name for file in bench.files()}
-    bench.engine.close()
-
-
-def test_an_irremovable_region_is_tried_with_pauses(tmp_path: Path, make_run: MakeRun) -> None:
-    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
-    for seed in range(4):
+    for seed in range(1, 4):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     before = bench.device.calls.count("unlink")
-    stood_at = bench.now
-    for seed in range(4, 8):
+    for seed in range(4, 8):  # no time passes
         _, job = bench.submit(seed, 12)
         assert job.wait(TIMEOUT_S)
         assert job.reasons == [Reason.OK] * 12
-    assert bench.now == stood_at
     assert bench.device.calls.count("unlink") - before == 5, "4 victims, and once the stuck one"
-    bench.engine.close()
-
-
-def test_a_purge_removes_regions_beside_an_irremovable_one(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
-    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, region_name(0)))
-    for seed in range(3):
-        assert bench.store(seed, 12) == [Reason.OK] * 12
+    assert bench.engine.lookup(kept.keys).num_hits == 12
+    assert bench.engine.stats().num_regions_stuck == 1
+    assert bench.engine.stats().physical_bytes == 4 * REGION
+    assert len([r for r in caplog.records if f"{first} cannot be removed" in r.message]) == 1
     assert is_true(bench.engine.erase(Erasure(tenant=NO_TENANT)), TIMEOUT_S)
-    assert [file.name for file in bench.files()] == [region_name(0), region_name(2)], "2 is open"
+    assert [file.name for file in bench.files()] == [first, region_name(7)], "7 is open"
+    bench.engine.check_integrity()
+    bench.device.sticky.clear()
+    bench.now += 100.0
+    for seed in range(9, 13):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    assert bench.engine.stats().num_regions_stuck == 0
+    assert first not in {file.name for file in bench.files()}
     bench.engine.close()
 
 
