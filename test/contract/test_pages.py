@@ -45,27 +45,21 @@ def test_pages_larger_than_half_a_window_arrive() -> None:
 
 
 def test_another_namespace_is_a_miss() -> None:
-    pages = make_pages(4, [4096] * 3)
+    """Of the server, or from the moment on when it has another one."""
+    pages, other = make_pages(4, [4096] * 3), b"\x23" * 32
     with page_server(pages) as (server, reader), page_client() as client:
-        wanted = Wanted(client, server.port, pages, namespace=b"\x23" * 32)
-        assert wanted.wait() == [Outcome.MISS] * 3
-        assert wanted.is_untouched
+        wanted = Wanted(client, server.port, pages, namespace=other)
+        assert wanted.wait() == [Outcome.MISS] * 3 and wanted.is_untouched
         assert reader.num_reads == 0
-        server.set_namespace(b"\x23" * 32)
-        assert Wanted(client, server.port, pages).wait() == [Outcome.MISS] * 3
-
-
-def test_pages_read_before_a_namespace_change_are_withheld() -> None:
-    pages = make_pages(5, [4096] * 3)
-    with page_server(pages) as (server, reader), page_client() as client:
         reader.hold = True
         wanted = Wanted(client, server.port, pages)
         eventually(lambda: reader.num_held == 1)
-        server.set_namespace(b"\x23" * 32)
+        server.set_namespace(other)
         reader.let_go()
-        assert wanted.wait() == [Outcome.MISS] * 3
-        assert wanted.is_untouched
+        assert wanted.wait() == [Outcome.MISS] * 3 and wanted.is_untouched
         eventually(lambda: reader.held_bytes == 0)
+        assert Wanted(client, server.port, pages).wait() == [Outcome.MISS] * 3
+        assert reader.num_reads == 1
 
 
 def test_bytes_of_a_foreign_namespace_never_verify() -> None:

@@ -180,6 +180,29 @@ def test_a_misfit_answer_is_a_breach(message: Changes, payload: bytes) -> None:
         one.position.hear(message)
 
 
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (99, changes(start=100, epoch=8)),
+        (99, changes(start=50)),
+        (99, changes(start=100, sequence=0)),  # cut before the snapshot began
+        (99, changes(start=None, sequence=2)),
+        (None, changes(start=None, sequence=1)),
+        (None, changes(start=None, sequence=3)),
+        (None, changes(start=None, sequence=2, epoch=8)),
+        (None, changes(start=50)),
+    ],
+)
+def test_an_answer_that_does_not_follow_changes_nothing(end: int | None, message: Changes) -> None:
+    one = Followed()
+    first, other = (fingerprints([page]).tobytes() for page in (5, 6))
+    one.position.take(one.known, changes(end=end), [first])
+    before = one.position.ask(bytes(32), bytes(16), NOTHING)
+    one.position.take(one.known, message, [other])
+    assert one.position.ask(bytes(32), bytes(16), NOTHING) == before
+    assert one.mirrored() == {5}
+
+
 def test_endless_pages_of_a_liar_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(position, "MAX_FINGERPRINTS", 100)
     one = Followed(max_pages=10)
