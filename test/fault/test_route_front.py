@@ -183,6 +183,23 @@ def test_servers_join_and_leave(front: Front, mocks: Mocks) -> None:
         more.close()
 
 
+def test_busy_server_is_not_asked_in_vain(front: Front, mocks: Mocks) -> None:
+    """For the tokens of a text, while there is no other that it could go to."""
+
+    def num_asked() -> int:
+        answer = front.ask("/v1/completions", {"prompt": "hi"})
+        assert answer.status == 200
+        return sum(mock.paths.count("/v1/tokenize") for mock in mocks)
+
+    first = num_asked()
+    assert num_asked() == first + 1
+    front.follow([mocks[0].url])
+    front.wait_until_ready(1)
+    assert num_asked() == first + 1
+    front.follow([mock.url for mock in mocks])
+    front.wait_until_ready(3)
+
+
 def test_stopped_picker_is_waited_for_and_no_longer(front: Front, mocks: Mocks) -> None:
     front.prefer(mocks, mocks[0])
     pid = front.picker_pid()

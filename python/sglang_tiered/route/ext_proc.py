@@ -70,11 +70,17 @@ class Decider:
         """Read a prompt and pick. ``headers`` with names in lower case."""
         started = time.perf_counter()
         path = headers.get(":path", "/v1/chat/completions")
-        prompt = await self._reader.read(body, path, headers.get("authorization", ""))
+        klass = self._classes.of(headers)
+        # A server that is asked for tokens has work: where they decide nothing nobody waits for it.
+        matters = (
+            self.picker.has_choice() or klass.limit_s is not None or self._recorder is not None
+        )
+        key = headers.get("authorization", "")
+        prompt = await self._reader.read(body, path, key, may_ask=matters)
         is_retry = headers.get("x-envoy-attempt-count", "1") != "1"
         answer = self.picker.pick(
             prompt,
-            self._classes.of(headers),
+            klass,
             request=headers.get("x-request-id", ""),
             is_retry=is_retry,
             subset=subset,

@@ -100,6 +100,11 @@ class Picker:
         self._fleet, self._clock, self._draw = fleet, clock, draw
         self._tried: OrderedDict[str, set[str]] = OrderedDict()
 
+    def has_choice(self) -> bool:
+        """Whether more than one replica could compute a prompt."""
+        those = (one for one in self._fleet.members.values() if one.role != "decode")
+        return sum(len(one.replicas) or 1 for one in those) > 1
+
     def pick(
         self,
         prompt: Prompt,

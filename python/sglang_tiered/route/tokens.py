@@ -140,8 +140,11 @@ class TokenReader:
         """End the threads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, data: bytes, path: str, authorization: str = "") -> Prompt:
-        """Return the prompt of a body, which may be no JSON at all."""
+    async def read(
+        self, data: bytes, path: str, authorization: str = "", *, may_ask: bool = True
+    ) -> Prompt:
+        """Return the prompt of a body, which may be no JSON at all. ``may_ask``: whether a server
+        may be asked for its tokens."""
         guess = Prompt(max(1, len(data) // BYTES_PER_TOKEN))
         if not data:
             return guess
@@ -149,7 +152,7 @@ class TokenReader:
             self.num_late += 1
             return guess
         self._num_running += 1
-        work = asyncio.ensure_future(self._make(data, path, authorization))
+        work = asyncio.ensure_future(self._make(data, path, authorization, may_ask))
         work.add_done_callback(self._done)
         try:
             async with asyncio.timeout(self._budget_s):
@@ -166,7 +169,7 @@ class TokenReader:
         if not work.cancelled():
             work.exception()  # that nobody may wait for
 
-    async def _make(self, data: bytes, path: str, authorization: str) -> Prompt:
+    async def _make(self, data: bytes, path: str, authorization: str, may_ask: bool) -> Prompt:
         """In threads, as the event loop has no time for that."""
         work = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         sizes = self._page_sizes()
@@ -174,7 +177,7 @@ class TokenReader:
         if isinstance(made, Prompt):
             return made
         body, asked = made
-        ids = await self._ask(asked, authorization)
+        ids = await self._ask(asked, authorization) if may_ask else None
         return await work(_named, body, len(data), path, ids, sizes)
 
     def _read(
