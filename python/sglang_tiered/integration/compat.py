@@ -203,6 +203,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.process_batch_result": ("self", "batch", "result"),
     "sglang.srt.entrypoints.engine:Engine.__init__": ("self", "kwargs"),
     "sglang.srt.entrypoints.engine:Engine.shutdown": ("self",),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.abort_request": ("self", "rid"),
+    "sglang.srt.managers.tokenizer_manager:ReqState": ("obj", "dispatched"),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._dispatch_to_scheduler": (
         "self",
         "obj",
