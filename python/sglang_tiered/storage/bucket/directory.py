@@ -54,7 +54,7 @@ class Directory:
         self.root = root
         self._synced: set[str] = set()
         self._kept: dict[str, _Kept] = {}  # folders that are read from, by path
-        self._offers_cached = _NO_WAIT is not None
+        self.offers_cached = _NO_WAIT is not None
         self._syncs_names = True
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class Directory:
         """Fill buffers with what the page cache holds of a file, up to the first byte that would
         have to be waited for; returns how many bytes. Never raises: any error is 0, and so are file
         systems that do not offer it (NFS, FUSE)."""
-        if not self._offers_cached:
+        if not self.offers_cached:
             return 0
         assert _NO_WAIT is not None
         filled = 0
@@ -133,7 +133,7 @@ class Directory:
                 os.close(fd)
         except OSError as error:
             if error.errno in NOT_OFFERED_ERRNOS:
-                self._offers_cached = False
+                self.offers_cached = False
         return filled
 
     def write(self, path: str, data: bytes) -> None:

@@ -154,6 +154,11 @@ class Requests:
         return self._place.root if isinstance(self._place, Directory) else None
 
     @property
+    def reads_in_place(self) -> bool:
+        """Return whether ``get_cached`` may find anything."""
+        return isinstance(self._place, Directory) and self._place.offers_cached
+
+    @property
     def requests(self) -> dict[str, int]:
         """Return the requests so far by kind, without the library's retries and parts."""
         with self._lock:

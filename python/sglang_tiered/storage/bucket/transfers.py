@@ -71,7 +71,7 @@ class Transfers:
                 state.jobs.finish(job)
                 return job
             load = Load(job, state.layout, len(found))
-            in_place = state.codec is None and self._requests.directory is not None
+            in_place = state.codec is None and self._requests.reads_in_place
             state.open_loads[load] = None
             state.loads.extend(PageLoad(load, *each, in_place) for each in found)
             state.transfer_ready.notify(len(found))
