@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from bucket_child import BucketChild, child_run
@@ -17,9 +17,6 @@ from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.requests import Requests
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OK = {Reason.OK}
 
@@ -49,42 +46,35 @@ def kill_writers(url: str, *, seed: int, num_kills: int, up_to: int) -> list[int
     return acknowledged
 
 
-def test_no_kill_loses_acknowledged_pages(tmp_path: Path) -> None:
-    assert len(kill_writers(tmp_path.as_uri(), seed=0, num_kills=3, up_to=20)) > 10
+def lasting(*values: object) -> object:
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+
+
+@pytest.mark.parametrize(("num_kills", "up_to"), [(3, 15), lasting(20, 60)])
+def test_no_kill_loses_acknowledged_pages(url: str, num_kills: int, up_to: int) -> None:
+    assert len(kill_writers(url, seed=0, num_kills=num_kills, up_to=up_to)) > 2 * num_kills
+    if not url.startswith("file"):
+        return
     # What the dead left behind is collected, and what they stored stays.
-    (tmp_path / "v2" / NAMESPACE.hex() / "pages" / f"left{STAGED}1.1").write_bytes(b"half")
-    kept = {path for path in tmp_path.rglob("pages/*/*") if STAGED not in path.name}
-    requests = Requests(BucketSettings(url=tmp_path.as_uri()))
+    place, requests = Path(url.removeprefix("file://")), Requests(BucketSettings(url=url))
+    (place / "v2" / NAMESPACE.hex() / "pages" / f"left{STAGED}1.1").write_bytes(b"half")
+    kept = {path for path in place.rglob("pages/*/*") if STAGED not in path.name}
     Collector(requests, CollectorSettings(), clock=lambda: 4e9).run_once(NAMESPACE)
-    assert set(tmp_path.rglob("pages/*/*")) == kept
-    assert not list(tmp_path.rglob(f"*{STAGED}*"))
+    assert set(place.rglob("pages/*/*")) == kept
+    assert not list(place.rglob(f"*{STAGED}*"))
 
 
-def test_no_kill_loses_what_was_acknowledged_over_s3(s3_url: str) -> None:
-    assert len(kill_writers(s3_url, seed=1, num_kills=2, up_to=10)) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("place", ["directory", "s3"])
-def test_many_kills(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
-    url = tmp_path.as_uri() if place == "directory" else request.getfixturevalue("s3_url")
-    kill_writers(url, seed=2, num_kills=20, up_to=60)
-
-
-def test_killed_writers_and_collectors_leave_the_bucket_working(tmp_path: Path) -> None:
-    url = tmp_path.as_uri()
-    mix_and_kill(url, seed=3, num_rounds=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("place", ["directory", "s3"])
-def test_three_writers_and_two_collectors_for_a_while(
-    tmp_path: Path, place: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize("num_rounds", [1, lasting(8)])
+def test_killed_writers_and_collectors_leave_the_bucket_working(
+    tmp_path: Path, num_rounds: int
 ) -> None:
-    url = tmp_path.as_uri() if place == "directory" else request.getfixturevalue("s3_url")
-    mix_and_kill(url, seed=4, num_rounds=8)
+    mix_and_kill(tmp_path.as_uri(), seed=3, num_rounds=num_rounds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_writers_leave_an_s3_working(s3_url: str) -> None:
+    mix_and_kill(s3_url, seed=4, num_rounds=8)
 
 
 def mix_and_kill(url: str, *, seed: int, num_rounds: int) -> None:
