@@ -60,6 +60,7 @@ _MERGED_FROM = 64
 """So many records become one, or fewer that fill one: each is a request of a server's start."""
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
 _MAX_HASHES = 1 << 23
+_MAX_SAMPLE = 1 << 13
 _MAX_TENANTS = 1 << 17
 _MAX_LISTINGS = 8
 
@@ -310,7 +311,8 @@ class _Numbers:
         self.hash_numbers = np.insert(self.hash_numbers, at, numbers)
         if len(self.hashes) <= _MAX_HASHES:
             return 0
-        folded = int(np.median(self.hash_numbers))
+        # Of some, as lookups wait: what is sorted by hashes is in no order of numbers.
+        folded = int(np.median(self.hash_numbers[:: len(self.hashes) // _MAX_SAMPLE + 1]))
         self._keep_hashes(self.hash_numbers > folded)
         return folded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from kit.request_hooks import before, refuse
@@ -16,6 +17,8 @@ from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.erased import Erased, Record
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from sglang_tiered.storage.bucket import BucketEngine
 
 MakeEngine = Callable[..., "BucketEngine"]
@@ -71,6 +74,27 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
     assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
     assert not erased.kills(N, A, b"x" * 32, 1), "nothing is deleted for it"
     assert not erased.hides(N, A, b"x" * 32, 10)
+
+
+def test_a_fold_holds_lookups_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of hashes, all numbers took a tenth of a second to choose one of."""
+    sizes = []
+    median = np.median
+
+    def measured(numbers: NDArray[np.uint32]) -> float:
+        sizes.append(len(numbers))
+        return float(median(numbers))
+
+    monkeypatch.setattr(np, "median", measured)
+    monkeypatch.setattr(records, "_MAX_KEYS", 1 << 12)
+    monkeypatch.setattr(records, "_MAX_HASHES", 1 << 15)
+    erased = Erased()
+    for number in range(1, 8):
+        keys = [b"%016d%016d" % (number, i) for i in range(5000)]
+        erased.add(Record(number, Erasure.of(keys), b"", f"{number}", 0.0))
+    assert 0 < max(sizes) <= 1 << 13
+    assert erased.hides(N, A, b"%016d%016d" % (1, 7), 0)
+    assert not erased.hides(N, A, b"x" * 32, 5), "more than half is folded"
 
 
 def put_records(engine: BucketEngine, keys: Sequence[bytes]) -> list[str]:
