@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
 from object_proxy import expire, hang, status
 
@@ -15,7 +16,6 @@ from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
-    import pytest
     from object_proxy import FaultProxy
     from object_server import ObjectServer
 
@@ -129,12 +129,17 @@ def test_what_cannot_be_recorded_is_not_stored_again(s3_url: str, proxy: FaultPr
         assert store(first, run) == OK
 
 
-def test_refused_deletes_hold_up_nothing_else(s3_url: str, proxy: FaultProxy) -> None:
+@pytest.mark.parametrize(
+    "what", [Erasure(tenant=TENANT), Erasure.of(run_of(1).keys)], ids=["tenant", "pages"]
+)
+def test_refused_deletes_hold_up_nothing_else(
+    s3_url: str, proxy: FaultProxy, what: Erasure
+) -> None:
     mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
     with opened(s3_url, refresh_s=0.05) as first, opened(s3_url, refresh_s=0.05) as second:
         assert store(first, mine) == OK
         proxy.add("delete", "", status(403, "AccessDenied"))
-        assert not is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S), "its bytes are there"
+        assert not is_true(first.erase(what), TIMEOUT_S), "its bytes are there"
         assert "delete was refused" in first.object_stats().trouble
         assert first.object_stats().refused["delete"] == 1
         assert store(second, theirs) == OK
@@ -145,7 +150,7 @@ def test_refused_deletes_hold_up_nothing_else(s3_url: str, proxy: FaultProxy) ->
         eventually(lambda: first.object_stats().num_passes > passes + 5)
         assert proxy.seen["list"] - seen < 100, "it lists without pause"
         proxy.clear()
-        assert is_true(first.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        assert is_true(first.erase(what), TIMEOUT_S)
         assert not first.object_stats().trouble
 
 
