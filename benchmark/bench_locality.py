@@ -118,7 +118,7 @@ def following(num_pages: int, num_changes: int) -> tuple[float, list[float]]:
         stores = [Held(pages), Held(pages[:0])]
         syncs = []
         for held in stores:
-            settings = PeerSettings(peers=roster)  # type: ignore[arg-type]
+            settings = PeerSettings(peers=roster)
             sync = PeerSync(
                 settings,
                 namespace=NAMESPACE,
