@@ -225,7 +225,7 @@ def make_world(directory: Path, num_loads: int) -> Iterator[World]:
             page_size=PAGE,
             tree_components=(ComponentType.FULL,),
         )
-        cache: Any = TieredRadixCache(params)
+        cache: Any = TieredRadixCache(params, config)
         cache.init_hicache(server_args, params)
         for _ in range(NUM_LESSONS):  # prefill is so slow here that every load pays
             cache.tiering.planner.note_batch([(LESSON_TOKENS, 0)], LESSON_TOKENS)
@@ -233,7 +233,8 @@ def make_world(directory: Path, num_loads: int) -> Iterator[World]:
         with CostBoard.create(1) as board:
             # In every step, where a server does it every 50 ms.
             scheduler = _scheduler_of(cache, allocator)
-            cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=0, interval_s=0.0)
+            costs = CostPublisher(scheduler, cache, board, rank=0, interval_s=0.0)
+            cache.tiering.publish_costs = costs.publish_if_due
             try:
                 yield world
             finally:

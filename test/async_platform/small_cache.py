@@ -114,7 +114,7 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
         tree_components=(ComponentType.FULL,),
         **groups,
     )
-    cache = TieredRadixCache(params=params)
+    cache = TieredRadixCache(params, config)
     cache.init_hicache(arguments, params)
     return cache
 

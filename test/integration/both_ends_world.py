@@ -61,12 +61,13 @@ def value_at(tokens: Any) -> torch.Tensor:
     return ((torch.cumsum(numbers * weights, 0) % 1000.0) * 8).round().float() / 8
 
 
-def configure(folder: str, host_bytes: int) -> None:
+def configure(folder: str, host_bytes: int) -> TieredConfig:
     nvme = NvmeConfig(
         directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
     )
     config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
     config.to_environment(os.environ)
+    return config
 
 
 class SchedulingWorld:
@@ -98,7 +99,7 @@ class SchedulingWorld:
         from sglang_tiered.integration.identity import namespace
         from sglang_tiered.integration.launch.resolve import _storage_arguments
 
-        configure(folder, host_bytes)
+        config = configure(folder, host_bytes)
         namespace.server_identity = lambda _: {"model": "m"}
         flags = {
             flag.removeprefix("--").replace("-", "_"): value
@@ -145,7 +146,7 @@ class SchedulingWorld:
             disable=False,
             tree_components=(ComponentType.FULL,),
         )
-        self.cache: Any = TieredRadixCache(params)
+        self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(arguments, params)
         self.device_tokens, self.has_overlap = device_tokens, has_overlap
         self.log: list[Any] = []
@@ -300,7 +301,7 @@ class SchedulingWorld:
             self._process(scheduler.result_queue.pop(0))
         scheduler.last_batch = batch
         if not batch and not self.at_door:
-            self.erasing.control.after_idle(None, scheduler)
+            self.erasing.control.after_idle(scheduler)
 
     # ---- Requests ----
 
@@ -576,7 +577,6 @@ class RandomRun:
 
 def main() -> None:
     folder, seeds, mode = sys.argv[1:4]
-    configure(folder, 1 << 20)  # the hooks depend on it
     register()
     HookRegistry.apply_hooks()
     first, _, last = seeds.partition("-")

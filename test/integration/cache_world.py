@@ -61,6 +61,7 @@ class CacheWorld:
     def __init__(
         self,
         server_args: Any,
+        config: TieredConfig,
         *,
         has_window: bool,
         policy: str,
@@ -110,7 +111,7 @@ class CacheWorld:
         if is_small:
             small_host_core.register()
             params.tree_core_backend = small_host_core.BACKEND_NAME
-        self.cache: Any = TieredRadixCache(params)
+        self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(server_args, params)
 
     @property
@@ -268,6 +269,7 @@ def cache_world(
     ):
         world = CacheWorld(
             server_args,
+            config,
             has_window=has_window,
             policy=policy,
             policy_config=policy_config,

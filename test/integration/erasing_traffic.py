@@ -38,7 +38,7 @@ class ErasingTraffic:
     def __init__(self, world: Any, rnd: random.Random) -> None:
         self._world, self._rnd = world, rnd
         self.control = Control()
-        self.control.after_scheduler(None, world.scheduler)
+        self.control.attach(world.scheduler)
         self.num_erasures = 0
         self.counts: Counter[str] = Counter()
         self.families: list[list[int]] = []

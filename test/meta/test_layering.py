@@ -74,8 +74,10 @@ MAY_IMPORT = {
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
     "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks", "launch"},
-    "hooks": {"admin", "attention", "cache", "cpu", "disaggregation", "identity", "names"}
-    | {"observe", "ranks"},
+    "hooks": {"admin", "cache", "cpu", "disaggregation", "identity", "names", "observe"}
+    | {"scheduler_messages"},
+    "scheduler_messages": {"admin", "attention", "cache", "disaggregation", "identity", "observe"}
+    | {"ranks"},
     "engine": {"admin", "launch"},
     "launch": {"attention", "compat", "cpu", "names", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},

@@ -55,6 +55,7 @@ _EVERY_SERVER = (
     "sglang_tiered.integration.hooks",
     "sglang_tiered.integration.cache.factory",
     "sglang_tiered.integration.cache.radix_cache",
+    "sglang_tiered.integration.scheduler_messages",
     "sglang_tiered.integration.storage.backend",
 )
 
@@ -302,15 +303,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.__init__": ("self", "server_args"),
     "sglang.srt.managers.scheduler:Scheduler.get_init_info": ("self",),
     "sglang.srt.managers.data_parallel_controller:DataParallelController.get_init_info": ("self",),
-    "sglang.srt.managers.scheduler:Scheduler.get_internal_state": ("self", "recv_req"),
-    "sglang.srt.managers.scheduler:Scheduler.handle_dumper_control": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler:Scheduler.init_request_dispatcher": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
-    "sglang.srt.managers.scheduler:Scheduler.clear_hicache_storage_wrapped": ("self", "recv_req"),
-    "sglang.srt.managers.scheduler:Scheduler.detach_hicache_storage_wrapped": ("self", "recv_req"),
-    "sglang.srt.managers.scheduler_components.flush_wrapper:SchedulerFlushWrapper.handle": (
-        "self",
-        "recv_req",
-    ),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
     "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (
@@ -328,14 +322,6 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "obj",
         "input_text",
         "input_ids",
-    ),
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request": (
-        "self",
-        "tokenized_obj",
-    ),
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_batch_request": (
-        "self",
-        "tokenized_objs",
     ),
     "sglang.srt.managers.io_struct:GenerateReqInput.normalize_batch_and_arguments": ("self",),
     "sglang.srt.managers.io_struct:GenerateReqInput": (
@@ -420,22 +406,6 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req", "is_rebootstrap"),
     "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender": ("self", "req"),
     f"{_UPDATER}.flush_cache_after_weight_update": ("self", "recv_req", "success", "message"),
-    "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter": ("self", "recv_req"),
-    "sglang.srt.managers.scheduler:Scheduler.load_lora_adapter_from_tensors": ("self", "recv_req"),
-    "sglang.srt.managers.scheduler:Scheduler.unload_lora_adapter": ("self", "recv_req"),
-    **{
-        f"{_UPDATER}.{method}": ("self", "recv_req")
-        for method in (
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-            "begin_weight_update",
-            "end_weight_update",
-            "release_memory_occupation",
-            "resume_memory_occupation",
-        )
-    },
 }
 
 

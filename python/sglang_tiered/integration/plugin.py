@@ -46,7 +46,7 @@ def register() -> None:
     _leave_interrupts_to_the_launcher()
     from sglang_tiered.integration import compat, hooks
     from sglang_tiered.integration.attention import reference, registration
-    from sglang_tiered.integration.cache import factory, host_size
+    from sglang_tiered.integration.cache import factory
     from sglang_tiered.integration.launch import accelerator
 
     compat.check_version()
@@ -66,9 +66,7 @@ def register() -> None:
 
         native_platform.prepare()
     compat.check_signatures()
-    host_size.reserve_for_tier()
-    factory.register()
-    hooks.register()
+    factory.register(hooks.register().build_cache)
 
 
 def _leave_interrupts_to_the_launcher() -> None:

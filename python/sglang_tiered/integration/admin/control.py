@@ -48,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """Answers the tiers' control messages in one scheduler process and purges tenants.
-
-    ``hooks`` registers its methods ``after_*`` and ``around_*``, with the signatures that SGLang's
-    hooks have.
-    """
+    """Answers the tiers' control messages in one scheduler process and purges tenants."""
 
     def __init__(self) -> None:
         self._purges: PendingRequests[list[Future[bool]]] = PendingRequests()
@@ -65,6 +61,7 @@ class Control:
         self._listings = Listings(self._reporter)
         self._scheduler: Any = None  # of this process
         self._cache: TieredRadixCache | None = None  # of that scheduler
+        self.costs: CostPublisher | None = None  # of that cache, where anybody is told
         self._methods: dict[str, Method] = {
             "purge": self._purge_request,
             "tenants": self._report,
@@ -77,34 +74,36 @@ class Control:
             "prefetch": lambda _, *message: self._prefetches.answer(*message),
         }
 
-    def after_scheduler(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    def attach(self, scheduler: Any) -> None:
         """Apply the purges of other servers from now on, give requests keys that tell adapters
-        from users, and tell routers the costs."""
+        from users, and tell routers the costs. The scheduler is complete."""
         cache = scheduler.tree_cache
         self._scheduler = scheduler
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
             self._cache.hide_heard = partial(self._hide_heard, scheduler, cache)
-            _publish_costs(scheduler, self._cache)
+            self.costs = _publish_costs(scheduler, self._cache)
 
-    def around_message(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-        """Answer a control message of the tiers; pass on the others."""
-        if not recv_req.method.startswith(CONTROL_PREFIX):
-            return original(scheduler, recv_req)
+    @staticmethod
+    def is_ours(message: Any) -> bool:
+        """Whether a message to SGLang's debugger is one of the tiers."""
+        return bool(message.method.startswith(CONTROL_PREFIX))
+
+    def reply(self, scheduler: Any, message: Any) -> None:
+        """Answer a control message of the tiers."""
         from sglang.srt.managers.io_struct import DumperControlReqOutput
 
         try:
-            answer = self._answer(scheduler, recv_req.method, recv_req.body)
+            answer = self._answer(scheduler, message.method, message.body)
             reply = DumperControlReqOutput(success=True, response=[answer])
         except Exception as error:
             logger.exception(
-                "internal error while answering %s; the caller gets its text", recv_req.method
+                "internal error while answering %s; the caller gets its text", message.method
             )
             reply = DumperControlReqOutput(success=False, response=[], error=str(error))
-        scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
-        return None
+        scheduler.ipc_channels.send_to_tokenizer.send_output(reply, message)
 
-    def before_rest(self, *_: Any) -> None:
+    def rest(self) -> None:
         """Load nothing ahead: memory is to be emptied or the tiers to be detached, which SGLang
         does in an idle scheduler alone. Where nothing else is under way, wait until what was being
         loaded has ended, or SGLang would refuse at once."""
@@ -117,34 +116,32 @@ class Control:
         if scheduler.is_fully_idle(for_health_check=True, ignore_waiting=paused):
             wait_for_loads(cache, lambda: cache.has_loads_under_way)
 
-    def after_flush(self, flushed: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    def memory_was_flushed(self, scheduler: Any) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""
         cache = scheduler.tree_cache
-        if flushed and isinstance(cache, TieredRadixCache) and cache.hidden_tenants:
+        if isinstance(cache, TieredRadixCache) and cache.hidden_tenants:
             cache.hidden_tenants.release_all()
             _use_new_keys(scheduler, cache)  # a paused scheduler is flushed with requests waiting
 
-    def around_clear(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-        """Empty memory where SGLang would clear the storage; leave another's storage to SGLang."""
+    def clear(self, scheduler: Any) -> Any:
+        """Empty memory where SGLang would clear the storage, and return its answer; None where the
+        storage is another's."""
         cache = scheduler.tree_cache
         if not isinstance(cache, TieredRadixCache) or cache.storage is None:
-            return original(scheduler, recv_req)
+            return None
         from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
-        self.before_rest()
+        self.rest()
         return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
 
-    def before_idle(self, scheduler: Any) -> None:
+    def before_idle(self) -> None:
         """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
-        cache = scheduler.tree_cache
-        if isinstance(cache, TieredRadixCache) and cache.tiering is not None:
-            costs = cache.tiering.costs
-            if costs is not None:
-                costs.rests()
+        if self.costs is not None:
+            self.costs.rests()
 
-    def after_idle(self, _: Any, scheduler: Any) -> None:
-        """Reset a tree that holds purged nodes, once no request uses any. ``after_flush`` releases
-        the tenants: a flush may be refused, and then the nodes are still there."""
+    def after_idle(self, scheduler: Any) -> None:
+        """Reset a tree that holds purged nodes, once no request uses any. ``memory_was_flushed``
+        releases the tenants: a flush may be refused, and then the nodes are still there."""
         cache = scheduler.tree_cache
         if (
             isinstance(cache, TieredRadixCache)
@@ -184,7 +181,7 @@ class Control:
             self._purges[number] = self._purge(
                 scheduler, cache, conversations.erasure_of(number, tenant=tenant)
             )
-            self.after_idle(None, scheduler)
+            self.after_idle(scheduler)
         done, durable = conversations.progress(cache, self._purges[number])
         if conversations.is_detached(cache):
             del self._purges[number]  # the next request begins the purge again
@@ -232,17 +229,20 @@ class Control:
         return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
 
 
-def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> None:
+def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> CostPublisher | None:
     """Publish the costs of the scheduler that receives the requests of its replica: the other ranks
     take part in the same batches."""
     from sglang.srt.runtime_context import get_parallel
 
     place = get_parallel()
     if cache.tiering is None or place.attn_tp_rank or place.attn_cp_rank:
-        return
+        return None
     board = CostBoard.from_environment()
-    if board is not None:
-        cache.tiering.costs = CostPublisher(scheduler, cache, board, rank=place.dp_rank or 0)
+    if board is None:
+        return None
+    costs = CostPublisher(scheduler, cache, board, rank=place.dp_rank or 0)
+    cache.tiering.publish_costs = costs.publish_if_due
+    return costs
 
 
 def _log_erased(what: Erasure) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.durability import make_durable
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import Selector
@@ -73,19 +72,18 @@ def refused(why: str, status: int = 400) -> dict[str, Any]:
     return {"error": why, "status": status}
 
 
-def without_store() -> dict[str, Any]:
+def without_store(cache: TieredRadixCache) -> dict[str, Any]:
     """Return the answer where no storage is attached: 503 if there could be."""
-    return refused(DETACHED, 503) if _may_attach() else refused(NO_STORE)
+    return refused(DETACHED, 503) if _may_attach(cache) else refused(NO_STORE)
 
 
 def is_detached(cache: TieredRadixCache) -> bool:
     """Return whether an operator has detached this server's tiers."""
-    return cache.storage is None and _may_attach()
+    return cache.storage is None and _may_attach(cache)
 
 
-def _may_attach() -> bool:
-    config = TieredConfig.from_environment()
-    return config is not None and config.nvme is not None
+def _may_attach(cache: TieredRadixCache) -> bool:
+    return cache.config is not None and cache.config.nvme is not None
 
 
 def progress(cache: TieredRadixCache, under_way: Sequence[Future[bool]]) -> tuple[bool, bool]:
@@ -154,7 +152,7 @@ class Checkpoints:
         """Begin to make a conversation durable, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return without_store()
+            return without_store(cache)
         if number not in self._begun:
             if not names_prefix(body):  # a later question, and it was dropped
                 return refused("too many checkpoints at once; ask again", 503)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from sglang.srt.disaggregation.kv_events import uses_dynamo_format
 from sglang.srt.runtime_context import describe_kv_events_publisher, num_dp_ranks_of
 
-from sglang_tiered.config import TieredConfig, TierMode
+from sglang_tiered.config import TierMode
 from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.policy.server_costs import (
     DecodeLoad,
@@ -36,6 +36,7 @@ from sglang_tiered.storage.base import Health, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.cache.tiering import Tiering
@@ -160,7 +161,7 @@ class CostPublisher:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         assert cache.tiering is not None
-        config = TieredConfig.from_environment()
+        config = cache.config
         peers = None if config is None else config.peers
         nvme = None if config is None else config.nvme
         self._scheduler = scheduler

@@ -44,7 +44,7 @@ class Prefetches:
         """Begin to bring a conversation to host memory, or report how far that is."""
         storage, tiering = cache.storage, cache.tiering
         if storage is None:
-            return without_store()
+            return without_store(cache)
         if tiering is None:
             return refused(NOT_HERE)
         hints = tiering.hints

@@ -103,7 +103,7 @@ class Listings:
         """Begin a page, or go on with it."""
         storage = cache.storage
         if storage is None:
-            return without_store()
+            return without_store(cache)
         if number not in self._begun:
             tenant = tenant_of_body(cache, body)
             recents = _newest(cache.recent_requests.of_tenant(tenant), int(cache.page_size))

@@ -75,7 +75,7 @@ class Pins:
         that is."""
         storage = cache.storage
         if storage is None:
-            return without_store()
+            return without_store(cache)
         body = {"tier": Tier.NVME.value, **body}
         if number not in self._begun:
             if not names_prefix(body):  # a later question, and it was dropped
@@ -122,7 +122,7 @@ class Pins:
         """Let a pin go, of a conversation all its pins, or report how far that is."""
         storage = cache.storage
         if storage is None:
-            return without_store()
+            return without_store(cache)
         if number not in self._let_go:
             here, names = keepers(storage).values(), _stored_names(cache, body)
             has_any = any(keeper.has_pin(name) for keeper in here for name in names)

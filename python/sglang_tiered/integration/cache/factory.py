@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
@@ -14,28 +15,32 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.runtime_context import get_memory
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
 from sglang_tiered.integration.cache.host_size import SMALL_RATIO, is_small
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.names import CACHE_BACKEND
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    from sglang_tiered.config import TieredConfig
 
 __all__ = ["build", "register"]
 
 logger = logging.getLogger(__name__)
 
 
-def register() -> None:
+def register(build_cache: Callable[[TreeCacheBuildContext], BasePrefixCache]) -> None:
     """Register ``--radix-cache-backend tiered`` in this process. Idempotent."""
     if CACHE_BACKEND not in registered_radix_cache_backends():
-        register_radix_cache_backend(CACHE_BACKEND, build)
+        register_radix_cache_backend(CACHE_BACKEND, build_cache)
 
 
-def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """Build the cache for SGLang's factory; without an ordinary host tier, SGLang's own."""
+def build(ctx: TreeCacheBuildContext, config: TieredConfig | None) -> BasePrefixCache:
+    """Build the cache for SGLang's factory; without an ordinary host tier, SGLang's own.
+    ``config``: of our launcher."""
     memory = get_memory()
     is_pure_swa = ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0
     if (
@@ -47,9 +52,9 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         or not ctx.enable_hierarchical_cache
     ):
         return default_radix_cache_factory(ctx)
-    config, params = TieredConfig.from_environment(), ctx.params
+    params = ctx.params
     is_ours = config is not None and config.nvme is not None and params.pp_size == 1
-    if is_ours and memory.hicache_write_policy == "write_through" and is_small(params):
+    if is_ours and memory.hicache_write_policy == "write_through" and is_small(params, config):
         least = f"{SMALL_RATIO * 100:.0f}% of device memory"
         if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
             logger.warning(
@@ -65,4 +70,5 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
                 "NVMe has them, and what the device gives up comes back from NVMe.",
                 least,
             )
-    return create_unified_radix_cache(ctx, cache_class=TieredRadixCache)
+    cache_class: Any = partial(TieredRadixCache, config=config)
+    return create_unified_radix_cache(ctx, cache_class=cache_class)

@@ -18,6 +18,7 @@ from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+from sglang_tiered.integration.identity.tenants import HiddenTenants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,7 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def __init__(self, params: CacheInitParams) -> None:
         self.hidden_pages = HiddenPages()
+        self.hidden_tenants = HiddenTenants()
         self.promised: HostLocks[CacheRequestHandle] = HostLocks(self)  # see ``decode_loads``
         # Nodes with the span of their tokens, which a split changes, and the version that they
         # were looked through at.

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-from sglang_tiered.integration.cache.host_locks import LockingCache
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["CopyingCache", "HostCopies"]
+__all__ = ["HostCopies"]
 
 MAX_COPIES_PER_STEP = 4
 """Of the copies that were skipped."""
@@ -34,35 +33,13 @@ MAX_REMEMBERED = 4096
 MAX_PAUSE_STEPS = 64
 
 
-class CopyingCache(LockingCache, Protocol):
-    """The part of the cache that this uses. All but the last three are SGLang's."""
-
-    tree_core: Any
-    cache_controller: Any
-    ongoing_write_through: Mapping[int, Any]
-    ongoing_backup: Mapping[int, Any]
-    ongoing_prefetch: Mapping[Any, Any]
-
-    @property
-    def has_small_host(self) -> bool:
-        """Whether copies of what the device holds give way in the host tier."""
-        ...
-
-    @property
-    def decides_alone(self) -> bool: ...
-
-    def begin_copy(self, action: BackupKV) -> int:
-        """Have SGLang copy nodes to host memory; return how many tokens of the last one."""
-        ...
-
-
 class HostCopies:
     """Keeps track of one cache's host copies. ``patience_s``: how long a request's load may be kept
     waiting and still gain; ``waiting_stores``: nodes that wait for their store."""
 
     def __init__(
         self,
-        cache: CopyingCache,
+        cache: HidingCache,
         *,
         patience_s: Callable[[Any], float],
         waiting_stores: Callable[[], Iterable[int]],

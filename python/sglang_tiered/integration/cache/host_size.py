@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import TieredConfig, format_bytes
+from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from sglang_tiered.config import TieredConfig
+
 __all__ = [
     "MIN_TOKENS",
     "around_auto_size",
-    "around_ranks_per_host",
     "check_asked_size",
     "check_host_bytes",
     "is_small",
@@ -41,13 +42,13 @@ SMALL_RATIO = 5 / 4
 of what the device holds."""
 
 
-def is_small(params: Any) -> bool:
+def is_small(params: Any, config: TieredConfig | None) -> bool:
     """Whether the host tier to come is smaller than ``SMALL_RATIO`` of the device pool. Answers the
     same on all ranks. ``params`` are those of SGLang's cache, once SGLang has sized the tier."""
     from sglang.srt.runtime_context import get_memory
 
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    config, memory = TieredConfig.from_environment(), get_memory()
+    memory = get_memory()
     if config is not None and config.host_bytes_per_rank is not None:
         host_bytes: float = config.host_bytes_per_rank
     elif memory.hicache_size > 0:
@@ -106,20 +107,12 @@ def around_auto_size(
     return original(params, draft_plan, enabled=enabled)
 
 
-def around_ranks_per_host(original: Callable[[], int]) -> int:
-    """Wrap ``pool_host.base.ranks_per_host``, which does not count the replicas of ``--dp-size``:
-    each would size its host tier by the whole machine's memory."""
-    config = TieredConfig.from_environment()
-    return original() if config is None else config.num_ranks
-
-
-def reserve_for_tier() -> None:
+def reserve_for_tier(config: TieredConfig) -> None:
     """Keep free what an NVMe tier in memory (``--tier-dir`` on a tmpfs) may still take, beside what
     SGLang keeps free. Once in a process."""
     from sglang.srt.mem_cache.pool_host import base
 
-    config = TieredConfig.from_environment()
-    if config is not None and config.nvme is not None:
+    if config.nvme is not None:
         base.HICACHE_HOST_MEMORY_RESERVE_BYTES += config.nvme.memory_bytes
 
 

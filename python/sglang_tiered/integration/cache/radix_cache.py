@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache import small_host_core
 from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
 from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
@@ -49,7 +48,7 @@ from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
-from sglang_tiered.integration.identity.tenants import SECRET_BITS, HiddenTenants
+from sglang_tiered.integration.identity.tenants import SECRET_BITS
 from sglang_tiered.integration.observe.requests.stories import open_notes
 from sglang_tiered.integration.ranks.rank_consensus import (
     RankAgreement,
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
+    from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.storage.base import Erasure
 
@@ -89,15 +89,16 @@ logger = logging.getLogger(__name__)
 class TieredRadixCache(HidingCache):
     """See the module docstring. Owned by the scheduler, used on its thread only."""
 
+    config: TieredConfig | None = None
     tiering: Tiering | None = None
     _observer: TierObserver | None = None
     _is_quiescing = False
-    session_flushes = False  # whether a call of this session of weight updates wanted a flush
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     hide_heard: Callable[[Sequence[Erasure]], object] | None = None  # once there is a scheduler
 
-    def __init__(self, params: CacheInitParams) -> None:
-        self.hidden_tenants = HiddenTenants()
+    def __init__(self, params: CacheInitParams, config: TieredConfig | None = None) -> None:
+        """``config``: of our launcher; None where another started this process."""
+        self.config = config
         self.recent_requests = RecentRequests()  # for queries by a request's id
         self._loads_under_way = LoadsUnderWay()
         use_unmarked_core(params)
@@ -106,7 +107,7 @@ class TieredRadixCache(HidingCache):
         self.decides_alone = self.pp_size == 1 and not groups_of(self)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
-        config = TieredConfig.from_environment()
+        config = self.config
         if config is not None and config.host_bytes_per_rank is not None:
             self._size_host_tier(config.host_bytes_per_rank, params)
         check_asked_size(
@@ -125,12 +126,13 @@ class TieredRadixCache(HidingCache):
             return
         storage.use_hidden(self.hidden_pages)
         if self.pp_size == 1:
-            self.tiering = self._make_tiering(storage, config)
+            self.tiering = self._make_tiering(storage)
         else:
             remove_list(storage.notes)
         self._observer = TierObserver(self, storage, params, exports=exports)
 
-    def _make_tiering(self, storage: TieredStorage, config: TieredConfig | None) -> Tiering:
+    def _make_tiering(self, storage: TieredStorage) -> Tiering:
+        config = self.config
         nvme = None if config is None else config.nvme
         always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
         planner = make_planner(self, storage, always=always)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.policy.residents import ResidentSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
 __all__ = ["Residents"]
-
-
-class ResidentCache(LockingCache, Protocol):
-    """The part of SGLang's cache that this uses."""
-
-    tree_core: Any
 
 
 class Residents:
@@ -28,7 +24,7 @@ class Residents:
     """
 
     def __init__(
-        self, cache: ResidentCache, capacity: int, cost_of: Callable[[int, str, int], float]
+        self, cache: UnifiedRadixCache, capacity: int, cost_of: Callable[[int, str, int], float]
     ) -> None:
         self._core = cache.tree_core
         self._set: ResidentSet[str] = ResidentSet(capacity)

@@ -21,23 +21,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.host_locks import HostLocks, LockingCache
+from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
 
-__all__ = ["Spiller", "SpillingCache"]
+__all__ = ["Spiller"]
 
 STORES_S_PER_STEP = 5e-4
 """How long a step may take to begin stores, about 55 us each, and as long to look up those that
@@ -64,37 +65,6 @@ locks any."""
 RETRY_S, RETRY_GROWTH, MAX_RETRIES, MAX_REMEMBERED = 5.0, 4, 3, 4096
 
 
-class SpillingCache(LockingCache, Protocol):
-    """The part of the cache that the spiller uses. All but the last five are SGLang's."""
-
-    tree_core: Any
-    tree_components: Sequence[Any]
-    ongoing_backup: Collection[int]
-    ongoing_prefetch: Collection[Any]
-    token_to_kv_pool_allocator: Any
-
-    def inc_lock_ref(self, node_id: int) -> Any: ...
-    def dec_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
-
-    @property
-    def has_small_host(self) -> bool: ...
-    @property
-    def decides_alone(self) -> bool: ...
-
-    def tenant_of(self, node_id: int) -> bytes:
-        """Return whose pages a node holds."""
-        ...
-
-    def is_erased(self, node_id: int) -> bool:
-        """Whether a node's tenant or a page of it was erased, and the node is perhaps not
-        out of the tree yet."""
-        ...
-
-    def begin_store(self, node_id: int) -> int | None:
-        """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
-        ...
-
-
 class Spiller:
     """Stores the dirty nodes of one cache. Its ``SpillQueue`` says what is under way; its own
     tables hold locks, and nodes that were dropped and may be offered again.
@@ -105,7 +75,7 @@ class Spiller:
 
     def __init__(
         self,
-        cache: SpillingCache,
+        cache: HidingCache,
         copies: HostCopies,
         budget: HostBudget,
         *,
@@ -310,7 +280,7 @@ class Spiller:
         )
         if needs_device and not cache.decides_alone and self._locks_too_much():
             return None
-        operation = cache.begin_store(node_id)
+        operation: int | None = cache.begin_store(node_id)
         if operation is not None and needs_device:
             self._device_locks[operation] = node_id, cache.inc_lock_ref(node_id).to_dec_params()
         return operation

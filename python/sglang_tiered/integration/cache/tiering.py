@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
+from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
 from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
-from sglang_tiered.integration.cache.host_copies import CopyingCache, HostCopies
+from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
 from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
-from sglang_tiered.integration.cache.spiller import Spiller, SpillingCache
+from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.cache.timing.waits import AdmissionWaits
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.identity.hidden_pages import HiddenPages
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
@@ -50,28 +50,9 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.host_budget import HostBudget
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["PublishesCosts", "TierObserver", "TieredCache", "Tiering", "stats_of"]
+__all__ = ["TierObserver", "Tiering", "stats_of"]
 
 MIN_COST_S = 1e-6
-
-
-class TieredCache(LoadAheadCache, CopyingCache, SpillingCache, Protocol):
-    """The part of the cache that ``Tiering`` and its parts use."""
-
-    ongoing_backup: dict[int, Any]
-    ongoing_prefetch: dict[Any, Any]
-    hide_heard: Callable[[Sequence[Erasure]], object] | None
-    hidden_pages: HiddenPages
-
-
-class PublishesCosts(Protocol):
-    """Tells routers what loads and prefills cost here."""
-
-    def publish_if_due(self, expected_s: float = 0.0) -> None: ...
-
-    def rests(self) -> None: ...
-
-    def take(self) -> Any: ...
 
 
 class Tiering:
@@ -80,7 +61,7 @@ class Tiering:
 
     def __init__(
         self,
-        cache: TieredCache,
+        cache: HidingCache,
         storage: TieredStorage,
         planner: LoadPlanner[CacheRequestHandle],
         agreement: RankAgreement,
@@ -138,7 +119,9 @@ class Tiering:
         self.waits = AdmissionWaits(clock)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
-        self.costs: PublishesCosts | None = None  # once there is a scheduler, if anybody is told
+        # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
+        # is one, if anybody is told.
+        self.publish_costs: Callable[[float], None] | None = None
         storage.use_planner(planner)
         storage.use_meters(notes.meter_of)
         if cache.has_small_host:
@@ -187,7 +170,7 @@ class Tiering:
         if planned.num_back:
             self.returns.begin(planned, self.loads.expect)
             return None
-        result = self._cache.begin_load(planned.call)
+        result: bool | None = self._cache.begin_load(planned.call)
         self.loads.begun(planned)
         return result
 
@@ -294,8 +277,8 @@ class Tiering:
         expected_s = prefill.prices[0] + sum(prefill.seconds(*span) for span in spans)
         self.work.launched(expected_s, now)
         self.loads.declined.expect_prices()
-        if self.costs is not None:
-            self.costs.publish_if_due(expected_s)
+        if self.publish_costs is not None:
+            self.publish_costs(expected_s)
 
     def prefill_ended(self, now: float) -> None:
         """Note the end of the first prefill batch that was launched and has not ended."""
@@ -348,8 +331,8 @@ class Tiering:
         storage, hide = self._cache.storage, self._cache.hide_heard
         if self._cache.hidden_pages.are_too_many and hide is not None:
             hide(())
-        if self.costs is not None:
-            self.costs.publish_if_due()
+        if self.publish_costs is not None:
+            self.publish_costs(0.0)
         self.loads.step()
         self.returns.step()
         self.copies.note_room()

@@ -1,4 +1,5 @@
-"""The hooks into SGLang's admission by which a request meets its back, which ``Returns`` loads."""
+"""``Yielding``: the hooks into SGLang's admission by which a request meets its back, which
+``Returns`` loads."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
 
 if TYPE_CHECKING:
@@ -20,33 +20,12 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.returns import Returns
 
-__all__ = ["SegmentFilter", "register"]
-
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+__all__ = ["SegmentFilter", "Yielding"]
 
 MAX_PASSED = 8
 """Requests that others may pass in one pass, since a chunk of theirs would be the second one."""
 
 logger = logging.getLogger(__name__)
-
-
-def register() -> None:
-    """Register the hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooks = Yielding()
-    for target, hook, kind in (
-        (f"{_SCHEDULER}._prefetch_kvcache", hooks.before_prefetch, HookType.BEFORE),
-        (f"{_SCHEDULER}.stash_chunked_request", hooks.after_stash, HookType.AFTER),
-        (f"{_ADDER}._select_prefill_admission", hooks.around_select, HookType.AROUND),
-        (f"{_ADDER}.add_chunked_req", hooks.around_add_chunked, HookType.AROUND),
-        (f"{_ADDER}._commit_prefill_admission", hooks.after_commit, HookType.AFTER),
-    ):
-        HookRegistry.register(target, hook, kind)
-    log = logging.getLogger("sglang.srt.mem_cache.unified_radix_cache")
-    if not any(isinstance(existing, SegmentFilter) for existing in log.filters):
-        log.addFilter(SegmentFilter())
 
 
 class SegmentFilter(logging.Filter):
@@ -83,7 +62,7 @@ def _reason_against(scheduler: Any) -> str | None:
 
 def _is_on(scheduler: Any) -> bool:
     """Whether the operator wants prefixes to be computed from both ends, and the server can."""
-    config = TieredConfig.from_environment()
+    config = scheduler.tree_cache.config
     if config is None or config.nvme is None or not config.nvme.both_ends:
         return False
     reason = _reason_against(scheduler)
@@ -135,11 +114,8 @@ class Yielding:
         self._adder: Callable[[], Any] = lambda: None  # of this pass
         self._num_waiting = 0  # that it passed over
 
-    def before_prefetch(self, scheduler: Any, req: Any, *_: Any) -> None:
+    def comes(self, scheduler: Any, req: Any, returns: Returns) -> None:
         """Allow the request whose load is planned next."""
-        returns = _returns_of(scheduler.tree_cache)
-        if returns is None:
-            return
         if self._is_on is None:
             self._is_on = _is_on(scheduler)
         returns.comes(

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sglang_tiered.config import GiB, MiB, TieredConfig, format_bytes
+from sglang_tiered.config import GiB, MiB, format_bytes
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import MIN_TOKENS, least_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sglang_tiered.config import TieredConfig
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,9 @@ def token_bytes(model: Any, kv_cache_dtype: str) -> int:
     return int(model.num_hidden_layers * elements * itemsize)
 
 
-def around_profile(original: Callable[..., int], configurator: Any, _: float) -> int:
+def around_profile(
+    original: Callable[..., int], configurator: Any, config: TieredConfig | None
+) -> int:
     """Return the bytes of this rank's device pool
     (``KVCacheConfigurator._profile_available_bytes``).
 
@@ -169,7 +173,6 @@ def around_profile(original: Callable[..., int], configurator: Any, _: float) ->
 
     gc.collect()
     allocatable = least_of_ranks(allocatable_bytes())
-    config = TieredConfig.from_environment()
     num_ranks = ranks_per_host()
     budget = device_pool_bytes(
         allocatable,

@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_lora, get_serving
 
-from sglang_tiered.config import TieredConfig, TransferConfig
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered.integration.disaggregation import kv_pools
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from sglang_tiered.config import TieredConfig
     from sglang_tiered.transfer.decode.sessions import Address
 
 __all__ = [
@@ -122,12 +123,12 @@ logger = logging.getLogger(__name__)
 
 
 def make_manager(
-    args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    config: TieredConfig | None, args: Any, mode: Any, server_args: Any, is_mla: bool | None = False
 ) -> PrefillKVManager | DecodeKVManager:
-    """The KV manager of this role. SGLang's bootstrap and preallocation queues make it."""
+    """The KV manager of this role. SGLang's queues make it, of all but the first argument."""
     check_signatures(SIGNATURES)
     role = DecodeKVManager if mode == DisaggregationMode.DECODE else PrefillKVManager
-    return role(args, mode, server_args, is_mla_backend)
+    return role(config, args, mode, server_args, is_mla)
 
 
 class KVManagerRole:
@@ -153,10 +154,10 @@ class KVManagerRole:
     bootstrap_host: str
     local_ip: str
 
-    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
-        config = TieredConfig.from_environment()
+    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
+        args, _, server_args, is_mla = of_sglang
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
-        self._layout = kv_pools.layout_of(args, server_args, is_mla_backend, self._transfer.codec)
+        self._layout = kv_pools.layout_of(args, server_args, is_mla, self._transfer.codec)
         device = kv_pools.device_of(args)
         self._memories = kv_pools.memories_of(args, device)
         self.has_streams = device != "cpu"
@@ -165,7 +166,7 @@ class KVManagerRole:
         self._exporter: MetricsExporter | None = None
         self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
-        super().__init__(args, mode, server_args, is_mla_backend)  # type: ignore[call-arg]
+        super().__init__(*of_sglang)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         self.adapters = HandedAdapters(digests_directory(config), get_lora().lora_paths)
         self._hand = partial(
@@ -255,8 +256,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: PrefillEndpoint
 
-    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
-        super().__init__(args, mode, server_args, is_mla_backend)
+    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
+        super().__init__(config, *of_sglang)
         self.handed = self._hand(self.endpoint.set_model)
 
     def end_rooms(self, reason: str) -> None:
@@ -344,8 +345,8 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: DecodeEndpoint
 
-    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None) -> None:
-        super().__init__(args, mode, server_args, is_mla_backend)
+    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
+        super().__init__(config, *of_sglang)
         self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
         self.endpoint = DecodeEndpoint(
             server=self.server,
@@ -593,7 +594,6 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
 
 
 CLASSES = {
-    "manager": make_manager,
     "sender": ZmqKVSender,
     "receiver": ZmqKVReceiver,
     "bootstrap_server": CommonKVBootstrapServer,

@@ -6,8 +6,9 @@ is made of the number, of what is asked and of the sample: every sample has one 
 clients who draw the same number meet only if they ask for the same, whose KV is the same too. That
 is not relied on: the ends of a room compare digests of their tokens (``tokens_of``).
 
-In the process that tokenizes. The room leaves the same remainder as the client's number by every
-number of replicas up to 16: SGLang finds a request's replica by it, and so may a router.
+The room leaves the same remainder as the client's number by every number of replicas up to 16:
+SGLang finds a request's replica by it, and so may a router. It is made where a request is
+tokenized; what the ends of a handoff are told is of the scheduler's process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -22,14 +24,20 @@ from sglang.srt.runtime_context import get_disagg
 
 from sglang_tiered.integration.identity.media_hashes import HASHES
 from sglang_tiered.integration.names import TRANSFER_BACKEND
-from sglang_tiered.transfer.messages import TOKENS_BYTES
+from sglang_tiered.transfer.messages import (
+    TOKENS_BYTES,
+    Asked,
+    is_other_model,
+    is_other_prompt,
+)
 
 __all__ = [
     "NUM_ROOMS",
     "SampleRooms",
     "after_tokenizing",
-    "before_batch",
-    "before_sending",
+    "before_abort",
+    "before_dispatch",
+    "before_handoff",
     "check_rooms",
     "room_of_recompute",
     "tokens_of",
@@ -96,7 +104,7 @@ def _problem_of(request: Any, name: str, kind: type, limit: int, wanted: str) ->
     return None
 
 
-def after_tokenizing(tokenized: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
+def after_tokenizing(tokenized: Any, request: Any) -> None:
     """Note what a request asks for, of which its rooms are made when it is sent. Raises
     ``ValueError`` for a prompt without a token, which has no KV to hand over: it ends both
     schedulers."""
@@ -139,21 +147,37 @@ def _rooms_of(number: int, lora_name: Any, media: Iterable[Any], tokens: Any) ->
     return SampleRooms(number, asked)
 
 
-def before_sending(_: Any, tokenized: Any) -> None:
-    """Give a request, or one sample of it, a room of its own."""
-    _take_room(tokenized)
+def before_dispatch(_: Any, message: Any) -> None:
+    """Give a request that is sent to the schedulers, or each of a batch, a room of its own."""
+    for tokenized in getattr(message, "batch", None) or (message,):
+        number = getattr(tokenized, "bootstrap_room", None)
+        if isinstance(number, SampleRooms):
+            tokenized.bootstrap_room = number.take()
 
 
-def before_batch(_: Any, tokenized: Any) -> None:
-    """The same for a list of requests."""
-    for one in tokenized:
-        _take_room(one)
+def before_handoff(queue: Any, req: Any, *_: Any, is_rebootstrap: bool = False, **__: Any) -> None:
+    """Tell the end of a handoff, which SGLang makes next, which adapter and tokens its request
+    has. On the scheduler's thread."""
+    if queue.transfer_backend.value != TRANSFER_BACKEND:
+        return
+    manager = queue.kv_manager
+    manager.arriving = Asked(manager.adapters.digest_of(req.lora_id), tokens_of(req))
+    manager.recompute = {}
+    if is_rebootstrap:
+        name = manager.adapters.name_of(req.lora_id)
+        manager.recompute = {"bootstrap_room": req.bootstrap_room, "lora_path": name}
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        req.bootstrap_room = room_of_recompute(req.bootstrap_room, name, tokens)
 
 
-def _take_room(tokenized: Any) -> None:
-    number = getattr(tokenized, "bootstrap_room", None)
-    if isinstance(number, SampleRooms):
-        tokenized.bootstrap_room = number.take()
+def before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:
+    """Answer 503 for a pair of unequal models, as another pair may serve the request, and 400 for
+    unequal prompts."""
+    if is_other_model(error_message):
+        status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    elif is_other_prompt(error_message):
+        status_code = HTTPStatus.BAD_REQUEST
+    return (req, error_message, status_code), {}
 
 
 def _is_apart() -> bool:

@@ -18,7 +18,7 @@ MAX_ID_BYTES = 512
 _ACTION, _VERSION = "sglang_tiered.conversation", "1"
 
 
-def after_tokenizing(tokenized: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
+def after_tokenizing(tokenized: Any, request: Any) -> None:
     """Hand on the id of a request that has one. In the process that tokenizes."""
     from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 

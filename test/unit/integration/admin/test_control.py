@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput, DumperControlReqInput
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -16,13 +17,13 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_tiered.config import TieredConfig
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
+from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import keep, promise
 
@@ -52,7 +53,7 @@ class Scheduler:
         self.tree_cache.hidden_pages = HiddenPages()
         storage = SimpleNamespace(erase=self.erase)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
-        self.control.after_scheduler(None, self)
+        self.control.attach(self)
 
     def erase(self, what: Erasure) -> Future[bool]:
         assert what.keys is None
@@ -68,7 +69,8 @@ class Scheduler:
         """SGLang's own look at whether it may, and the hook behind it."""
         flushed = self.is_fully_idle() and not self.refuses_flushes
         self.num_flushes += flushed
-        self.control.after_flush(flushed, self)
+        if flushed:
+            self.control.memory_was_flushed(self)
         return flushed
 
 
@@ -91,7 +93,7 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
     scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
     message = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": number, **body})
-    scheduler.control.around_message(lambda *_: None, scheduler, message)
+    scheduler.control.reply(scheduler, message)
     (answer,) = sent[0].response
     assert sent[0].success
     return answer
@@ -121,11 +123,11 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> No
     new = receive(scheduler, request("a"))
     assert new.extra_key == waiting.extra_key
     assert purged.is_hidden("a", None)
-    scheduler.control.after_idle(None, scheduler)
+    scheduler.control.after_idle(scheduler)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    scheduler.control.after_idle(None, scheduler)
-    scheduler.control.after_idle(None, scheduler)
+    scheduler.control.after_idle(scheduler)
+    scheduler.control.after_idle(scheduler)
     assert scheduler.num_flushes == 1
     assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
@@ -174,7 +176,7 @@ def test_refused_flush_leaves_the_tenant_hidden(
     new = receive(scheduler, request("a"))
     assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
     scheduler.refuses_flushes = False
-    scheduler.control.after_idle(None, scheduler)
+    scheduler.control.after_idle(scheduler)
     assert scheduler.num_flushes == 1
     assert not purged
 
@@ -183,7 +185,7 @@ def hook_requests(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> None:
     """Hook SGLang's requests as in a server of this scheduler."""
     assert hasattr(Req.__init__, "__wrapped__"), "the plugin hooks it"
     control = getattr(scheduler, "control", None) or Control()
-    control.after_scheduler(None, scheduler)
+    control.attach(scheduler)
     hooked = _wrap_fn(unwrap(Req.__init__), control.after_request, HookType.AFTER)
     monkeypatch.setattr(Req, "__init__", hooked)
 
@@ -296,9 +298,8 @@ def test_purge_of_a_detached_tier_is_an_error(
     monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
 ) -> None:
     """Attached again, the tier would serve what its owner was told is gone."""
-    config = SimpleNamespace(nvme=object())
-    monkeypatch.setattr(TieredConfig, "from_environment", lambda: config)
     scheduler = Scheduler(idle=False)
+    monkeypatch.setattr(scheduler.tree_cache, "config", SimpleNamespace(nvme=object()))
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
     for _ in range(2):
@@ -342,7 +343,7 @@ def test_what_others_erased_is_hidden_in_memory(
     purged: HiddenTenants,
 ) -> None:
     scheduler = Scheduler(idle=False)
-    scheduler.control.after_scheduler(None, scheduler)
+    scheduler.control.attach(scheduler)
     assert scheduler.tree_cache.hide_heard is not None
     scheduler.tree_cache.hide_heard([Erasure(tenant=A, spread=False)])
     assert not scheduler.purges, "the tiers have done it, by the name that its servers know"
@@ -351,15 +352,14 @@ def test_what_others_erased_is_hidden_in_memory(
     assert purged.is_hidden("a", None)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    scheduler.control.after_idle(None, scheduler)
+    scheduler.control.after_idle(scheduler)
     assert scheduler.num_flushes == 1
     assert not purged
 
 
-@pytest.mark.parametrize("flushed", [True, False])
-def test_a_flush_never_empties_nvme(flushed: bool) -> None:
+def test_a_flush_never_empties_nvme() -> None:
     scheduler = Scheduler(idle=True)
-    scheduler.control.after_flush(flushed, scheduler)
+    scheduler.control.memory_was_flushed(scheduler)
     assert not scheduler.purges
 
 
@@ -371,36 +371,40 @@ def test_reset_after_a_purge_keeps_other_tenants() -> None:
 
 def test_sglangs_clear_empties_memory_and_no_tier() -> None:
     """It reached this server's NVMe, the bucket and every other server."""
-
-    def original(*_: Any) -> None:
-        raise AssertionError("SGLang's way clears the storage")
-
-    scheduler = Scheduler(idle=False)
-    assert scheduler.control.around_clear(original, scheduler, None).success is False
+    passed: list[Any] = []
+    scheduler: Any = Scheduler(idle=False)
+    scheduler._request_dispatcher = passed.append
+    messages, clear = SchedulerMessages(scheduler, scheduler.control), ClearHiCacheReqInput()
+    assert messages(clear).success is False
     scheduler.idle = True
-    assert scheduler.control.around_clear(original, scheduler, None).success is True
+    assert messages(clear).success is True
     assert scheduler.num_flushes == 1
     assert (scheduler.purges, scheduler.told) == ({}, [])
-    other = SimpleNamespace(tree_cache=object())
-    assert scheduler.control.around_clear(lambda *each: each, other, None) == (other, None)
+    assert not passed, "SGLang's way clears the storage"
+    scheduler.tree_cache = object()
+    messages(clear)
+    assert passed == [clear], "of another's storage"
 
 
 def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     sent: list[Any] = []
+    passed: list[Any] = []
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
     scheduler = SimpleNamespace(
-        ipc_channels=SimpleNamespace(send_to_tokenizer=channel), tree_cache=object()
+        ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
+        tree_cache=object(),
+        _request_dispatcher=passed.append,
     )
-    passed: list[Any] = []
-    message = SimpleNamespace(method="reset", body={})
-    Control().around_message(lambda *each: passed.append(each), scheduler, message)
-    assert passed == [(scheduler, message)]
-    purge = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": "x"})
-    Control().around_message(lambda *each: passed.append(each), scheduler, purge)
+    messages = SchedulerMessages(scheduler, Control())
+    message = DumperControlReqInput(method="reset", body={})
+    messages(message)
+    assert passed == [message]
+    purge = DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x"})
+    messages(purge)
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache
     scheduler.tree_cache.cache_controller = None
-    Control().around_message(lambda *each: passed.append(each), scheduler, purge)
+    messages(purge)
     assert sent[1].success is False and len(passed) == 1
 
 
@@ -410,6 +414,6 @@ def test_paused_requests_get_plain_keys_after_a_flush(purged: HiddenTenants) -> 
     ask(scheduler, "busy", extra_key="a")
     first = scheduler.waiting_queue[0]
     assert first.extra_key != "a"
-    scheduler.control.after_flush(True, scheduler)
+    scheduler.control.memory_was_flushed(scheduler)
     assert not purged
     assert first.extra_key == "a"

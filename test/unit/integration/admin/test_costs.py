@@ -62,7 +62,7 @@ class Server:
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 5.0,
         )
-        cache.tiering.costs = self.publisher
+        cache.tiering.publish_costs = self.publisher.publish_if_due
 
     def read(self) -> RankCosts:
         (record,) = self.board.read(lambda: self.now)

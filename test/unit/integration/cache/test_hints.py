@@ -437,7 +437,7 @@ def test_hint_under_way_refuses_no_flush(
             hold()
 
     monkeypatch.setattr(hinting.hints, "end_all", end_and_read_on)
-    control.before_rest()
+    control.rest()
     assert cache.has_loads_under_way == others_run, "where a flush fails anyway nothing waits"
     assert hinting.poll() == {"error": module.EMPTIED, "status": 503}
 

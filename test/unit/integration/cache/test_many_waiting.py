@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -59,8 +60,20 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
 def asking(handle: CacheRequestHandle, **more: Any) -> Any:
     """What the hooks look at of SGLang's request."""
     return SimpleNamespace(
-        rid=handle.rid, cache_request_handle=handle, storage_prefetch_retry_attempts=0, **more
+        rid=handle.rid,
+        cache_request_handle=handle,
+        storage_prefetch_retry_attempts=0,
+        already_computed=0,
+        **more,
     )
+
+
+def scheduler_of(world: CacheWorld, **more: Any) -> Any:
+    """Of a server that computes no prefix from both ends."""
+    config = world.cache.config
+    nvme = msgspec.structs.replace(config.nvme, both_ends=False)
+    world.cache.config = msgspec.structs.replace(config, nvme=nvme)
+    return SimpleNamespace(tree_cache=world.cache, **more)
 
 
 def ask_all(world: CacheWorld) -> list[Any]:
@@ -278,13 +291,13 @@ def test_burst_of_returns_is_loaded(world: CacheWorld) -> None:
     cache = world.cache
     cache.tiering.loads._window = PrefetchWindow(2 * PAGE)
     world.disk.set()  # type: ignore[attr-defined]
-    scheduler = SimpleNamespace(tree_cache=cache, enable_priority_scheduling=False)
+    scheduler = scheduler_of(world, enable_priority_scheduling=False)
     reqs = [
         asking(CacheRequestHandle(f"r{number}", 0), number=number) for number in range(NUM_LOADS)
     ]
 
     def prefetch(req: Any) -> None:
-        hooks._before_prefetch(scheduler, req)
+        hooks.Hooks(on_cpu=True).before_prefetch(scheduler, req)
         world.asks(req.rid, prompt(req.number, 1))
 
     for req in reqs:
@@ -314,8 +327,8 @@ def test_load_with_no_attempt_left_waits_for_none(world: CacheWorld) -> None:
     world.asks("first", prompt(0, 1))
     req = asking(CacheRequestHandle("spent", 0))
     req.storage_prefetch_retry_attempts = 8
-    scheduler = SimpleNamespace(tree_cache=world.cache, enable_priority_scheduling=False)
-    hooks._before_prefetch(scheduler, req)
+    scheduler = scheduler_of(world, enable_priority_scheduling=False)
+    hooks.Hooks(on_cpu=True).before_prefetch(scheduler, req)
     assert world.cache.load_has_ended(world.asks("spent", prompt(1, 1)))
 
 
@@ -338,13 +351,13 @@ def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
     first = world.asks("first", prompt(0, 1))
     requests = []
     for number, priority in enumerate([1, 5, 3], start=1):
-        scheduler = SimpleNamespace(
-            tree_cache=world.cache,
+        scheduler = scheduler_of(
+            world,
             enable_priority_scheduling=True,
             policy=SimpleNamespace(priority_sign=-1),
         )
         handle = CacheRequestHandle(f"r{priority}", 0)
-        hooks._before_prefetch(scheduler, asking(handle, priority=priority))
+        hooks.Hooks(on_cpu=True).before_prefetch(scheduler, asking(handle, priority=priority))
         requests.append(world.asks(handle.rid, prompt(number, 1)))
     world.disk.set()  # type: ignore[attr-defined]
     admit(world, first)

@@ -50,7 +50,7 @@ class BusyServer:
             is_fully_idle=lambda: False,
             disaggregation_mode=DisaggregationMode.NULL,
         )
-        self.control.after_scheduler(None, self.scheduler)
+        self.control.attach(self.scheduler)
         self.num_asked = 0
 
     def key(self, tokens: array[int], extra_key: str | None = None) -> RadixKey:

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
+    UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
@@ -24,6 +25,7 @@ from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.planned_hits import Prefetch
+from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,48 +170,58 @@ def begin_backlog(cache: Any) -> Disk:
     return disk
 
 
-def updater_of(cache: Any, calls: list[str]) -> Any:
-    """SGLang's, which ends the scheduler if something is under way."""
+class Server:
+    """SGLang's scheduler, which ends if something is under way as its memory is to be emptied."""
 
-    def is_fully_idle(ignore_waiting: bool = False) -> bool:
-        at_work = (cache.ongoing_backup, cache.ongoing_write_through, cache.ongoing_prefetch)
-        return hooks._after_is_fully_idle(
-            not any(at_work), SimpleNamespace(tree_cache=cache), ignore_waiting=ignore_waiting
+    def __init__(self, cache: Any) -> None:
+        self.tree_cache = cache
+        self.calls: list[str] = []
+        self._engine_paused = False
+        self.weight_updater = SimpleNamespace(
+            _session=None,
+            memory_saver_adapter=SimpleNamespace(enabled=False),
+            offload_tags=set(),
         )
+        self.waiting_queue: list[Any] = []
+        self.disaggregation_mode = SimpleNamespace(value="null")
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.refuses_flushes = False
+        self._request_dispatcher: Any = self.dispatch
+        self.control = Control()
+        self.send = SchedulerMessages(self, self.control)
 
-    scheduler = SimpleNamespace(
-        tree_cache=cache,
-        _engine_paused=False,
-        is_fully_idle=is_fully_idle,
-        waiting_queue=[],
-        disaggregation_mode=SimpleNamespace(value="null"),
-        grammar_manager=SimpleNamespace(grammar_queue=[]),
-    )
-    return SimpleNamespace(
-        _session=None,
-        scheduler=scheduler,
-        memory_saver_adapter=SimpleNamespace(enabled=False),
-        offload_tags=set(),
-        calls=calls,
-    )
+    def is_fully_idle(self, ignore_waiting: bool = False) -> bool:
+        cache = self.tree_cache
+        at_work = (cache.ongoing_backup, cache.ongoing_write_through, cache.ongoing_prefetch)
+        return hooks._after_is_fully_idle(not any(at_work), self, ignore_waiting=ignore_waiting)
+
+    def flush_cache(self) -> bool:
+        if self.refuses_flushes:
+            return False
+        flush(self.tree_cache)
+        self.control.memory_was_flushed(self)
+        return True
+
+    def dispatch(self, message: Any) -> Any:
+        tags = self.weight_updater.offload_tags
+        if isinstance(message, ReleaseMemoryOccupationReqInput):
+            assert self.is_fully_idle(), "the scheduler has ended"
+            self.calls.append("released")
+            tags.update(message.tags)
+            flush(self.tree_cache)
+            return ReleaseMemoryOccupationReqOutput()
+        if isinstance(message, ResumeMemoryOccupationReqInput):
+            for tag in message.tags:
+                tags.remove(tag)
+            self.calls.append("resumed")
+            return ResumeMemoryOccupationReqOutput()
+        assert isinstance(message, UpdateWeightFromDiskReqInput)
+        self.calls.append("idle" if self.is_fully_idle() else "busy")
+        return SimpleNamespace(success=self.flush_cache())
 
 
-def release(updater: Any, request: Any) -> Any:
-    assert updater.scheduler.is_fully_idle(), "the scheduler has ended"
-    updater.calls.append("released")
-    updater.offload_tags.update(request.tags)
-    flush(updater.scheduler.tree_cache)
-    return ReleaseMemoryOccupationReqOutput()
-
-
-def resume(updater: Any, request: Any) -> Any:
-    for tag in request.tags:
-        updater.offload_tags.remove(tag)
-    updater.calls.append("resumed")
-    return ResumeMemoryOccupationReqOutput()
-
-
-KV = {"tags": ["kv_cache"]}
+RELEASE = {"tags": ["kv_cache"]}
+UPDATE = {"model_path": "new", "flush_cache": True}
 
 
 def test_memory_is_released_while_stores_are_under_way(
@@ -217,10 +229,10 @@ def test_memory_is_released_while_stores_are_under_way(
 ) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
-    updater = updater_of(cache, [])
-    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
-    hooks._around_resume(resume, updater, ResumeMemoryOccupationReqInput(**KV))
-    assert updater.calls == ["released", "resumed"]
+    server = Server(cache)
+    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    server.send(ResumeMemoryOccupationReqInput(**RELEASE))
+    assert server.calls == ["released", "resumed"]
     assert cache.storage.num_kept(keys_of(prompt(4))) == 0, "the backlog was waited for"
     store(cache, prompt(4))
 
@@ -229,35 +241,32 @@ def test_hanging_disk_refuses_a_release_of_memory(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
-    updater = updater_of(cache, [])
+    server = Server(cache)
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
-    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
-    hooks._around_resume(resume, updater, ResumeMemoryOccupationReqInput(**KV))
-    assert updater.calls == []
+    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    server.send(ResumeMemoryOccupationReqInput(**RELEASE))
+    assert server.calls == []
     disk.goes_on()
-    step(cache, updater.scheduler.is_fully_idle)
-    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
-    assert updater.calls == ["released"]
+    step(cache, server.is_fully_idle)
+    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    assert server.calls == ["released"]
     store(cache, prompt(4))
 
 
 def test_load_under_way_is_aborted_for_a_release(cache: Any, reading: Disk) -> None:
     ends_with_the_gate(cache, reading)
-    updater = updater_of(cache, [])
-    hooks._around_release(release, updater, ReleaseMemoryOccupationReqInput(**KV))
-    assert updater.calls == ["released"]
+    server = Server(cache)
+    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    assert server.calls == ["released"]
     store(cache, prompt(1))
 
 
 def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
-    updater = updater_of(cache, [])
-    request = SimpleNamespace(flush_cache=True)
-    hooks._before_weight_update(updater, request)
-    assert updater.scheduler.is_fully_idle()
-    flush(cache)  # as SGLang does once the weights are there
-    hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
+    server = Server(cache)
+    server.send(UpdateWeightFromDiskReqInput(**UPDATE))
+    assert server.calls == ["idle"]
     assert not cache.hidden_tenants
     store(cache, prompt(4))
 
@@ -266,18 +275,16 @@ def test_old_kv_after_a_refused_flush_matches_nothing(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
-    updater = updater_of(cache, [])
+    server = Server(cache)
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
-    request = SimpleNamespace(flush_cache=True)
-    hooks._before_weight_update(updater, request)
-    hooks._after_weight_update(SimpleNamespace(success=True), updater, request)
+    server.refuses_flushes = True
+    server.send(UpdateWeightFromDiskReqInput(**UPDATE))
+    assert server.calls == ["busy"]
     assert cache.hidden_tenants.key_of(None, None) is not None
     disk.goes_on()
-    step(cache, updater.scheduler.is_fully_idle)
-    updater.scheduler.flush_cache = lambda: flush(cache) or True
-    control = Control()
-    control.after_idle(None, updater.scheduler)
-    control.after_flush(True, updater.scheduler)
+    step(cache, server.is_fully_idle)
+    server.refuses_flushes = False
+    server.control.after_idle(server)
     assert not cache.hidden_tenants
     store(cache, prompt(4))
 

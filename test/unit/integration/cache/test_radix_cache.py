@@ -6,6 +6,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from platform_process import environment, run
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from small_cache import (
     PAGE,
@@ -21,8 +26,9 @@ from small_cache import (
 )
 
 from kit.waiting import eventually
-from sglang_tiered.integration import hooks
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
@@ -144,21 +150,29 @@ def test_pipeline_stage_refuses_to_attach_tiers_late(
 
 
 def test_nvme_takes_pages_after_a_session_of_updates(cache: Any) -> None:
+    updater = SimpleNamespace(_session=None)
+
+    def dispatch(message: Any) -> Any:
+        updater._session = None if isinstance(message, EndWeightUpdateReqInput) else message
+        return SimpleNamespace(success=True)
+
     scheduler = SimpleNamespace(
-        tree_cache=cache, _engine_paused=False, is_fully_idle=lambda ignore_waiting: True
+        tree_cache=cache,
+        weight_updater=updater,
+        _engine_paused=False,
+        is_fully_idle=lambda ignore_waiting: True,
+        _request_dispatcher=dispatch,
     )
-    updater = SimpleNamespace(scheduler=scheduler, _session=object())
-    done, request = SimpleNamespace(success=True), SimpleNamespace()
+    send = SchedulerMessages(scheduler, Control())
     store(cache, TOKENS)
-    hooks._after_begin(done, updater, request)
+    send(BeginWeightUpdateReqInput())
     assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
     compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
     settle(cache)
     assert cache.process_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
-    hooks._after_session_update(done, updater, request)
+    send(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], flush_cache=False))
     flush(cache)
-    updater._session = None
-    hooks._after_session_update(done, updater, request)
+    send(EndWeightUpdateReqInput())
     compute(cache, TOKENS)
     settle(cache)
     assert cache.storage.num_kept(keys_of(TOKENS)) == 4

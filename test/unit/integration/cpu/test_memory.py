@@ -108,7 +108,7 @@ def test_scheduler_refusal_is_one_sentence_and_code_2(zygotes: Zygotes, tmp_path
         "from sglang_tiered.integration import hooks\n"
         "def original(*_):\n"
         "    raise ConfigError('too small.')\n"
-        "hooks._around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
+        "hooks.Hooks(on_cpu=True).around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
     )
     process = zygotes.fork([str(script)], dict(os.environ), log)
     assert (process.wait(120), log.read_text()) == (2, "sglang-tiered: too small.\n")

@@ -45,7 +45,9 @@ DEADLINE_S = 30.0
 class Decode:
     """A decode instance's cache, and its queue of requests that wait for memory."""
 
-    def __init__(self, directory: Path, server_args: Any, page_size: int) -> None:
+    def __init__(
+        self, directory: Path, server_args: Any, config: TieredConfig, page_size: int
+    ) -> None:
         self.directory, self.page_size = directory, page_size
         pool = MHATokenToKVPool(
             DEVICE_TOKENS,
@@ -72,7 +74,7 @@ class Decode:
             page_size=page_size,
             tree_components=(ComponentType.FULL,),
         )
-        self.cache: Any = TieredRadixCache(params)
+        self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(server_args, params)
         self.queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
         self.queue.tree_cache = self.cache
@@ -184,14 +186,14 @@ def decode(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
         ),
     ):
-        decode = Decode(tmp_path / "kv", server_args, page_size)
+        decode = Decode(tmp_path / "kv", server_args, config, page_size)
         yield decode
         decode.cache.release_host_resources()
 
 
 def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
     _load_native_hash_module.cache_clear()
-    decode.cache._make_tiering(decode.cache.storage, TieredConfig.from_environment())
+    decode.cache._make_tiering(decode.cache.storage)
     assert _load_native_hash_module.cache_info().currsize == 1
 
 

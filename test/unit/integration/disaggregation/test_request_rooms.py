@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_context, get_disagg
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.disaggregation import registration, request_rooms
+from sglang_tiered.integration.disaggregation import request_rooms
 from sglang_tiered.integration.disaggregation.request_rooms import (
     NUM_ROOMS,
     room_of_recompute,
@@ -57,11 +57,11 @@ def rooms_of(num_samples: int, prompt: list[int] | None = None, **named: Any) ->
         stream=False,
         bootstrap_room=request.bootstrap_room,
     )
-    request_rooms.after_tokenizing(tokenized, None, request)
+    request_rooms.after_tokenizing(tokenized, request)
     sent = []
     for _ in range(num_samples):
         sample = copy.copy(tokenized)
-        request_rooms.before_sending(None, sample)
+        request_rooms.before_dispatch(None, sample)
         sent.append(sample.bootstrap_room)
     assert all(type(room) is int for room in sent if room is not None), "what messages can hold"
     return sent
@@ -119,7 +119,7 @@ def test_recompute_has_the_tokens_that_decode_has() -> None:
             adapters=SimpleNamespace(digest_of=lambda _: b"a", name_of=lambda _: "x")
         ),
     )
-    registration._before_handoff(queue, on_decode, is_rebootstrap=True)
+    request_rooms.before_handoff(queue, on_decode, is_rebootstrap=True)
     assert queue.kv_manager.recompute == {"bootstrap_room": NUMBER, "lora_path": "x"}
     assert rooms_of(1, lora_path="x") == [on_decode.bootstrap_room]
     assert queue.kv_manager.arriving == Asked(b"a", tokens_of(req([1, 2, 3])))

@@ -29,7 +29,7 @@ def receive(hints: KvHintsEnvelope | None, **fields: Any) -> tuple[Req, KvHintsE
     """What a scheduler makes of a request: its hints have been over the wire."""
     tokenized: Any = SimpleNamespace(kv_hints=hints)
     request = GenerateReqInput(text="Hi", **fields)
-    after_tokenizing(tokenized, None, request, request.text)
+    after_tokenizing(tokenized, request)
     sent = msgspec.msgpack.encode(tokenized.kv_hints)
     found = msgspec.msgpack.decode(sent, type=KvHintsEnvelope | None)
     made = Req(

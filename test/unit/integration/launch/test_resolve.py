@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of
-from sglang_tiered.integration.cache import host_size
+from sglang_tiered.integration import hooks
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
@@ -227,19 +228,28 @@ def test_a_tier_on_a_disk_takes_no_memory(resolve: Any, tmp_path: Path) -> None:
     assert resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB").config.nvme.memory_bytes == 0
 
 
-def test_sglang_leaves_a_tier_in_memory_its_room(
+def test_forked_scheduler_leaves_a_tier_in_memory_its_room(
     resolve: Any, in_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It loads no plugins: the launcher did, before it knew its configuration."""
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", GiB)
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    host_size.reserve_for_tier()
+    loaded = hooks.Hooks(on_cpu=True)
     before = allocatable_bytes()
     config = resolve(f"--tier-dir {in_memory} --tier-nvme-bytes 1GiB").config
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, msgspec.json.encode(config).decode())
-    host_size.reserve_for_tier()
-    assert abs(before - allocatable_bytes() - GiB) < GiB / 2
+    found = []
+
+    def size_pools(*_: Any) -> None:
+        found.append((before - allocatable_bytes(), loaded.around_ranks_per_host(lambda: 7)))
+
+    scheduler = SimpleNamespace(tree_cache=None, _request_dispatcher=None)
+    loaded.around_scheduler(size_pools, scheduler, None)
+    ((reserved, num_ranks),) = found
+    assert abs(reserved - GiB) < GiB / 2
+    assert num_ranks == 1
 
 
 def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None:

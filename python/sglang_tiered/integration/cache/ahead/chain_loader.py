@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
 from sglang_tiered.integration.cache.planned_hits import (
-    LoadingCache,
     Prefetch,
     allocate_now,
     restorable_ends,
@@ -34,13 +33,14 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable
 
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["Chain", "ChainLoader", "LoadAheadCache", "Outcome", "chain_of", "erased_by"]
+__all__ = ["Chain", "ChainLoader", "Outcome", "chain_of", "erased_by"]
 
 ATTEMPT = -1
 """Of the handles of loads for which no request waits: those of requests count from 0."""
@@ -57,17 +57,17 @@ class Chain(NamedTuple):
     cache_salt: str | None
     hashes: list[str]
 
-    def key_in(self, cache: LoadingCache, end: int) -> RadixKey:
+    def key_in(self, cache: HidingCache, end: int) -> RadixKey:
         """Return the key of the first ``end`` tokens; pages of pairs take one token more."""
         tokens = self.tokens[: end + int(cache.tree_core.is_eagle)]
         return RadixKey(tokens, self.extra_key, cache_salt=self.cache_salt)
 
-    def tenant_in(self, cache: LoadingCache) -> bytes:
+    def tenant_in(self, cache: HidingCache) -> bytes:
         """Return whose it is."""
         return cache.hidden_tenants.tenant_of(self.extra_key, self.cache_salt)
 
 
-def erased_by(what: Erasure, cache: LoadingCache) -> Callable[[Chain], bool]:
+def erased_by(what: Erasure, cache: HidingCache) -> Callable[[Chain], bool]:
     """Return what tells whether some of a chain is erased."""
     if what.keys is None:
         return lambda chain: what.tenant in (None, chain.tenant_in(cache))
@@ -86,29 +86,13 @@ class Outcome(enum.Enum):
     NOT_READ = enum.auto()  # the last piece was not there, or did not verify
 
 
-class LoadAheadCache(LoadingCache, Protocol):
-    """The part of the cache that this uses. All but the first two are SGLang's."""
-
-    @property
-    def storage(self) -> TieredStorage | None:
-        """The attached tiers; None while an operator has detached them."""
-        ...
-
-    def begin_load(self, call: Prefetch) -> bool | None: ...
-    def is_backuped(self, node_id: int) -> bool: ...
-    def is_root(self, node_id: int) -> bool: ...
-    def has_ongoing_prefetch(self, handle: CacheRequestHandle) -> bool: ...
-    def release_aborted_request(self, request: CacheRequestHandle) -> None: ...
-    def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None: ...
-
-
 class _Piece(NamedTuple):
     handle: CacheRequestHandle
     operation: Any
 
 
 def chain_of(
-    cache: LoadingCache, tokens: array[int], extra_key: str | None, cache_salt: str | None
+    cache: HidingCache, tokens: array[int], extra_key: str | None, cache_salt: str | None
 ) -> Chain:
     """Return the whole pages of a prompt."""
     key = RadixKey(
@@ -126,7 +110,7 @@ class ChainLoader:
 
     def __init__(
         self,
-        cache: LoadAheadCache,
+        cache: HidingCache,
         loads: LoadScheduler,
         planner: LoadPlanner[CacheRequestHandle],
         copies: HostCopies,

@@ -23,7 +23,8 @@ from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader, LoadAheadCache
+    from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
@@ -82,7 +83,7 @@ class Hints:
 
     def __init__(
         self,
-        cache: LoadAheadCache,
+        cache: HidingCache,
         loads: LoadScheduler,
         loader: ChainLoader,
         capacity: int,

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of, erased_by
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.integration.cache.ahead.chain_loader import (
-        Chain,
-        ChainLoader,
-        LoadAheadCache,
-    )
+    from sglang_tiered.integration.cache.ahead.chain_loader import Chain, ChainLoader
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
+    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.notes import Notes
 
@@ -68,12 +66,6 @@ class _Named(NamedTuple):
     pages: Chain | None = None  # once its turn came
 
 
-class Loads(Protocol):
-    """The part of ``LoadScheduler`` that this uses."""
-
-    def is_loading_or_waiting(self) -> bool: ...
-
-
 class ColdStart:
     """Stands in for ``WarmHost`` where nothing is loaded after a restart."""
 
@@ -99,8 +91,8 @@ class WarmHost:
 
     def __init__(
         self,
-        cache: LoadAheadCache,
-        loads: Loads,
+        cache: HidingCache,
+        loads: LoadScheduler,
         loader: ChainLoader,
         notes: Notes,
         capacity: int,

@@ -1,0 +1,271 @@
+"""``SchedulerMessages``: what the tiers do about a message to a scheduler, beside what SGLang does.
+
+SGLang's scheduler hands each message by its type to a method. This stands before that table, in the
+place of a hook on each of those methods. Scheduler thread; every rank gets the same messages in the
+same order.
+
+| message | reason |
+|---|---|
+| update of weights, and the two ends of a session of updates | weights replaced in a running server make every stored page stale; SGLang flushes the tree (if asked) but never the storage (sglang issues 24758, 26792); what is handed over is named anew. With stores under way SGLang refuses the flush, and old KV stays in memory under new weights |
+| release of memory | SGLang ends the scheduler while stores are under way; and released weights come back as garbage, whose KV must not be stored under their namespace |
+| its resumption | SGLang ends the scheduler when asked to resume what was not released, as after a disk that hung |
+| flush, detachment of the storage | both need an idle scheduler; hints that load for no request would keep it busy |
+| ``POST /hicache/storage-backend/clear`` | it must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
+| of SGLang's debugger | a control message with free content, which reaches every rank; those of the tiers are answered, all others are passed on |
+| internal state | ``/server_info`` shows the tiers without ``--enable-metrics``, and the counters of the ``pod`` attention backend |
+| a LoRA adapter comes or goes | an adapter that was loaded while the server runs is part of what KV means, and has another id on every server |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ClearHiCacheReqInput,
+    DetachHiCacheStorageReqInput,
+    DumperControlReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    GetInternalStateReq,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.runtime_context import get_exec
+
+from sglang_tiered.integration.admin.control import hide_memory
+from sglang_tiered.integration.attention.pod import PodAttention
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.observe.holdings import holdings
+from sglang_tiered.integration.observe.samples import state_of
+from sglang_tiered.integration.observe.transfer_stats import manager_of, stats_of_scheduler
+from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_tiered.integration.admin.control import Control
+
+__all__ = ["SchedulerMessages"]
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerMessages:
+    """Of one scheduler, whose own table it calls; see the module docstring."""
+
+    def __init__(self, scheduler: Any, control: Control) -> None:
+        self._scheduler = scheduler
+        self._control = control
+        self._dispatch: Callable[[Any], Any] = scheduler._request_dispatcher  # noqa: SLF001
+        self._session_flushes = False  # whether a call of this session of updates wanted a flush
+        self._loaded: tuple[Any, bool] = None, False  # an update, and whether all weights are there
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            UpdateWeightFromDiskReqInput: self._update_weights,
+            UpdateWeightsFromIPCReqInput: self._update_weights,
+            BeginWeightUpdateReqInput: self._begin_session,
+            UpdateWeightsFromDistributedReqInput: self._update_in_session,
+            UpdateWeightsFromTensorReqInput: self._update_in_session,
+            EndWeightUpdateReqInput: self._update_in_session,
+            ReleaseMemoryOccupationReqInput: self._release,
+            ResumeMemoryOccupationReqInput: self._resume,
+            FlushCacheReqInput: self._rest,
+            DetachHiCacheStorageReqInput: self._rest,
+            ClearHiCacheReqInput: self._clear,
+            DumperControlReqInput: self._answer,
+            GetInternalStateReq: self._tell_state,
+            LoadLoRAAdapterReqInput: self._load_adapter,
+            LoadLoRAAdapterFromTensorsReqInput: self._load_adapter,
+            UnloadLoRAAdapterReqInput: self._unload_adapter,
+        }
+
+    def __call__(self, message: Any) -> Any:
+        return self._handlers.get(type(message), self._dispatch)(message)
+
+    @property
+    def _cache(self) -> TieredRadixCache | None:
+        cache = self._scheduler.tree_cache
+        return cache if isinstance(cache, TieredRadixCache) else None
+
+    # ---- Weights ----
+
+    def note_loaded(self, message: Any, *, is_loaded: bool) -> None:
+        """Note within an update whether all its weights are there. SGLang fails the call all the
+        same if the flush behind them is refused."""
+        self._loaded = message, is_loaded
+
+    def _update_weights(self, message: Any) -> Any:
+        """Treat a failed update as an update too: it may have replaced some weights."""
+        self._quiesce_for(message)
+        result = self._dispatch(message)
+        self._weights_changed(self._update_of(result, message), wants_flush=message.flush_cache)
+        return result
+
+    def _quiesce_for(self, message: Any) -> None:
+        cache = self._cache
+        if cache is not None and getattr(message, "flush_cache", False):
+            cache.quiesce()
+
+    def _update_of(self, result: Any, message: Any) -> WeightUpdate:
+        update, was_loaded = self._loaded
+        is_loaded = result.success or (update is message and was_loaded)
+        return WeightUpdate(
+            getattr(message, "model_path", None),
+            getattr(message, "load_format", None),
+            is_complete=is_loaded and not self._is_in_session,
+        )
+
+    @property
+    def _is_in_session(self) -> bool:
+        return self._scheduler.weight_updater._session is not None  # noqa: SLF001
+
+    def _begin_session(self, message: Any) -> Any:
+        """Expect weights to change without a call from now on, for example by RDMA."""
+        result = self._dispatch(message)
+        if result.success:
+            self._session_flushes = False
+            self._weights_changed(WeightUpdate(), are_final=False)
+        return result
+
+    def _update_in_session(self, message: Any) -> Any:
+        """Change weights within a session, or end it. The call that ends one has no field that asks
+        for a flush: it goes by the others of the session."""
+        self._quiesce_for(message)
+        result = self._dispatch(message)
+        if result.success or self._is_in_session:  # else it was refused
+            wants_flush = getattr(message, "flush_cache", None)
+            self._session_flushes |= bool(wants_flush)
+            wants_flush = self._session_flushes if wants_flush is None else wants_flush
+            self._weights_changed(self._update_of(result, message), wants_flush=bool(wants_flush))
+        return result
+
+    def _weights_changed(
+        self, update: WeightUpdate, *, wants_flush: bool = False, are_final: bool = True
+    ) -> None:
+        scheduler, cache = self._scheduler, self._cache
+        handoff = manager_of(scheduler)
+        # What is left in memory counts, not what the call asked for: the last call of a session
+        # flushes nothing, and a flush may have been refused, by a single rank whose load failed.
+        is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
+        if cache is None:
+            if handoff is not None:
+                namespace.drop_digests()
+                is_clean = are_final and is_idle and not _holds_kv(scheduler.tree_cache)
+                handoff.weights_changed(update, memory_is_clean=is_clean)
+            return
+        (is_empty,) = least_on_every_rank(cache, [int(is_idle and cache.is_empty)])
+        hides = wants_flush and not is_empty
+        if hides:
+            logger.warning(
+                "memory was not flushed after the change of weights (requests run or a disk "
+                "hangs); no request that comes now matches the old pages, and no tier takes them"
+            )
+            hide_memory(scheduler)
+        is_clean = are_final and bool(is_empty or hides)
+        cache.change_weights(tree_is_empty=is_clean)
+        if handoff is not None:
+            handoff.weights_changed(update, memory_is_clean=is_clean)
+
+    # ---- Memory ----
+
+    def _release(self, message: Any) -> Any:
+        cache = self._cache
+        if cache is not None and not cache.quiesce():
+            logger.error(
+                "no memory was released (the disk of the NVMe tier hangs and may still write to "
+                "host memory); release it again once the disk answers"
+            )
+            return ReleaseMemoryOccupationReqOutput()
+        result = self._dispatch(message)
+        of_weights = not message.tags or GPU_MEMORY_TYPE_WEIGHTS in message.tags
+        are_kept = get_exec().features.enable_weights_cpu_backup
+        saver = self._scheduler.weight_updater.memory_saver_adapter
+        if of_weights and saver.enabled and not are_kept:
+            self._weights_changed(WeightUpdate(), are_final=False)
+        return result
+
+    def _resume(self, message: Any) -> Any:
+        if self._cache is not None:
+            asked = message.tags or GPU_MEMORY_ALL_TYPES
+            released = self._scheduler.weight_updater.offload_tags
+            message.tags = [tag for tag in asked if tag in released]
+            if not message.tags:
+                return ResumeMemoryOccupationReqOutput()
+        return self._dispatch(message)
+
+    def _rest(self, message: Any) -> Any:
+        self._control.rest()
+        return self._dispatch(message)
+
+    def _clear(self, message: Any) -> Any:
+        answer = self._control.clear(self._scheduler)
+        return self._dispatch(message) if answer is None else answer
+
+    # ---- Others ----
+
+    def _answer(self, message: Any) -> Any:
+        if not self._control.is_ours(message):
+            return self._dispatch(message)
+        return self._control.reply(self._scheduler, message)
+
+    def _tell_state(self, message: Any) -> Any:
+        result, scheduler, cache = self._dispatch(message), self._scheduler, self._cache
+        told: dict[str, Any] = result.internal_state
+        transfer = stats_of_scheduler(scheduler)
+        if transfer is not None:
+            told["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, transfer)
+        if PodAttention.statistics.serving:
+            told["sglang_tiered_pod"] = PodAttention.statistics.state()
+        if cache is not None:
+            told["sglang_tiered"] = _state_of(cache)
+            if self._control.costs is not None:
+                told["sglang_tiered"]["costs"] = msgspec.to_builtins(self._control.costs.take())
+        return result
+
+    def _load_adapter(self, message: Any) -> Any:
+        result, handoff = self._dispatch(message), manager_of(self._scheduler)
+        if handoff is not None and result.success:
+            path = getattr(message, "lora_path", None)
+            handoff.adapters.note_loaded(message.lora_id, path, message.lora_name)
+        return result
+
+    def _unload_adapter(self, message: Any) -> Any:
+        result, handoff = self._dispatch(message), manager_of(self._scheduler)
+        if handoff is not None and result.success:
+            handoff.adapters.note_unloaded(message.lora_id)
+        return result
+
+
+def _holds_kv(tree: Any) -> bool:
+    """Whether a tree of SGLang's own holds any KV."""
+    try:
+        held = tree.total_size()
+    except NotImplementedError:  # without a prefix cache
+        return False
+    return any(held if isinstance(held, tuple) else (held,))
+
+
+def _state_of(cache: TieredRadixCache) -> dict[str, Any]:
+    """Return what ``/server_info`` shows of the tiers."""
+    state: dict[str, Any] = {"tiers": holdings(cache)}
+    if cache.storage is not None:
+        stats = cache.process_stats()
+        state |= state_of(METRICS, stats)
+        for name, reason in stats.health_reasons().items():
+            state[f"tier_unhealthy_because:{name}"] = reason
+    return state

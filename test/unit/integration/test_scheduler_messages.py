@@ -1,0 +1,237 @@
+"""Weight updates end a namespace, and what SGLang does not know of a message is done beside it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetInternalStateReq,
+    LoadLoRAAdapterReqInput,
+    ReleaseMemoryOccupationReqInput,
+    UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
+from sglang.srt.managers.scheduler_components.weight_updater import (
+    SchedulerWeightUpdaterManager as SGLangUpdater,
+)
+
+from sglang_tiered.integration import scheduler_messages
+from sglang_tiered.integration.admin.control import Control
+from sglang_tiered.integration.attention import pod
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.hooks import Hooks
+from sglang_tiered.integration.scheduler_messages import SchedulerMessages
+
+if TYPE_CHECKING:
+    from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+
+DONE, REFUSED = SimpleNamespace(success=True), SimpleNamespace(success=False)
+DISK = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=False)
+PART = UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[], flush_cache=False)
+BEGIN, END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()
+
+
+class Server:
+    """SGLang's scheduler with tiers, which notes whether stores go on after a change."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, is_idle: bool = True, is_empty: bool = True
+    ) -> None:
+        cache = TieredRadixCache.__new__(TieredRadixCache)
+        cache.attn_cp_group = cache.attn_tp_group = None
+        cache.tp_world_size = 1
+        self.updater = SimpleNamespace(
+            _session=None, memory_saver_adapter=SimpleNamespace(enabled=True)
+        )
+        self.result: Any = DONE
+        scheduler = SimpleNamespace(
+            tree_cache=cache,
+            weight_updater=self.updater,
+            _engine_paused=False,
+            is_fully_idle=lambda ignore_waiting: is_idle,
+            _request_dispatcher=self.dispatch,
+        )
+        self.send = SchedulerMessages(scheduler, Control())
+        self.told: list[bool] = []
+
+        def change_weights(_: Any, *, tree_is_empty: bool) -> None:
+            self.told.append(tree_is_empty)
+
+        patch.setattr(TieredRadixCache, "change_weights", change_weights)
+        patch.setattr(TieredRadixCache, "is_empty", is_empty)
+        patch.setattr(TieredRadixCache, "quiesce", lambda _: True)
+
+    def dispatch(self, message: Any) -> Any:
+        if message is BEGIN and self.result.success:
+            self.updater._session = message
+        elif message is END:
+            self.updater._session = None
+        return self.result
+
+
+@pytest.mark.parametrize("result", [DONE, REFUSED])
+@pytest.mark.parametrize(
+    ("is_idle", "is_empty"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_weight_update_reports_what_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, result: Any, is_idle: bool, is_empty: bool
+) -> None:
+    server = Server(monkeypatch, is_idle=is_idle, is_empty=is_empty)
+    server.result = result
+    assert server.send(DISK) is result
+    assert server.told == [is_idle and is_empty]
+
+
+@pytest.mark.parametrize(("draft_fails", "is_complete"), [(False, True), (True, False)])
+def test_refused_flush_leaves_the_update_complete(
+    monkeypatch: pytest.MonkeyPatch, draft_fails: bool, is_complete: bool
+) -> None:
+    """Prefill answered 503 until the update was repeated, flushed or not."""
+    updater = SGLangUpdater.__new__(SGLangUpdater)
+    told: list[WeightUpdate] = []
+    handoff = SimpleNamespace(weights_changed=lambda update, **_: told.append(update))
+    monkeypatch.setattr(scheduler_messages, "manager_of", lambda _: handoff)
+    updater.scheduler = SimpleNamespace(
+        record_weight_version_change=lambda **_: None,
+        is_fully_idle=lambda **_: False,
+        weight_updater=updater,
+        _engine_paused=False,
+        _request_dispatcher=updater.update_weights_from_disk,
+        tree_cache=object(),
+    )
+    updater.metrics_collector = updater._session = None
+    updater.flush_cache = lambda **_: False
+    updater.tp_worker = worker(is_loaded=True)
+    updater.draft_worker = worker(is_loaded=not draft_fails, role="draft")
+    hooks = Hooks(on_cpu=True)
+    hooks.around_scheduler(lambda *_: None, updater.scheduler, None)
+    flush = SGLangUpdater.flush_cache_after_weight_update
+
+    def flush_as_hooked(self: Any, *given: Any) -> Any:
+        result = flush(self, *given)
+        hooks.after_flush_of_update(result, self, *given)
+        return result
+
+    monkeypatch.setattr(SGLangUpdater, "flush_cache_after_weight_update", flush_as_hooked)
+    request = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
+    result = updater.scheduler._request_dispatcher(request)
+    assert not result.success and "not flushed" in result.message
+    updater.tp_worker = worker(is_loaded=False)
+    updater.scheduler._request_dispatcher(DISK)
+    assert [update.is_complete for update in told] == [is_complete, False], "the second is another"
+
+
+def worker(*, is_loaded: bool, role: str = "target") -> Any:
+    def load(*_: Any, **__: Any) -> tuple[bool, str]:
+        return is_loaded, "told"
+
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=load))
+    return SimpleNamespace(weight_update_runners=lambda: [(role, runner)])
+
+
+def test_session_that_flushes_nothing_ends_with_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is open nothing is stored, whoever writes the weights."""
+    server = Server(monkeypatch)
+    server.send(BEGIN)
+    server.result = REFUSED
+    server.send(PART)
+    server.result = DONE
+    server.send(END)
+    assert server.told == [False, True, True]
+
+
+def test_refused_update_call_costs_nothing_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server(monkeypatch)
+    server.result = REFUSED
+    server.send(PART)
+    server.send(BEGIN)
+    assert server.told == []
+
+
+def test_session_that_wanted_a_flush_gets_it_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call that ends it cannot say so, and a flush before may have been refused."""
+    hidden: list[Any] = []
+    monkeypatch.setattr(scheduler_messages, "hide_memory", hidden.append)
+    server = Server(monkeypatch, is_empty=False)
+    for is_wanted in (True, False):
+        server.send(BEGIN)
+        part = UpdateWeightsFromDistributedReqInput(
+            names=[], dtypes=[], shapes=[], flush_cache=is_wanted
+        )
+        server.send(part)
+        server.send(END)
+    assert len(hidden) == 2, "of the first session, with a part of it and at its end"
+    assert server.told == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "kept", "told"),
+    [
+        (None, True, False, [False]),
+        (["weights"], True, False, [False]),
+        (["kv_cache"], True, False, []),
+        (["weights"], True, True, []),
+        (["weights"], False, False, []),
+    ],
+)
+def test_kv_of_released_weights_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, kept: bool, told: list[bool]
+) -> None:
+    server = Server(monkeypatch)
+    server.updater.memory_saver_adapter.enabled = saver
+    features = SimpleNamespace(enable_weights_cpu_backup=kept)
+    monkeypatch.setattr(scheduler_messages, "get_exec", lambda: SimpleNamespace(features=features))
+    server.send(ReleaseMemoryOccupationReqInput(tags=tags))
+    assert server.told == told
+
+
+def of_sglang(dispatch: Any, **more: Any) -> SchedulerMessages:
+    """Of a scheduler without tiers."""
+    scheduler = SimpleNamespace(tree_cache=object(), _request_dispatcher=dispatch, **more)
+    return SchedulerMessages(scheduler, Control())
+
+
+def test_untiered_weight_update_is_left_alone() -> None:
+    send = of_sglang(
+        lambda _: DONE,
+        weight_updater=SimpleNamespace(_session=None),
+        _engine_paused=False,
+        is_fully_idle=lambda **_: True,
+    )
+    assert send(DISK) is DONE
+
+
+def test_server_info_shows_pod_only_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pod.PodAttention.statistics, "serving", False)
+    send = of_sglang(lambda _: SimpleNamespace(internal_state={}))
+    assert send(GetInternalStateReq()).internal_state == {}
+    monkeypatch.setattr(pod.PodAttention.statistics, "serving", True)
+    shown = send(GetInternalStateReq()).internal_state
+    assert shown["sglang_tiered_pod"]["forwards"] == 0
+
+
+def test_adapter_that_failed_to_load_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    adapters = SimpleNamespace(
+        note_loaded=lambda *given: told.append(given), note_unloaded=told.append
+    )
+    handoff = SimpleNamespace(adapters=adapters)
+    monkeypatch.setattr(scheduler_messages, "manager_of", lambda _: handoff)
+    for result in (REFUSED, DONE):
+        send = of_sglang(lambda _, result=result: result)
+        send(LoadLoRAAdapterReqInput(lora_name="x", lora_path="/x", lora_id="1"))
+        send(UnloadLoRAAdapterReqInput(lora_name="x", lora_id="1"))
+    assert told == [("1", "/x", "x"), "1"]
