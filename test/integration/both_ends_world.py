@@ -29,6 +29,7 @@ for name in [name for name in os.environ if name.startswith("SGLANG_")]:
     del os.environ[name]
 
 from erasing_traffic import TENANTS, ErasingTraffic  # noqa: E402
+from load_states import LoadWatch  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
@@ -239,6 +240,7 @@ class SchedulingWorld:
         scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
         scheduler.update_running_batch = lambda _: None
         self.erasing = ErasingTraffic(self, random.Random(seed))
+        self.watch = LoadWatch(self.cache)
 
     # ---- A pass ----
 
