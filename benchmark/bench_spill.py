@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
-from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
 from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.storage.base import Run
@@ -74,7 +74,7 @@ class Tier:
         self.ongoing_write_through: dict[int, Any] = {}
         self.next_page = 0
         self.next_operation = 0
-        self.queued: list[tuple[int, list[str]]] = []
+        self.queued: list[tuple[int, QueuedStore]] = []
         cache: Any = self
         copies = HostCopies(cache, patience_s=lambda request: 0.0, waiting_stores=list)
         self.spiller = Spiller(
@@ -91,16 +91,20 @@ class Tier:
     def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
         self.tree_core.dec_host_lock_ref(node_id, lock)
 
-    def tenant_of(self, node_id: int) -> bytes:
-        return tenant_digest(*self.tree_core.prefetch_anchor_info(node_id))
-
     def is_erased(self, node_id: int) -> bool:
         return False
 
-    def begin_store(self, node_id: int) -> int:
+    def begin_store(self, node_id: int, chain_tokens: int) -> int:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         self.next_operation += 1
-        self.queued.append((self.next_operation, spec.hash_value))
+        tenant = tenant_digest(*self.tree_core.prefetch_anchor_info(node_id))
+        store = self.gate.queue_store(
+            spec.hash_value,
+            num_tokens=len(spec.host_value),
+            prefix_tokens=chain_tokens,
+            tenant=tenant,
+        )
+        self.queued.append((self.next_operation, store))
         lock = self.inc_host_lock_ref(node_id).to_dec_params()
         self.ongoing_backup[self.next_operation] = (node_id, lock)
         return self.next_operation
@@ -127,10 +131,11 @@ class Tier:
     def work(self) -> None:
         """The storage thread's part, and the release that SGLang's drain does."""
         buffer = (memoryview(bytearray(64)),)
-        for operation, hashes in self.queued:
-            keys = tuple(bytes.fromhex(text) for text in hashes)
-            self.gate.num_admitted(hashes, is_kv=True)
+        for operation, store in self.queued:
+            keys = tuple(bytes.fromhex(text) for text in store.hashes)
+            self.gate.num_admitted(store, store.hashes)
             self.engine.submit_store(Run(keys, (buffer,) * len(keys)))
+            self.gate.store_ended(store)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
         self.queued.clear()

@@ -15,6 +15,8 @@ import traceback
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from page_calls import store_pages
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -232,7 +234,7 @@ def everything_in_order(world: World) -> None:
     before = world.pool.k_buffer[3][slots].clone()
     host = world.controller.write(slots)
     world.finish()
-    assert world.storage.batch_set_v1(hashes(2), host) == [True, True]
+    assert store_pages(world.storage, hashes(2), host) == [True, True]
     world.allocator.free(slots)
     world.host.free(host)
     host = world.host.alloc(2 * PAGE)
@@ -251,33 +253,33 @@ def everything_in_order(world: World) -> None:
 
 @noticed_as("store-before-copy-is-done", "store-of-poison")
 def store_of_a_node_whose_copy_is_queued(world: World) -> None:
-    world.storage.batch_set_v1(hashes(2), world.controller.write(world.computed()))
+    store_pages(world.storage, hashes(2), world.controller.write(world.computed()))
 
 
 @noticed_as("store-of-poison")
 def store_of_a_page_of_which_a_row_was_never_written(world: World) -> None:
     _, host = world.backed_up()
     world.pages.views(int(host[0]) // PAGE)[1][DIM * 64 : DIM * 65] = 0x4240C240
-    world.storage.batch_set_v1(hashes(2), host)
+    store_pages(world.storage, hashes(2), host)
 
 
 @noticed_as("host-page-changed-during-store")
 def page_written_while_it_is_stored(world: World) -> None:
     _, host = world.backed_up()
-    finish = world.storage.stores._end_store
+    finish = world.storage.end_store
 
     def late(*arguments: Any) -> Any:
         world.write_host(int(host[0]))
         return finish(*arguments)
 
-    world.storage.stores._end_store = late
-    world.storage.batch_set_v1(hashes(2), host)
+    world.storage.end_store = late
+    store_pages(world.storage, hashes(2), host)
 
 
 @noticed_as("load-into-free-host-page")
 def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
     _, host = world.backed_up()
-    world.storage.batch_set_v1(hashes(2), host)
+    store_pages(world.storage, hashes(2), host)
     world.host.free(host)
     assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
 
@@ -285,7 +287,7 @@ def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
 @noticed_as("load-into-host-page-in-use")
 def load_from_disk_into_a_page_that_a_copy_fills(world: World) -> None:
     _, host = world.backed_up()
-    world.storage.batch_set_v1(hashes(2), host)
+    store_pages(world.storage, hashes(2), host)
     pending = world.controller.write(world.computed())
     world.storage.batch_get_v1(hashes(2), pending)
 

@@ -341,17 +341,17 @@ def _storage(module: ModuleType) -> None:
     before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
 
     def storing(original: Any) -> Any:
-        def _begin_store(
-            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, operation: Any
+        def begin_store(
+            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, store: Any
         ) -> Any:
             book = pages_of(self._pool(pool))
             if book is None:
-                return original(self, pool, hashes, host_indices, operation)
+                return original(self, pool, hashes, host_indices, store)
             BED.report.ran("store")
             with BED.device.lock:
                 checksums = book.begin_store(host_indices)
             try:
-                begun = original(self, pool, hashes, host_indices, operation)
+                begun = original(self, pool, hashes, host_indices, store)
             except BaseException:
                 with BED.device.lock:
                     book.end_store(host_indices, checksums)
@@ -359,10 +359,10 @@ def _storage(module: ModuleType) -> None:
             before[begun] = book, checksums
             return begun
 
-        return _begin_store
+        return begin_store
 
     def stored(original: Any) -> Any:
-        def _end_store(self: Any, begun: Any) -> Any:
+        def end_store(self: Any, begun: Any) -> Any:
             try:
                 return original(self, begun)
             finally:
@@ -371,7 +371,7 @@ def _storage(module: ModuleType) -> None:
                     with BED.device.lock:
                         book.end_store(begun.host_indices, checksums)
 
-        return _end_store
+        return end_store
 
     def loading(original: Any) -> Any:
         def _begin_load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
@@ -395,8 +395,8 @@ def _storage(module: ModuleType) -> None:
 
         return _begin_load
 
-    wrap(module.TieredStorage, "_begin_store", storing)
-    wrap(module.TieredStorage, "_end_store", stored)
+    wrap(module.TieredStorage, "begin_store", storing)
+    wrap(module.TieredStorage, "end_store", stored)
     wrap(module.TieredStorage, "_begin_load", loading)
 
 

@@ -36,9 +36,8 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
 | HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
 | HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
-| HybridCacheController._page_backup | AROUND | SGLang's thread stores one pool of one node at a time, and 128 pages a call (``StoreAhead``) |
-| HybridCacheController.backup_thread_func | AROUND | what was begun of stores that the thread will not come to must end before it does |
-| log filter on managers.cache_controller | - | SGLang logs a warning per failed page or batch; a full disk would fill the log |
+| hybrid_pool_assembler.HybridCacheController | another class, while a cache is built | SGLang makes its controller by this name alone, and its thread stores one pool of one node at a time, 128 pages a call (``storage.controller``) |
+| log filter on managers.cache_controller | - | SGLang logs a warning per page that a load lacks; a disk that fails would fill the log |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ LOOKUP_LOOK_S = 0.01
 
 logger = logging.getLogger(__name__)
 
-_REPEATED_MESSAGES = ("Write page to storage:", "Prefetch operation ")
+_REPEATED_MESSAGES = ("Prefetch operation ",)
 REPEAT_INTERVAL_S = 60.0
 
 
@@ -168,8 +167,6 @@ class Hooks:
             f"{_ADDER}.add_chunked_req": yielding.around_add_chunked,
             f"{_CONTROLLER}.prefetch": _around_prefetch,
             f"{_CONTROLLER}._page_transfer": _around_page_transfer,
-            f"{_CONTROLLER}._page_backup": _around_page_backup,
-            f"{_CONTROLLER}.backup_thread_func": _around_backup_thread,
             f"{_CACHE}.pool_host.base.ranks_per_host": self.around_ranks_per_host,
             f"{_CACHE}.kv_cache_builder.auto_size_hicache": host_size.around_auto_size,
             f"{_CACHE}.utils.storage_namespace_seed": tenants.around_seed,
@@ -326,22 +323,6 @@ def _around_page_transfer(original: Callable[..., Any], controller: Any, operati
     if reads is None:
         return original(controller, operation)
     return reads.carry_out(original, controller, operation)
-
-
-def _around_page_backup(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    stores = getattr(controller.storage_backend, "stores", None)
-    if stores is None:
-        return original(controller, operation)
-    return stores.carry_out(original, controller, operation)
-
-
-def _around_backup_thread(original: Callable[..., Any], controller: Any) -> None:
-    try:
-        original(controller)
-    finally:
-        stores = getattr(controller.storage_backend, "stores", None)
-        if stores is not None:
-            stores.finish()
 
 
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:

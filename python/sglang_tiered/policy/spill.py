@@ -82,8 +82,7 @@ class Flight(NamedTuple, Generic[Node]):
 
 class SpillQueue(Generic[Node]):
     """Owns "under way" for the stores of one scheduler: the dirty nodes that wait, and the stores
-    that were handed over, by operation. Whether a node's store is under way is asked here;
-    ``PendingStores`` only carries facts of it to the storage thread."""
+    that were handed over, by operation. Whether a node's store is under way is asked here."""
 
     def __init__(self, host_tokens: int, clock: Callable[[], float]) -> None:
         if host_tokens <= 0:

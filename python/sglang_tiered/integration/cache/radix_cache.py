@@ -56,6 +56,7 @@ from sglang_tiered.integration.ranks.rank_consensus import (
     least_on_every_rank,
 )
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.integration.storage.controller import NextStore, use_tiered_controller
 from sglang_tiered.policy.host_budget import HostBudget
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class TieredRadixCache(HidingCache):
         check_asked_size(
             self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
         )
-        super().init_hicache(server_args, params)
+        with use_tiered_controller():
+            super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
         if get_disagg().disaggregation_mode == "decode":
             # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
@@ -199,9 +201,11 @@ class TieredRadixCache(HidingCache):
             return True
         return self.holds_hidden(node_id)
 
-    def begin_store(self, node_id: int) -> int | None:
-        """Have SGLang queue a node's store; return the operation, or None if SGLang declined."""
+    def begin_store(self, node_id: int, chain_tokens: int = 0) -> int | None:
+        """Have SGLang queue a node's store, as part of a chain of that length; return the
+        operation, or None if SGLang declined."""
         num_before = len(self.ongoing_backup)
+        self.cache_controller.next_store = NextStore(self.tenant_of(node_id), chain_tokens)
         super().write_backup_storage(node_id)
         if len(self.ongoing_backup) == num_before:
             return None
@@ -339,7 +343,7 @@ class TieredRadixCache(HidingCache):
         if self._is_quiescing or (self.tiering is not None and self.tiering.offer_store(node_id)):
             return
         if not self.is_erased(node_id):
-            super().write_backup_storage(node_id)
+            self.begin_store(node_id)
 
     def _drain_storage_control_queues_impl(
         self,

@@ -116,8 +116,7 @@ class Spiller:
         if not self._cache.decides_alone or not hashes:
             if self._cache.is_erased(node_id):
                 return
-            self._announce(node, hashes, node.path_end, storage)
-            self._queue_store(node_id)
+            self._queue_store(node_id, node.path_end)
             return
         for ancestor in path[:-1]:
             self._queue.promote_node(ancestor.node_id)
@@ -221,7 +220,7 @@ class Spiller:
         own = next(at for at, node in enumerate(path) if node.path_end > store.path_start)
         nodes = [*self._missing_ancestors(path[:own], chain_tokens, storage), *path[own:]]
         for node in nodes:
-            self._hand_over(node, chain_tokens, store.num_retries, storage)
+            self._hand_over(node, chain_tokens, store.num_retries)
         self._locks.unlock(node_id)  # now that the stores hold locks of their own
 
     def _missing_ancestors(
@@ -248,26 +247,24 @@ class Spiller:
             at += 1
         return missing
 
-    def _hand_over(
-        self, node: TreePathNodeInfo, chain_tokens: int, num_retries: int, storage: TieredStorage
-    ) -> None:
+    def _hand_over(self, node: TreePathNodeInfo, chain_tokens: int, num_retries: int) -> None:
         node_id = node.node_id
         core = self._cache.tree_core
         if not core.is_backuped(node_id) or self._cache.is_erased(node_id):
             return
         hashes = core.get_hash_values(node_id)
         self._dropped.pop(node_id, None)
-        self._announce(node, hashes, chain_tokens, storage)
-        operation = self._queue_store(node_id)
+        operation = self._queue_store(node_id, chain_tokens)
         if operation is not None:
             store = NodeStore(
                 hashes[-1], node.path_start, node.path_end, num_retries, hashes=hashes
             )
             self._queue.note_flight(operation, node_id, store)
 
-    def _queue_store(self, node_id: int) -> int | None:
-        """Queue a store now. Returns the operation, or None: SGLang declined it, or the node's host
-        pages are still being copied, and the end of the copy brings the store."""
+    def _queue_store(self, node_id: int, chain_tokens: int) -> int | None:
+        """Queue the store of a node, as part of a chain, now. Returns the operation, or None:
+        SGLang declined it, or the node's host pages are still being copied, and the end of the copy
+        brings the store."""
         cache, core = self._cache, self._cache.tree_core
         if self._copies.is_being_copied(node_id):
             return None
@@ -280,7 +277,7 @@ class Spiller:
         )
         if needs_device and not cache.decides_alone and self._locks_too_much():
             return None
-        operation: int | None = cache.begin_store(node_id)
+        operation: int | None = cache.begin_store(node_id, chain_tokens)
         if operation is not None and needs_device:
             self._device_locks[operation] = node_id, cache.inc_lock_ref(node_id).to_dec_params()
         return operation
@@ -291,16 +288,6 @@ class Spiller:
         protected: int = self._cache.tree_core.full_protected_size()
         device_tokens: int = self._cache.token_to_kv_pool_allocator.size_full
         return bool(self._device_locks) and protected > device_tokens * LOCKED_SHARE
-
-    def _announce(
-        self, node: TreePathNodeInfo, hashes: list[str], chain_tokens: int, storage: TieredStorage
-    ) -> None:
-        storage.gate.announce_store(
-            hashes,
-            num_tokens=node.path_end - node.path_start,
-            prefix_tokens=chain_tokens,
-            tenant=self._cache.tenant_of(node.node_id),
-        )
 
     # ---- What was dropped, and may be offered again ----
 

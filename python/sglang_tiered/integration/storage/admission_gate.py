@@ -1,9 +1,8 @@
-"""``StoreGate``: asks admission once per operation, however many calls SGLang makes of it.
+"""``StoreGate``: admits the stores of one rank to NVMe, each node as a whole.
 
-One operation stores the pages of one radix node. It reaches the storage class as calls for the
-other pools first (of the whole node, or of its last pages), then as calls for up to 128 KV pages
-each. A page of another pool is useless without its KV, and a KV page is useless behind a missing
-one, so the first call decides for all: a number of leading pages.
+The store of a radix node begins as several parts: of the other pools first, then of KV. A page of
+another pool is useless without its KV, and a KV page is useless behind a missing one, so the first
+part decides for all: a number of leading pages.
 
 With several ranks each decides by its own disk. Where they differ, a page that some lack is a miss
 for all, as SGLang takes the minimum over the ranks.
@@ -14,38 +13,46 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.daily_budget import DailyBudget
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
-from sglang_tiered.policy.admission import (
-    Admission,
-    Level,
-    PendingStores,
-    backlog_pressure,
-)
+from sglang_tiered.policy.admission import Admission, Level, Outcome, backlog_pressure
 from sglang_tiered.storage.base import Stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import TierEngine
 
-__all__ = ["StoreGate"]
+__all__ = ["QueuedStore", "StoreGate"]
 
 LOG_INTERVAL_S = 60.0
 
 logger = logging.getLogger(__name__)
 
 
-class StoreGate:
-    """Admits stores to NVMe. ``num_admitted`` and ``dropped_as`` run on the backup thread, the rest
-    on the scheduler thread. Nothing here waits for I/O.
+@dataclass(eq=False, slots=True)
+class QueuedStore:
+    """The store of a node, from when it is queued until it has ended. Sizes are tokens."""
 
-    ``waited_s`` is how long the operation that began last had waited; any thread may read it.
-    ``lock`` is held by the backup thread from asking until what it stores is submitted, so that a
-    an erasure comes before or after both. Queued stores belong to ``PendingStores``."""
+    hashes: Sequence[str]  # of its KV pages
+    num_tokens: int
+    prefix_tokens: int  # of the chain that it ends
+    tenant: bytes
+    since: float
+    num_admitted: int | None = None  # leading pages; None: it has not begun
+    dropped_as: Outcome = Outcome.DROPPED_FIRST_TOUCH  # if not all were admitted
+
+
+class StoreGate:
+    """Admits stores to NVMe. ``num_admitted`` and ``refuse`` run on the backup thread, the rest on
+    the scheduler thread. Nothing here waits for I/O.
+
+    ``waited_s`` is how long the store that began last had waited; any thread may read it. ``lock``
+    is held by the backup thread from asking until what it stores is submitted, so that an erasure
+    comes before or after both."""
 
     def __init__(
         self,
@@ -60,16 +67,15 @@ class StoreGate:
         self._host_tokens = host_tokens
         self._page_bytes = page_bytes
         self._clock = clock
-        self._pending = PendingStores(clock)
         budget = None if writes_per_day is None else DailyBudget(writes_per_day, clock)
         self._admission = Admission(budget=budget)
         self._charging = threading.Lock()
         self._bytes_written = engine.stats().bytes_written
         self.waited_s = 0.0
-        self._positions: dict[str, int] = {}  # of the pages of the operation under way
-        self._num_admitted = 0
-        self._next_kv = -1  # position of the next KV call of that operation
-        self._has_dropped = False  # a tenant, while what was queued before may still arrive
+        self._table = threading.Lock()  # a leaf, held for work on these
+        self._stores: dict[QueuedStore, None] = {}  # that have not ended
+        self._waiting: dict[str, QueuedStore] = {}  # that have not begun, by first page
+        self._waiting_tokens = 0
         self.lock = threading.RLock()
         # Tenants whose pages are not stored now; None: all. The setter must erase them afterwards.
         self.blocked: frozenset[bytes | None] = frozenset()
@@ -77,7 +83,6 @@ class StoreGate:
         # setter must erase them in the tiers after each change.
         self.hidden: Container[str] = frozenset()
         self.heard: Container[str] = frozenset()
-        self.tenant = UNKNOWN_TENANT  # of the operation under way
         self._logged_level, self._next_log = Level.OPEN, clock()
 
     @property
@@ -89,31 +94,37 @@ class StoreGate:
         """Return what the write budget leaves for now; None without a budget."""
         return self._admission.budget_bytes
 
-    def announce_store(
+    def queue_store(
         self,
         hashes: Sequence[str],
         *,
         num_tokens: int,
-        prefix_tokens: int,
+        prefix_tokens: int = 0,
         tenant: bytes = UNKNOWN_TENANT,
-    ) -> None:
-        """Announce a store of a node's KV pages, about to be queued. Scheduler thread."""
-        self._pending.announce_store(
-            hashes, num_tokens=num_tokens, prefix_tokens=prefix_tokens, tenant=tenant
-        )
+    ) -> QueuedStore:
+        """Queue the store of a node's pages, which end a chain of ``prefix_tokens``."""
+        store = QueuedStore(hashes, num_tokens, prefix_tokens, tenant, self._clock())
+        with self._table:
+            self._stores[store] = None
+            self._waiting_tokens += num_tokens
+            if hashes:
+                self._waiting.setdefault(hashes[0], store)
+        return store
+
+    def store_ended(self, store: QueuedStore) -> None:
+        """Drop a store that has ended. Any thread."""
+        self._begin(store)
+        with self._table:
+            self._stores.pop(store, None)
 
     def drop_queued(self, tenant: bytes | None) -> None:
-        """Drop the queued stores of a tenant (None: every one), and what is left of its operation
-        under way. The caller holds ``lock``."""
-        self._pending.drop_tenant(tenant)
-        self._has_dropped = True
-        if tenant is None or tenant == self.tenant:
-            self._num_admitted = 0
-
-    @property
-    def dropped_as(self) -> Outcome:
-        """Return why the operation decided last was not admitted whole, if it was not."""
-        return self._admission.dropped_as
+        """Drop the queued stores of a tenant (None: every one), and what has not begun of those
+        under way. Those of an unknown tenant may be its own. The caller holds ``lock``."""
+        with self._table:
+            stores = list(self._stores)
+        for store in stores:
+            if tenant is None or store.tenant in (tenant, UNKNOWN_TENANT):
+                self.refuse(store)
 
     @property
     def takes_everything(self) -> bool:
@@ -131,76 +142,67 @@ class StoreGate:
 
         Pages that still wait are not queued twice: from now on they count as part of it.
         """
-        if not hashes or self._pending.lengthen_chain(hashes[0], prefix_tokens):
+        if not hashes:
             return False
+        with self._table:
+            waiting = self._waiting.get(hashes[0])
+            if waiting is not None:
+                waiting.prefix_tokens = max(waiting.prefix_tokens, prefix_tokens)
+                return False
         return self._engine.lookup([bytes.fromhex(hashes[-1])]).stop is Stop.MISS
 
     def tree_was_reset(self) -> None:
-        """Drop what was announced: SGLang emptied its queue."""
-        self._pending.clear()
-        self._has_dropped = False
+        """Drop all stores: SGLang emptied its queue."""
+        with self._table:
+            self._stores.clear()
+            self._waiting.clear()
+            self._waiting_tokens = 0
 
-    def num_admitted(self, hashes: Sequence[str], *, is_kv: bool) -> int:
-        """Return how many leading pages of one call to store."""
-        if not hashes:
-            return 0
-        if not self._continues(hashes, is_kv=is_kv):
-            store = self._pending.take_store(hashes)
-            self.tenant = UNKNOWN_TENANT if store is None else store.tenant or UNKNOWN_TENANT
-            if store is not None and store.tenant is None:
-                self._begin(store.hashes, 0)
-            elif store is not None:
-                self.waited_s = store.waited_s
-                pinned_share = store.tokens_behind / self._host_tokens
-                backlog = backlog_pressure(store.waited_s, pinned_share)
-                self._decide(store.hashes, store.prefix_tokens, backlog)
-            elif self._has_dropped:  # whose it is is not known any more
-                self._begin(hashes, 0)
-            elif is_kv:
-                self._decide(tuple(hashes), 0, None)
-            else:  # whether its KV will be stored is not known
-                return len(hashes) if self._admission.level is Level.OPEN else 0
+    def num_admitted(self, store: QueuedStore, hashes: Sequence[str]) -> int:
+        """Return how many leading pages of a part to store, which is of any pool."""
+        if store.num_admitted is None:
+            self._decide(store)
+        assert store.num_admitted is not None
         if self.blocked and (
-            self.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, self.tenant))
+            store.tenant == UNKNOWN_TENANT or not self.blocked.isdisjoint((None, store.tenant))
         ):
-            self._num_admitted = 0
+            store.num_admitted = 0
+        position = store.hashes.index(hashes[0])
         if self.hidden or self.heard:
             is_hidden = (each in self.hidden or each in self.heard for each in hashes)
             num_visible = next((at for at, each in enumerate(is_hidden) if each), -1)
             if num_visible >= 0:
-                self._num_admitted = min(
-                    self._num_admitted, self._positions[hashes[0]] + num_visible
-                )
-        num_left = max(0, self._num_admitted - self._positions[hashes[0]])
-        if is_kv:
-            # SGLang goes on with an operation only while all of it is stored.
-            self._next_kv = self._next_kv + len(hashes) if num_left >= len(hashes) else -1
-        return min(len(hashes), num_left)
+                store.num_admitted = min(store.num_admitted, position + num_visible)
+        return min(len(hashes), max(0, store.num_admitted - position))
 
-    def _continues(self, hashes: Sequence[str], *, is_kv: bool) -> bool:
-        """Whether a call belongs to the operation that was decided last."""
-        if hashes[0] not in self._positions or hashes[-1] not in self._positions:
-            return False
-        return self._next_kv == (self._positions[hashes[0]] if is_kv else 0)
+    def refuse(self, store: QueuedStore) -> None:
+        """Admit nothing more of a store. The caller holds ``lock``."""
+        self._begin(store)
+        store.num_admitted = 0
 
-    def _decide(self, hashes: tuple[str, ...], prefix_tokens: int, backlog: float | None) -> None:
-        keys = [bytes.fromhex(text) for text in hashes]
+    def _begin(self, store: QueuedStore) -> None:
+        """Count a store no more among those that wait."""
+        with self._table:
+            if store.num_admitted is None and store in self._stores:
+                self._waiting_tokens -= store.num_tokens
+                if store.hashes and self._waiting.get(store.hashes[0]) is store:
+                    del self._waiting[store.hashes[0]]
+
+    def _decide(self, store: QueuedStore) -> None:
+        self._begin(store)
+        self.waited_s = self._clock() - store.since
+        keys = [bytes.fromhex(text) for text in store.hashes]
         num_unwritten = self._charge()
-        num_admitted = self._admission.decide(
+        store.num_admitted = self._admission.decide(
             keys,
-            prefix_tokens=prefix_tokens,
+            prefix_tokens=store.prefix_tokens,
             page_bytes=self._page_bytes,
             num_held=lambda: self._engine.lookup(keys).num_hits,
-            backlog=backlog,
+            backlog=backlog_pressure(self.waited_s, self._waiting_tokens / self._host_tokens),
             num_unwritten=num_unwritten,
         )
-        self._begin(hashes, num_admitted)
+        store.dropped_as = self._admission.dropped_as
         self._log_level()
-
-    def _begin(self, hashes: Sequence[str], num_admitted: int) -> None:
-        self._num_admitted = num_admitted
-        self._positions = {text: position for position, text in enumerate(hashes)}
-        self._next_kv = 0
 
     def _charge(self) -> int:
         """Spend what the device was given since the last call; return the bytes of stores that it

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from sglang.srt.managers.cache_controller import StorageOperation
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -39,7 +39,6 @@ from sglang_tiered.integration.storage.host_pages import engine_keys, page_segme
 from sglang_tiered.integration.storage.page_layout import check_codec
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
-from sglang_tiered.integration.storage.store_ahead import BegunStore, StoreAhead
 from sglang_tiered.integration.storage.tiers import (
     OpenTiers,
     lossy_codec,
@@ -62,15 +61,29 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+    from sglang_tiered.integration.storage.admission_gate import QueuedStore
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
+    from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Meter
     from sglang_tiered.storage.region.notes import Notes
 
-__all__ = ["TieredStorage"]
+__all__ = ["BegunStore", "TieredStorage"]
 
 logger = logging.getLogger(__name__)
 
 NOTE_JOIN_S = 10.0
+
+
+@dataclass(eq=False)
+class BegunStore:
+    """Pages that were handed to the tier, or were not admitted. Of the backup thread."""
+
+    job: Job | None  # of the admitted pages; None: there are none
+    host_indices: torch.Tensor  # [pages * page_size] int64
+    num_pages: int
+    num_admitted: int
+    why: Outcome | None  # not all were admitted
+    counts: bool  # the page accounting hears of the end
 
 
 class TieredStorage(TierQueries):
@@ -78,7 +91,7 @@ class TieredStorage(TierQueries):
 
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
     stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
-    ``_search``, ``_stores_suspended``, ``_dropping_stores``, ``_first_store``, ``_namespace``."""
+    ``_search``, ``_stores_suspended``, ``_dropping_stores``, ``_namespace``."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = TieredConfig.from_environment()
@@ -104,12 +117,10 @@ class TieredStorage(TierQueries):
         self._late: list[tuple[Erasure, Future[bool]]] = []  # to erase when it is
         self._stores_suspended = False  # the tree holds KV of other weights
         self._dropping_stores = False  # memory is about to be emptied
-        self._first_store = 0  # of SGLang's operations, that may be stored
         self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
         self.transfers: TierTransfers  # from when the host pools are registered
         self.reads: ReadAhead  # the same
-        self.stores: StoreAhead  # the same
         self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # no other process will have this namespace
@@ -215,7 +226,6 @@ class TieredStorage(TierQueries):
         self._set_claim()
 
     def _make_transfers(self) -> None:
-        moves = host_pages.may_move(self.mem_pool_host, getattr(self, "registered_pools", {}))
         page_bytes, page_size = self.page_bytes(), self._page_size()
         self.transfers = TierTransfers(self.stack, page_bytes)
         self.reads = ReadAhead(
@@ -223,15 +233,8 @@ class TieredStorage(TierQueries):
             lambda: self.transfers.part_bytes,
             page_bytes=page_bytes,
             page_size=page_size,
-            reads_queued=self._storage_config.pp_size == 1 and not moves,
+            reads_queued=self._storage_config.pp_size == 1,
             tells_parts=self._storage_config.pp_size == 1,
-        )
-        self.stores = StoreAhead(
-            self._begin_store,
-            self._end_store,
-            page_bytes=self.page_bytes,
-            page_size=page_size,
-            stores_queued=not moves,
         )
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
@@ -407,10 +410,9 @@ class TieredStorage(TierQueries):
             self._gate.hidden = pages
 
     def refuse_queued_stores(self) -> None:
-        """Store nothing more of what SGLang has queued up to now: what it holds was hidden. By the
-        number of the operation, as the same pages may be announced again. Scheduler thread."""
+        """Store nothing more of what SGLang has queued up to now: what it holds was hidden.
+        Scheduler thread."""
         with self.gate.lock:
-            self._first_store = StorageOperation.counter
             self.gate.drop_queued(None)
 
     def tree_was_reset(self) -> None:
@@ -496,27 +498,12 @@ class TieredStorage(TierQueries):
     ) -> list[bool]:
         return self.reads.read(keys, host_indices) if keys else []
 
-    def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,  # [pages * page_size] int64
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._store(PoolName.KV, keys, host_indices)
-
     def batch_get_v2(
         self,
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         return {t.name: self._load(t.name, t.keys or [], t.host_indices) for t in transfers}
-
-    def batch_set_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
-        return {t.name: self._store(t.name, t.keys or [], t.host_indices) for t in transfers}
 
     def _load(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
@@ -532,38 +519,33 @@ class TieredStorage(TierQueries):
             return self.transfers.begin_load(run, hashes[0])
         return self._lender.load(run, partial(self.transfers.begin_load, first_hash=hashes[0]))
 
-    def _store(
-        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
-    ) -> list[bool]:
-        """Store pages; a page that admission drops is a False like any other. SGLang then leaves
-        out the rest of the operation, which would be useless without it, and goes on."""
-        if not hashes or host_indices is None:
-            return [False] * len(hashes)
-        return self.stores.store(pool, hashes, host_indices)
-
-    def _begin_store(
+    def begin_store(
         self,
         pool: PoolName,
         hashes: Sequence[str],
         host_indices: torch.Tensor,
-        operation: int | None,
+        store: QueuedStore,
     ) -> BegunStore:
-        is_kv, num_pages, job = pool == PoolName.KV, len(hashes), None
+        """Hand to the tier what admission lets in of a part of a node's pages. Waits for no I/O."""
+        num_pages, admitted, job = len(hashes), 0, None
         with self.gate.lock:
-            is_refused = operation is not None and operation < self._first_store
-            suspended = self._stores_suspended or self._search is not None or is_refused
-            takes = not suspended and not self._dropping_stores
-            admitted = self.gate.num_admitted(hashes, is_kv=is_kv) if takes else 0
+            suspended = self._stores_suspended or self._search is not None
+            if suspended or self._dropping_stores:
+                self.gate.refuse(store)
+            else:
+                admitted = self.gate.num_admitted(store, hashes)
             if admitted:
                 pages = page_segments(self._pool(pool), host_indices, num_pages)[:admitted]
-                run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, self.gate.tenant)
+                run = Run(tuple(engine_keys(pool, hashes[:admitted])), pages, store.tenant)
                 job = self.stack.submit_store(run)
                 self._storing.add(job)
-            counts = is_kv and not self._dropping_stores  # or the flush counts them
-            why = None if suspended else self.gate.dropped_as
+            # A flush counts them itself.
+            counts = pool == PoolName.KV and not self._dropping_stores
+            why = None if suspended else store.dropped_as
         return BegunStore(job, host_indices, num_pages, admitted, why, counts)
 
-    def _end_store(self, begun: BegunStore) -> list[bool]:
+    def end_store(self, begun: BegunStore) -> list[bool]:
+        """Return which pages of a store are held, once its job is done."""
         stored = []
         if begun.job is not None:
             stored = self.transfers.wait_for_store(begun.job)

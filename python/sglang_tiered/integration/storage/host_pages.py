@@ -22,7 +22,6 @@ __all__ = [
     "derive_keys",
     "engine_keys",
     "kv_page_size",
-    "may_move",
     "page_bytes",
     "page_segments",
     "pool_label",
@@ -36,9 +35,14 @@ def pool_label(name: Any) -> str:
 def check(pools: Mapping[PoolName, Any]) -> int:
     """Return the bytes of the largest page. Raises ``ConfigError`` for a pool that cannot say where
     its pages lie: each of its stores would fail in the background, and no prefix would ever be
-    found whole."""
+    found whole. And for one whose pages SGLang moves, perhaps under a read."""
     largest = 0
     for name, pool in pools.items():
+        if getattr(pool, "shared_allocation_domain", None) is not None:
+            raise ConfigError(
+                f"the NVMe tier cannot store the {pool_label(name)} pool, whose pages SGLang moves "
+                "in memory; start with --tier-mode host."
+            )
         try:
             largest = max(largest, page_bytes(pool))
         except (NotImplementedError, ValueError) as error:
@@ -62,13 +66,6 @@ def kv_page_size(pools: Mapping[PoolName, Any]) -> PageSize:
     nbytes = page_bytes(kv)
     num_alike = sum(page_bytes(pool) == nbytes for pool in pools.values())
     return PageSize(int(getattr(kv, "logical_page_size", kv.page_size)), nbytes, num_alike)
-
-
-def may_move(anchor: Any, others: Mapping[PoolName, Any]) -> bool:
-    """Whether SGLang moves pages within the memory of these pools while no thread holds its layout:
-    pools that share one piece of memory (``--enable-unified-memory``) are compacted."""
-    pools = [anchor, *others.values()]
-    return any(getattr(pool, "shared_allocation_domain", None) is not None for pool in pools)
 
 
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:

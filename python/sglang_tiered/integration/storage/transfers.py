@@ -193,8 +193,7 @@ class ReadAhead:
 
     ``begin`` begins to read KV pages into host slots; ``part_bytes`` says how much to read at once.
     ``reads_queued`` is false for a stage of a pipeline, which does not know when a queued load that
-    was aborted is over, and may empty its memory meanwhile; and where SGLang moves pages within
-    host memory, which it may do between two loads. ``tells_parts`` is false for such a stage, too.
+    was aborted is over, and may empty its memory meanwhile. ``tells_parts`` is false there, too.
     On that thread only.
     """
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import PAGE_SIZE, hashes, make_pool, storage_config
+from page_calls import store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
@@ -83,9 +84,9 @@ def stored_pages(server: TieredStorage) -> list[StoredPage]:
 def resumed(open_server: Open) -> TieredStorage:
     """A server that finds in the bucket what another one computed and made durable there."""
     first, second = open_server("first"), open_server("second")
-    assert first.batch_set_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    assert store_pages(first, HASHES, SLOTS) == [True] * NUM_PAGES
     windows = PoolTransfer(PoolName.SWA, host_indices=SLOTS[-2 * PAGE_SIZE :], keys=HASHES[-2:])
-    assert first.batch_set_v2([windows]) == {PoolName.SWA: [True, True]}
+    assert store_pages(first, windows.keys, windows.host_indices, PoolName.SWA) == [True, True]
     assert make_durable(first, HASHES, Tier.OBJECT, NO_TENANT, TIMEOUT_S) == NUM_PAGES
     engine = second.stack
     assert engine is not None
@@ -132,7 +133,7 @@ def test_bucket_without_its_objects_ends_a_checkpoint(resumed: TieredStorage) ->
 
 def test_checkpoint_counts_as_use_of_nvme_pages(open_server: Open) -> None:
     server = open_server("first", has_bucket=False)
-    server.batch_set_v1(HASHES, SLOTS)
+    store_pages(server, HASHES, SLOTS)
     assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
     used = {page.key.hex() for page in stored_pages(server) if page.is_used}
     assert used == set(HASHES[:3])
@@ -143,13 +144,13 @@ def test_page_stored_during_the_flush_does_not_count(
 ) -> None:
     server = open_server("first", has_bucket=False)
     early = 8
-    server.batch_set_v1(HASHES[:early], SLOTS[: early * PAGE_SIZE])
+    store_pages(server, HASHES[:early], SLOTS[: early * PAGE_SIZE])
     shard = server.region_engine
     flush = shard.flush
 
     def flush_then_store(timeout_s: float) -> bool:
         is_synced = flush(timeout_s)
-        late = server.batch_set_v1(HASHES[early:], SLOTS[early * PAGE_SIZE :])
+        late = store_pages(server, HASHES[early:], SLOTS[early * PAGE_SIZE :])
         assert all(late)
         return is_synced
 

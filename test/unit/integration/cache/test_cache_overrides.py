@@ -15,7 +15,8 @@ from sglang_tiered.integration.cache.quiescing import LoadsUnderWay
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.integration.identity.tenants import HiddenTenants
+from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
+from sglang_tiered.integration.storage.controller import NextStore
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
@@ -109,6 +110,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache.cache_controller = SimpleNamespace(
         prefetch_hit_queue=queue.Queue(), ack_prefetch_queue=queue.Queue()
     )
+    cache.tree_core = SimpleNamespace(prefetch_anchor_info=lambda node: ("acme", None))
     cache.ongoing_backup = {}
     return Made(cache=cache, storage=storage, parts=parts, backed_up=backed_up, upstream=upstream)
 
@@ -131,9 +133,11 @@ def test_node_without_host_copy_is_left_to_sglang(made: Made) -> None:
 
 def test_store_has_the_operation_that_sglang_began(made: Made) -> None:
     made.cache.ongoing_backup[5] = "earlier"
-    assert made.cache.begin_store(1) is None
+    assert made.cache.begin_store(1, 64) is None
     made.upstream["write_backup_storage"] = lambda node: made.cache.ongoing_backup.update({7: node})
-    assert made.cache.begin_store(1) == 7
+    assert made.cache.begin_store(1, 64) == 7
+    expected = NextStore(tenant_digest("acme", None), 64)
+    assert made.cache.cache_controller.next_store == expected
 
 
 def test_only_the_end_of_a_store_is_told(made: Made) -> None:

@@ -220,11 +220,10 @@ def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
 
 
 def test_queued_store_of_a_hidden_page_is_dropped(world: CacheWorld) -> None:
-    world.cache.storage.gate.announce_store(
-        hashes_of(TOKENS), num_tokens=len(TOKENS), prefix_tokens=len(TOKENS)
-    )
-    world.cache.hidden_pages.hide(hashes_of(TOKENS)[3:])
-    assert world.cache.storage.gate.num_admitted(hashes_of(TOKENS), is_kv=True) == 3
+    gate, hashes = world.cache.storage.gate, hashes_of(TOKENS)
+    queued = gate.queue_store(hashes, num_tokens=len(TOKENS))
+    world.cache.hidden_pages.hide(hashes[3:])
+    assert gate.num_admitted(queued, hashes) == 3
 
 
 def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
@@ -251,7 +250,7 @@ def test_offered_node_with_a_hidden_page_stays(
     cache.hidden_pages.hide(hashes[5:])
     cache.storage.region_engine.erase(Erasure.of(map(bytes.fromhex, hashes))).result(30)
     begun: list[int] = []
-    monkeypatch.setattr(cache, "begin_store", begun.append)
+    monkeypatch.setattr(cache, "begin_store", lambda node_id, _: begun.append(node_id))
     cache.tiering.store_soon(path)
     world.until(lambda: not cache.tiering.stores.queue)
     assert not begun

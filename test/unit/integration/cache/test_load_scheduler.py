@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from page_calls import store_pages
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -176,11 +177,9 @@ def test_load_is_cut_only_where_windows_lie(
         key = RadixKey(RETURNING, None)
         hashes = get_storage_hash_str(key, None, page_size=PAGE)
         slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
-        assert all(cache.storage.batch_set_v1(hashes, slots))
+        assert all(store_pages(cache.storage, hashes, slots))
         windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
-        cache.storage.batch_set_v2(
-            [PoolTransfer(PoolName.SWA, host_indices=windows, keys=hashes[-2:])]
-        )
+        store_pages(cache.storage, hashes[-2:], windows, PoolName.SWA)
         costs = cache.tiering.planner.costs
         load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
         costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.cache_controller import StorageOperation
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
@@ -284,16 +283,14 @@ def test_stores_queued_before_are_refused(busy: BusyServer) -> None:
     assert busy.loaded_weights(tokens) == {2.0}
 
 
-def test_old_operation_takes_no_new_announcement(busy: BusyServer) -> None:
-    """A node may be queued twice: the first takes what was announced, and was refused."""
-    storage, tokens = busy.cache.storage, prompt(1, PAGES)
-    old = StorageOperation.counter
+def test_old_store_of_pages_queued_again_is_refused(busy: BusyServer) -> None:
+    """A node may be queued twice: before its memory was hidden, and when it was computed anew."""
+    storage = busy.cache.storage
+    hashes = get_storage_hash_str(busy.key(prompt(1, PAGES)).page_aligned(PAGE), page_size=PAGE)
+    old = storage.gate.queue_store(hashes, num_tokens=PAGE, tenant=NO_TENANT)
     busy.change_weights()
-    busy.compute(key := busy.key(tokens))
-    hashes = get_storage_hash_str(key.page_aligned(PAGE), None, page_size=PAGE)
-    busy.world.until(lambda: busy.is_stored(tokens))
+    new = storage.gate.queue_store(hashes, num_tokens=PAGE, tenant=NO_TENANT)
     slots = torch.arange(len(hashes) * PAGE)
-    with storage.gate.lock:
-        storage.gate.announce_store(hashes, num_tokens=PAGE, prefix_tokens=PAGE, tenant=NO_TENANT)
-        refused = storage._begin_store(PoolName.KV, hashes, slots, old - 1)
-    assert refused.job is None and refused.num_admitted == 0
+    admitted = [storage.begin_store(PoolName.KV, hashes, slots, each) for each in (old, new)]
+    assert [each.num_admitted for each in admitted] == [0, len(hashes)]
+    busy.world.until(admitted[1].job.wait)

@@ -161,7 +161,7 @@ def prompt(number: int) -> list[int]:
 
 def begin_backlog(cache: Any) -> Disk:
     """The first of four prompts is being stored, the others wait for it."""
-    disk = Disk(cache, "batch_set_v1")
+    disk = Disk(cache, "begin_store")
     for number in range(1, 5):
         compute(cache, prompt(number))
         step(cache, lambda: not cache.ongoing_write_through)

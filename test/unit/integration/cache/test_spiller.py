@@ -32,6 +32,8 @@ from sglang_tiered.storage.memory import MemoryEngine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang_tiered.integration.storage.admission_gate import QueuedStore
+
 PAGE = 64
 HOST_PAGES = 1 << 12
 
@@ -66,7 +68,7 @@ class Tier:
         self.tenant_of = lambda node_id: b"a" * 16
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[str, object] = {}
-        self.queued: list[tuple[int, list[str], torch.Tensor]] = []
+        self.queued: list[tuple[int, QueuedStore, torch.Tensor]] = []
         self.num_queued: list[int] = []  # nodes, in the order they were queued
         self.engine = MemoryEngine(1 << 20)
         self.accounting = PageAccounting(HOST_PAGES * PAGE, PAGE)
@@ -101,14 +103,17 @@ class Tier:
     def dec_host_lock_ref(self, node_id: int, lock: Any) -> None:
         self.tree_core.dec_host_lock_ref(node_id, lock)
 
-    def begin_store(self, node_id: int) -> int | None:
+    def begin_store(self, node_id: int, chain_tokens: int) -> int | None:
         spec = self.tree_core.build_storage_backup_spec(node_id, False)
         if spec is None:
             return None
         self.clock.now += self._store_s
         operation = len(self.num_queued)
         self.num_queued.append(node_id)
-        self.queued.append((operation, list(spec.hash_value), spec.host_value))
+        store = self.gate.queue_store(
+            list(spec.hash_value), num_tokens=len(spec.host_value), prefix_tokens=chain_tokens
+        )
+        self.queued.append((operation, store, spec.host_value))
         lock = self.inc_host_lock_ref(node_id).to_dec_params()
         self.ongoing_backup[operation] = (node_id, lock)
         return operation
@@ -146,15 +151,17 @@ class Tier:
     def work(self, number: int | None = None) -> None:
         """The storage thread carries out stores, and SGLang takes their results."""
         number = len(self.queued) if number is None else number
-        for operation, hashes, slots in self.queued[:number]:
-            admitted = self.gate.num_admitted(hashes, is_kv=True)
+        for operation, store, slots in self.queued[:number]:
+            hashes = store.hashes
+            admitted = self.gate.num_admitted(store, hashes)
             ok: list[bool] = []
             if admitted:
                 keys = tuple(bytes.fromhex(text) for text in hashes[:admitted])
                 run = Run(keys, tuple((memoryview(bytearray(100)),) for _ in keys))
                 ok = self.engine.submit_store(run).ok
             ok += [False] * (len(hashes) - admitted)
-            outcomes = store_outcomes(ok, admitted, self.gate.dropped_as)
+            self.gate.store_ended(store)
+            outcomes = store_outcomes(ok, admitted, store.dropped_as)
             self.accounting.note_stored(slots, outcomes)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
@@ -522,8 +529,8 @@ def test_detached_tier_leaves_no_device_lock() -> None:
     )
     tier.inc_lock_ref = lambda node: SimpleNamespace(to_dec_params=lambda: locks.update({node: 1}))
     tier.dec_lock_ref = lambda node, params: locks.update({node: 0})
-    tier.begin_store = lambda node: tier.ongoing_backup.update({7: node}) or 7
-    assert tier.spiller._queue_store(1) == 7 and locks == {1: 1}
+    tier.begin_store = lambda node, _: tier.ongoing_backup.update({7: node}) or 7
+    assert tier.spiller._queue_store(1, PAGE) == 7 and locks == {1: 1}
     tier.ongoing_backup.clear()
     tier.tree_core = core
     detach(tier)

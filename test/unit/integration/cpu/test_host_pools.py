@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from page_calls import store_pages
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -171,7 +172,7 @@ def test_kv_pages_survive_disk_and_restart(make: Callable[[], Tier], open_store:
     tier, keys = make(), hashes("a", "b", "c")
     before = tier.rows(5, 1, 3)
     tier.to_host(tier.slots(2, 9, 4), tier.slots(5, 1, 3))
-    assert open_store(tier).batch_set_v1(keys, tier.slots(2, 9, 4)) == [True] * 3
+    assert store_pages(open_store(tier), keys, tier.slots(2, 9, 4)) == [True] * 3
 
     after = make()  # another process: nothing in memory is left
     for tensor in after.tensors:
@@ -205,11 +206,10 @@ def test_pools_beside_kv_survive_disk_and_restart(
     kv.to_host(kv.slots(0, 1), kv.slots(2, 3))
     side.to_host(side.slots(*pages), side.slots(*pages))
     storage = open_store(kv, **{name: side})
-    storage.batch_set_v1(keys, kv.slots(0, 1))
+    store_pages(storage, keys, kv.slots(0, 1))
     query = PoolTransfer(PoolName(name), keys=held, hit_policy=policy)
     assert storage.batch_exists_v2(keys, [query]).kv_hit_pages == 0, "KV alone restores nothing"
-    stored = PoolTransfer(PoolName(name), host_indices=side.slots(*pages), keys=held)
-    assert storage.batch_set_v2([stored]) == {name: [True] * len(held)}
+    assert store_pages(storage, held, side.slots(*pages), PoolName(name)) == [True] * len(held)
 
     after = make()
     for tensor in after.tensors:

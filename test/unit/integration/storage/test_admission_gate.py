@@ -1,20 +1,23 @@
-"""One decision for all the calls SGLang makes of an operation, over an engine in memory."""
+"""One decision for all parts of a node, over an engine in memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.clock import Clock
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
-from sglang_tiered.integration.storage.admission_gate import LOG_INTERVAL_S, StoreGate
+from sglang_tiered.integration.storage.admission_gate import (
+    LOG_INTERVAL_S,
+    QueuedStore,
+    StoreGate,
+)
 from sglang_tiered.policy.admission import (
     LONG_PREFIX_TOKENS,
-    MAX_PENDING_STORES,
     Level,
     Outcome,
 )
@@ -49,18 +52,28 @@ class Tier:
     def level(self) -> Level:
         return self.gate._admission.level
 
-    def announce(
-        self, pages: Sequence[str], prefix_tokens: int = 64, *, waits_s: float = 0.0
-    ) -> None:
-        """Queue an operation, and let it wait before the storage thread comes to it."""
-        self.gate.announce_store(pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens)
+    def queue(
+        self, pages: Sequence[str], prefix_tokens: int = 64, *, waits_s: float = 0.0, **more: Any
+    ) -> QueuedStore:
+        """Queue a store, and let it wait before the storage thread comes to it."""
+        store = self.gate.queue_store(
+            pages, num_tokens=64 * len(pages), prefix_tokens=prefix_tokens, **more
+        )
         self.clock.now += waits_s
+        return store
 
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def store(self, pages: Sequence[str], *, is_kv: bool = True) -> int:
-        admitted = self.gate.num_admitted(pages, is_kv=is_kv)
+    def store(
+        self,
+        pages: Sequence[str],
+        of: QueuedStore | None = None,
+        *,
+        is_kv: bool = True,
+    ) -> int:
+        """Store pages, of a node of their own without ``of``."""
+        admitted = self.gate.num_admitted(of or self.queue(pages), pages)
         if is_kv and admitted:
             run_keys = tuple(bytes.fromhex(text) for text in pages[:admitted])
             self.engine.submit_store(
@@ -70,79 +83,53 @@ class Tier:
 
     def make_busy(self, waited_s: float = BUSY_S) -> None:
         """An operation of its own arrives after a long wait."""
-        self.announce(hashes("busy"), waits_s=waited_s)
-        self.store(hashes("busy"))
+        self.store(hashes("busy"), self.queue(hashes("busy"), waits_s=waited_s))
 
 
 def test_idle_tier_takes_every_operation_whole() -> None:
     tier = Tier()
     for name in "abc":
         pages = hashes(*(f"{name}{page}" for page in range(300)))
-        tier.announce(pages)
-        assert [tier.store(pages[at : at + 128]) for at in (0, 128, 256)] == [128, 128, 44]
+        node = tier.queue(pages)
+        assert [tier.store(pages[at : at + 128], node) for at in (0, 128, 256)] == [128, 128, 44]
     assert tier.gate.outcomes[Outcome.ADMITTED] == 900
 
 
-def test_operation_of_several_calls_is_decided_once() -> None:
+def test_node_of_several_parts_is_decided_once() -> None:
     tier = Tier()
     pages = hashes(*range(300))
-    tier.announce(pages, VERY_LONG, waits_s=BUSY_S)
-    assert tier.store(pages[:128]) == 128
+    node = tier.queue(pages, VERY_LONG, waits_s=BUSY_S)
+    assert tier.store(pages[:128], node) == 128
     tier.wait(100)  # nothing that happens later changes what was decided
-    assert tier.store(pages[128:256]) == 128
-    assert tier.store(pages[256:]) == 44
+    assert tier.store(pages[128:256], node) == 128
+    assert tier.store(pages[256:], node) == 44
     assert tier.gate.outcomes[Outcome.ADMITTED] == 300 and tier.level is Level.SELECTIVE
 
 
 @pytest.mark.parametrize(("prefix_tokens", "admitted"), [(64, 0), (VERY_LONG, 3)])
-def test_other_pools_follow_the_kv_of_their_operation(prefix_tokens: int, admitted: int) -> None:
+def test_other_pools_follow_the_kv_of_their_node(prefix_tokens: int, admitted: int) -> None:
     """They come first, and neither may be stored without the other."""
     tier = Tier()
     pages = hashes(*"abc")
-    tier.announce(pages, prefix_tokens, waits_s=BUSY_S)
-    assert tier.store(pages, is_kv=False) == admitted
-    assert tier.store(pages[-1:], is_kv=False) == min(admitted, 1)
-    assert tier.store(pages) == admitted
+    node = tier.queue(pages, prefix_tokens, waits_s=BUSY_S)
+    assert tier.store(pages, node, is_kv=False) == admitted
+    assert tier.store(pages[-1:], node, is_kv=False) == min(admitted, 1)
+    assert tier.store(pages, node) == admitted
 
 
 def test_window_is_dropped_with_its_kvs_tail() -> None:
     tier = Tier()
-    tier.announce(hashes(*"ab"))
     tier.store(hashes(*"ab"))
-    tier.announce(hashes(*"abcd"), waits_s=BUSY_S)
-    assert tier.store(hashes(*"bcd"), is_kv=False) == 1
-    assert tier.store(hashes(*"abcd")) == 2
+    node = tier.queue(hashes(*"abcd"), waits_s=BUSY_S)
+    assert tier.store(hashes(*"bcd"), node, is_kv=False) == 1
+    assert tier.store(hashes(*"abcd"), node) == 2
 
 
-def test_second_offer_of_a_dropped_operation_is_admitted() -> None:
+def test_second_offer_of_a_dropped_node_is_admitted() -> None:
     tier = Tier()
     for expected in (0, 2):
-        tier.announce(hashes(*"ab"), waits_s=BUSY_S)
-        assert tier.store(hashes(*"ab")) == expected
-
-
-def test_node_behind_a_broken_operation_is_decided_anew() -> None:
-    """SGLang leaves out the rest of an operation once a page of it was not stored."""
-    tier = Tier()
-    tier.store(hashes("a"))
-    pages = hashes(*"abcd")
-    tier.announce(pages, waits_s=BUSY_S)
-    assert tier.store(pages[:2]) == 1
-    tier.announce(pages[2:], VERY_LONG, waits_s=BUSY_S)
-    assert tier.store(pages[2:]) == 2
-
-
-def test_unannounced_operation_counts_as_short_each_time() -> None:
-    tier = Tier()
-    tier.make_busy()
-    assert tier.store(hashes(*"ab"), is_kv=False) == 0
-    assert tier.store(hashes(*"ab")) == 0
-    assert tier.store(hashes(*"ab")) == 2
-    assert tier.gate.num_admitted([], is_kv=True) == 0
-
-
-def test_unannounced_pools_are_stored_while_everything_is() -> None:
-    assert Tier().store(hashes(*"ab"), is_kv=False) == 2
+        node = tier.queue(hashes(*"ab"), waits_s=BUSY_S)
+        assert tier.store(hashes(*"ab"), node) == expected
 
 
 def test_stored_page_passes_a_closed_tier() -> None:
@@ -150,30 +137,30 @@ def test_stored_page_passes_a_closed_tier() -> None:
     tier.store(hashes(*"ab"))
     tier.make_busy(EXHAUSTED_S)
     assert tier.level is Level.CLOSED
-    assert tier.store(hashes(*"abc")) == 2
+    node = tier.queue(hashes(*"abc"), waits_s=EXHAUSTED_S)
+    assert tier.store(hashes(*"abc"), node) == 2
     assert tier.gate.outcomes[Outcome.DROPPED_BACKLOG] == 1 + 1  # and the one that made it busy
 
 
 def test_wait_of_the_last_operation_is_known() -> None:
     tier = Tier()
-    tier.announce(hashes("a"), waits_s=1.5)
-    tier.store(hashes("a"))
+    tier.store(hashes("a"), tier.queue(hashes("a"), waits_s=1.5))
     assert tier.gate.waited_s == 1.5
 
 
 def test_drained_queue_opens_the_tier_again() -> None:
     tier = Tier()
     tier.make_busy(EXHAUSTED_S)
-    tier.announce(hashes("a"))
     assert tier.store(hashes("a")) == 1
 
 
 def test_long_pinned_host_memory_closes_the_tier_first() -> None:
     tier = Tier(host_tokens=64 * 20)
-    for number in range(20):
-        tier.announce(hashes(number))
+    first = tier.queue(hashes(0))
+    for number in range(1, 20):
+        tier.queue(hashes(number))
     tier.wait(1.5)
-    assert tier.store(hashes(0)) == 0
+    assert tier.store(hashes(0), first) == 0
     assert tier.level is Level.SELECTIVE
 
 
@@ -202,8 +189,7 @@ def test_idle_tier_wants_no_ancestors() -> None:
 
 def test_selective_tier_wants_ancestors_of_grown_chains() -> None:
     tier = Tier()
-    tier.make_busy()
-    tier.store(hashes("dropped"))
+    assert tier.store(hashes("dropped"), tier.queue(hashes("dropped"), waits_s=BUSY_S)) == 0
     tier.engine.submit_store(
         Run((bytes.fromhex(hashes("held")[0]),), ((memoryview(bytearray(9)),),))
     )
@@ -217,10 +203,11 @@ def test_selective_tier_wants_ancestors_of_grown_chains() -> None:
 def test_waiting_ancestor_is_admitted_as_long_once() -> None:
     tier = Tier()
     tier.make_busy()
-    tier.announce(hashes(*"ab"), prefix_tokens=128)
+    node = tier.queue(hashes(*"ab"), prefix_tokens=128)
     assert not tier.gate.offer_again(hashes(*"ab"), prefix_tokens=VERY_LONG)
     tier.wait(BUSY_S)
-    assert tier.store(hashes(*"ab")) == 2
+    assert tier.store(hashes(*"ab"), node) == 2
+    assert not tier.gate._waiting
 
 
 def test_sick_engine_is_offered_nothing_again() -> None:
@@ -241,11 +228,20 @@ def test_budget_counts_a_store_that_just_ends(monkeypatch: pytest.MonkeyPatch) -
     assert tier.store(hashes(*range(50))) == 0
 
 
-def test_reset_tree_leaves_no_announcement() -> None:
+def test_no_end_of_a_store_leaves_it_waiting() -> None:
+    """What waits is host memory that makes the tier selective."""
     tier = Tier()
-    tier.announce(hashes(*"ab"), VERY_LONG)
+    begun, refused, unbegun, empty, queued = (
+        tier.queue(hashes(*name)) for name in ("ab", "cd", "ef", "", "gh")
+    )
+    tier.store(hashes(*"ab"), begun)
+    tier.gate.refuse(refused)
+    for each in (begun, refused, unbegun, empty):
+        tier.gate.store_ended(each)
+    assert list(tier.gate._stores) == [queued] and tier.gate._waiting_tokens == 128
     tier.gate.tree_was_reset()
-    assert len(tier.gate._pending) == 0
+    tier.gate.store_ended(queued)
+    assert not tier.gate._stores and not tier.gate._waiting and not tier.gate._waiting_tokens
 
 
 def test_changed_level_is_logged_once_a_minute(
@@ -264,69 +260,42 @@ def test_changed_level_is_logged_once_a_minute(
     assert caplog.records[-1].getMessage() == "NVMe tier admission is open now"
 
 
-def test_an_unannounced_operation_has_no_tenant() -> None:
-    tier = Tier()
-    pages = hashes(*"abc")
-    tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
-    assert tier.store(pages) == 3 and tier.gate.tenant == b"a" * 16
-    assert tier.store(hashes(*"xy")) == 2 and tier.gate.tenant == UNKNOWN_TENANT
-
-
 @pytest.mark.parametrize("tenant", [b"a" * 16, None])
 def test_hidden_tenants_queued_stores_are_dropped(tenant: bytes | None) -> None:
     tier = Tier()
-    mine, other = hashes(*"abc"), hashes(*"xyz")
-    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
-    tier.gate.announce_store(other, num_tokens=192, prefix_tokens=64, tenant=b"b" * 16)
+    names = {"abc": b"a" * 16, "xyz": b"b" * 16, "uvw": UNKNOWN_TENANT}
+    nodes = {name: tier.queue(hashes(*name), tenant=whose) for name, whose in names.items()}
     tier.gate.drop_queued(tenant)
-    assert tier.store(mine, is_kv=False) == tier.store(mine) == 0
-    assert tier.store(other) == (0 if tenant is None else 3)
-    tier.gate.announce_store(mine, num_tokens=192, prefix_tokens=64, tenant=b"a" * 16)
-    assert tier.store(mine) == 3, "what comes after the purge is stored"
+    admitted = [tier.store(hashes(*name), node) for name, node in nodes.items()]
+    assert admitted == [0, 0 if tenant is None else 3, 0], "what is of nobody known may be its own"
+    again = tier.queue(hashes(*"abc"), tenant=b"a" * 16)
+    assert tier.store(hashes(*"abc"), again) == 3, "what comes after the purge is stored"
 
 
-def test_a_purge_ends_its_tenants_running_operation() -> None:
+def test_a_purge_ends_its_tenants_running_store() -> None:
     tier = Tier()
     pages = hashes(*range(300))
-    tier.gate.announce_store(pages, num_tokens=300, prefix_tokens=300, tenant=b"a" * 16)
-    assert tier.store(pages[:128]) == 128
+    node = tier.queue(pages, 300, tenant=b"a" * 16)
+    assert tier.store(pages[:128], node) == 128
     tier.gate.drop_queued(b"b" * 16)
-    assert tier.store(pages[128:256]) == 128
+    assert tier.store(pages[128:256], node) == 128
     tier.gate.drop_queued(b"a" * 16)
-    assert tier.store(pages[256:]) == 0
+    assert tier.store(pages[256:], node) == 0
 
 
-def test_second_announcement_forgets_nobody_between() -> None:
-    """A checkpoint announces again what is queued: whatever is queued behind it is still known."""
+def test_node_queued_twice_is_purged_twice() -> None:
+    """A checkpoint queues again what is queued."""
     tier = Tier()
-    mine, other = hashes(*"abc"), hashes(*"xyz")
-    for pages, tenant in ((mine, b"a" * 16), (other, b"b" * 16), (mine, b"a" * 16)):
-        tier.gate.announce_store(pages, num_tokens=192, prefix_tokens=64, tenant=tenant)
-    assert tier.store(mine) == 3
-    tier.gate.drop_queued(b"b" * 16)
-    assert tier.store(other) == 0
-    assert tier.store(mine) == 0, "nobody knows any more whose its second store is"
-    tier.gate.tree_was_reset()
-    assert tier.store(hashes(*"uvw")) == 3
+    pages = hashes(*"abc")
+    nodes = [tier.queue(pages, tenant=b"a" * 16) for _ in range(2)]
+    tier.gate.drop_queued(b"a" * 16)
+    assert [tier.store(pages, node) for node in nodes] == [0, 0]
 
 
 def test_split_node_leaves_its_tail_admitted() -> None:
-    """Its first part is announced under the same page while the whole is queued."""
+    """Its first part is queued under the same page while the whole is queued."""
     tier = Tier()
-    pages, other = hashes(*"abcdef"), hashes(*"xyz")
-    tier.announce(pages)
-    tier.announce(other, 640)
-    tier.announce(pages[:2])
-    assert tier.store(pages) == 6
-    assert tier.store(other) == 3 and tier.gate.outcomes[Outcome.ADMITTED] == 9
-
-
-@pytest.mark.parametrize("is_kv", [True, False])
-def test_purge_refuses_stores_that_were_forgotten(is_kv: bool) -> None:
-    """Of more than are remembered, the oldest are of nobody known: perhaps of the purged tenant."""
-    tier = Tier()
-    for number in range(MAX_PENDING_STORES + 1):
-        pages = hashes(number)
-        tier.gate.announce_store(pages, num_tokens=1, prefix_tokens=1, tenant=b"a" * 16)
-    tier.gate.drop_queued(b"a" * 16)
-    assert tier.store(hashes(0), is_kv=is_kv) == 0
+    pages = hashes(*"abcdef")
+    whole, part = tier.queue(pages), tier.queue(pages[:2])
+    assert tier.store(pages, whole) == 6
+    assert tier.store(pages[:2], part) == 2 and tier.gate.outcomes[Outcome.ADMITTED] == 8

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from host_pools import PAGE_SIZE, Pool, hashes, make_pool, slots, storage_config
+from host_pools import Pool, hashes, make_pool, slots, storage_config
+from page_calls import queue_store, store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from slow_weights import Weights
 
@@ -87,7 +88,7 @@ def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
     storage = make.open(pool)
     before = pool.buffer.clone()
     keys = hashes("a", "b", "c")
-    assert storage.batch_set_v1(keys, slots(3, 1, 7)) == [True] * 3
+    assert store_pages(storage, keys, slots(3, 1, 7)) == [True] * 3
     assert storage.batch_exists([*keys, *hashes("d")]) == 3
     pool.buffer.zero_()
     assert storage.batch_get_v1(keys, slots(10, 11, 12)) == [True] * 3
@@ -98,7 +99,7 @@ def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
 
 def test_missing_page_fails_alone(make: Fixture) -> None:
     storage = make.open(make_pool(0))
-    storage.batch_set_v1(hashes("a", "c"), slots(0, 1))
+    store_pages(storage, hashes("a", "c"), slots(0, 1))
     assert storage.batch_get_v1(hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
 
 
@@ -106,9 +107,10 @@ def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
     kv, window = make_pool(0), make_pool(1, page_bytes=500)
     storage = make.open(kv, {PoolName.SWA: window})
     keys = hashes("a", "b")
-    storage.batch_set_v1(keys, slots(0, 1))
+    store_pages(storage, keys, slots(0, 1))
     transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
-    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+    stored = store_pages(storage, transfer.keys, transfer.host_indices, PoolName.SWA)
+    assert stored == [True, True]
     expected = window.buffer.clone()
     back = PoolTransfer(PoolName.SWA, host_indices=slots(5, 6), keys=keys)
     assert storage.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
@@ -135,17 +137,17 @@ def test_prefix_ends_where_a_pool_cannot_restore(
 ) -> None:
     storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
     keys = hashes(*"abcd")
-    storage.batch_set_v1(keys, slots(0, 1, 2, 3))
+    store_pages(storage, keys, slots(0, 1, 2, 3))
     if held:
         pages = slots(*range(len(held)))
-        storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=pages, keys=hashes(*held))])
+        store_pages(storage, hashes(*held), pages, PoolName.SWA)
     query = PoolTransfer(PoolName.SWA, keys=keys[-num_trailing:], hit_policy=policy)
     result = storage.batch_exists_v2([*keys, *hashes("e")], [query])
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == expected
 
 
 def test_restart_finds_pages_of_its_geometry_only(make: Fixture) -> None:
-    make.open(make_pool(0)).batch_set_v1(hashes("a"), slots(0))
+    store_pages(make.open(make_pool(0)), hashes("a"), slots(0))
     make.opened.pop().close()
     again = make.open(make_pool(0))
     assert again.exists(hashes("a")[0])
@@ -159,12 +161,12 @@ def test_new_weights_store_nothing_before_the_flush(
     make: Fixture,
 ) -> None:
     storage = make.open(make_pool(0))
-    storage.batch_set_v1(hashes("a"), slots(0))
+    store_pages(storage, hashes("a"), slots(0))
     storage.change_weights(tree_is_empty=False)
     assert storage.batch_exists(hashes("a")) == 0
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    assert store_pages(storage, hashes("a"), slots(0)) == [False]
     storage.tree_was_reset()
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
     assert storage.batch_exists(hashes("a")) == 1
 
 
@@ -173,7 +175,7 @@ def test_a_role_switch_purges_nothing_stored(make: Fixture) -> None:
     from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
 
     storage = make.open(make_pool(0))
-    storage.batch_set_v1(hashes("a"), slots(0))
+    store_pages(storage, hashes("a"), slots(0))
     emptied: list[str] = []
     pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
     scheduler: Any = SimpleNamespace(
@@ -196,63 +198,48 @@ def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
         key = key_of_request(extra_key + (lora_id or ""), lora_id)
         tenant = purged.tenant_of(key, "salt")
-        storage.gate.announce_store(hashes(page), num_tokens=64, prefix_tokens=0, tenant=tenant)
-        assert storage.batch_set_v1(hashes(page), slots(slot)) == [True]
-    storage.gate.announce_store(hashes("d"), num_tokens=64, prefix_tokens=0)  # whose is unknown
-    assert storage.batch_set_v1(hashes("d"), slots(3)) == [True]
+        assert store_pages(storage, hashes(page), slots(slot), tenant=tenant) == [True]
+    assert store_pages(storage, hashes("d"), slots(3)) == [True]  # whose is unknown
     assert is_true(storage.erase(Erasure(tenant=tenant_digest("acme", "salt"))), 20.0)
     assert [storage.batch_exists(hashes(page)) for page in "abcd"] == [0, 0, 1, 0]
 
 
-def gate_that_admits(
-    monkeypatch: pytest.MonkeyPatch, storage: TieredStorage, *pages: int
-) -> list[bool]:
-    """Stand in for admission: so many leading pages of each call. Returns which were KV."""
-    answers, calls = iter(pages), []
-
-    def num_admitted(hashes: list[str], *, is_kv: bool) -> int:
-        calls.append(is_kv)
-        return next(answers)
-
-    monkeypatch.setattr(storage.gate, "num_admitted", num_admitted)
-    return calls
+def node_that_admits(storage: TieredStorage, keys: list[str], num_pages: int) -> Any:
+    """A store of which so many leading pages were admitted."""
+    node = queue_store(storage, keys)
+    node.num_admitted = num_pages
+    return node
 
 
-def test_dropped_pages_are_answered_false_and_never_touched(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_pages_are_answered_false_and_never_touched(make: Fixture) -> None:
     pool = make_pool(0)
     storage = make.open(pool)
-    gate_that_admits(monkeypatch, storage, 0, 2)
     before = process_stats(storage)
     keys = hashes("a", "b", "c")
-    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [False] * 3
+    none, two = (node_that_admits(storage, keys, num_pages) for num_pages in (0, 2))
+    assert store_pages(storage, keys, slots(0, 1, 2), store=none) == [False] * 3
     assert process_stats(storage) == before
-    assert storage.batch_set_v1(keys, slots(0, 1, 2)) == [True, True, False]
+    assert store_pages(storage, keys, slots(0, 1, 2), store=two) == [True, True, False]
     expected = pool.buffer.clone()
     assert storage.batch_exists(keys) == 2
     assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
     assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
 
 
-def test_windows_lose_their_last_pages_first(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_lose_their_last_pages_first(make: Fixture) -> None:
     storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
-    calls = gate_that_admits(monkeypatch, storage, 1, 2)
-    keys = hashes("a", "b")
-    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
-    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, False]}
-    assert storage.batch_set_v1(keys, slots(0, 1)) == [True, True]
-    assert calls == [False, True]
+    keys = hashes("a", "b", "c")
+    node = node_that_admits(storage, keys, 2)
+    window = store_pages(storage, keys[1:], slots(1, 2), PoolName.SWA, store=node)
+    assert window == [True, False]
+    assert store_pages(storage, keys, slots(0, 1, 2), store=node) == [True, True, False]
 
 
 def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
     for first in range(0, 24, 8):
         keys = hashes(*(str(number) for number in range(first, first + 8)))
-        storage.gate.announce_store(keys, num_tokens=8 * PAGE_SIZE, prefix_tokens=1 << 20)
-        storage.batch_set_v1(keys, slots(*range(8)))
+        store_pages(storage, keys, slots(*range(8)), prefix_tokens=1 << 20)
     stats = process_stats(storage)
     num_pages = stats.nvme.num_pages
     assert 8 <= num_pages < 12
@@ -261,6 +248,14 @@ def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - num_pages
     assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
     assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+
+
+def test_pages_that_sglang_moves_are_refused(make: Fixture) -> None:
+    """It would do so while they are read."""
+    pool: Any = make_pool(0)
+    pool.shared_allocation_domain = object()
+    with pytest.raises(ConfigError, match="whose pages SGLang moves"):
+        make.open(pool)
 
 
 def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
@@ -272,11 +267,11 @@ def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
     assert stats.holdings == {"host": host, "object": {"held_bytes": 6, "held_tokens": 2}}
 
 
-def test_reset_tree_takes_back_what_was_announced(make: Fixture) -> None:
+def test_reset_tree_leaves_no_queued_store(make: Fixture) -> None:
     storage = make.open(make_pool(0))
-    storage.gate.announce_store(hashes("a"), num_tokens=PAGE_SIZE, prefix_tokens=PAGE_SIZE)
+    queue_store(storage, hashes("a"))
     storage.tree_was_reset()
-    assert len(storage.gate._pending) == 0
+    assert not storage.gate._stores and not storage.gate._waiting_tokens
 
 
 def test_every_rank_of_latent_attention_keeps_books(
@@ -290,7 +285,7 @@ def test_every_rank_of_latent_attention_keeps_books(
 @pytest.mark.parametrize("make", [2], indirect=True)
 def test_replicas_with_equal_ranks_get_own_shards(make: Fixture) -> None:
     first, second = make.open(make_pool(0)), make.open(make_pool(0))
-    first.batch_set_v1(hashes("a"), slots(0))
+    store_pages(first, hashes("a"), slots(0))
     assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
     with pytest.raises(StoreLockedError):
         make.open(make_pool(0))
@@ -327,7 +322,7 @@ def test_stores_under_way_never_count_as_new_weights(
     storage.gate.lock = lock = HeldLock(storage.gate.lock)
     stored: list[bool] = []
     lock.held = threading.Thread(
-        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+        target=lambda: stored.extend(store_pages(storage, hashes("a"), slots(0)))
     )
     lock.held.start()
     assert lock.reached.wait(TIMEOUT_S)
@@ -337,7 +332,7 @@ def test_stores_under_way_never_count_as_new_weights(
     assert stored == [False]
     assert storage.batch_exists(hashes("a")) == 0
     storage.tree_was_reset()
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
 
 
 def test_late_stores_of_old_weights_are_not_found(
@@ -354,7 +349,7 @@ def test_late_stores_of_old_weights_are_not_found(
     monkeypatch.setattr(FileDevice, "writev", hang)
     stored: list[bool] = []
     storing = threading.Thread(
-        target=lambda: stored.extend(storage.batch_set_v1(hashes("a"), slots(0)))
+        target=lambda: stored.extend(store_pages(storage, hashes("a"), slots(0)))
     )
     storing.start()
     assert reached.wait(TIMEOUT_S)
@@ -379,7 +374,7 @@ def a_run_that_stored_a(make: Fixture, weights: Weights) -> None:
     """With these weights, before the restart that a test is about."""
     storage = make.open(make_pool(0))
     weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
+    store_pages(storage, hashes("a"), slots(0))
     make.opened.pop().close()
 
 
@@ -388,11 +383,11 @@ def test_stores_wait_until_the_weights_are_read(make: Fixture, weights: Weights)
     storage = make.open(make_pool(0))
     storage.settle_namespace()
     assert not storage.knows_namespace and not storage.takes_stores
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [False]
+    assert store_pages(storage, hashes("a"), slots(0)) == [False]
     assert storage.batch_exists(hashes("a")) == 0 and not storage.holds(hashes("a")[0])
     weights.are_read(storage)
     assert storage.takes_stores
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
     make.opened.pop().close()
     again = make.open(make_pool(None))
     assert again.knows_namespace, "they are remembered"
@@ -424,7 +419,7 @@ def test_pages_of_slightly_other_weights_are_never_used(make: Fixture, weights: 
     storage = make.open(make_pool(None))
     weights.are_read(storage)
     assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
 
 
 def test_without_a_note_earlier_pages_are_found(make: Fixture, weights: Weights) -> None:
@@ -457,9 +452,9 @@ def test_without_a_note_other_weights_stay_unused(make: Fixture, weights: Weight
 def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights: Weights) -> None:
     storage = make.open(make_pool(0))
     weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
+    store_pages(storage, hashes("a"), slots(0))
     storage.change_weights(tree_is_empty=True)
-    storage.batch_set_v1(hashes("b"), slots(0))
+    store_pages(storage, hashes("b"), slots(0))
     make.opened.pop().close()
     weights.are_forgotten()
     storage = make.open(make_pool(None))
@@ -473,7 +468,7 @@ def test_a_damaged_namespace_note_costs_pages_only(
 ) -> None:
     storage = make.open(make_pool(0))
     weights.are_read(storage)
-    storage.batch_set_v1(hashes("a"), slots(0))
+    store_pages(storage, hashes("a"), slots(0))
     file = storage.region_engine.directory / NAMESPACE_NAME
     make.opened.pop().close()
     weights.are_forgotten()
@@ -516,7 +511,7 @@ def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: We
     storage = make.open(make_pool(0))
     storage.change_weights(tree_is_empty=True)
     assert storage.knows_namespace
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
     weights.are_read(storage)
     assert storage.exists(hashes("a")[0])
     make.opened.pop().close()
@@ -544,7 +539,7 @@ def test_unfindable_pages_stay_out_of_the_bucket(
         namespace, "server_identity", lambda _: {"m": identify_model("m", None, "dummy")}
     )
     storage = make.open(make_pool(0))
-    assert storage.batch_set_v1(hashes("a"), slots(0)) == [True]
+    assert store_pages(storage, hashes("a"), slots(0)) == [True]
     assert storage.stack.stack_stats().demote_backlog == 0
     assert storage.stack._demoter._suspended
 
@@ -580,7 +575,7 @@ def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weig
     assert storage._tiers.bucket._collector is not None
     assert storage._tiers.bucket.namespace == storage._namespace
     keys = hashes("a")
-    storage.batch_set_v1(keys, slots(0))
+    store_pages(storage, keys, slots(0))
     assert make_durable(storage, keys, Tier.OBJECT, b"t" * 16, work_s=TIMEOUT_S) == 1
     eventually(lambda: storage.stack.stack_stats().num_demoted > 0, timeout_s=TIMEOUT_S)
 

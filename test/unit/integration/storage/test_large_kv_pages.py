@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
+from page_calls import store_pages
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from kit.waiting import drained
@@ -71,7 +72,7 @@ def test_a_large_page_gets_a_larger_region(open_storage: Open) -> None:
     pool = make_pool(0, page_bytes=16 * MiB, num_pages=4)
     before = pool.buffer[:, :2].clone()
     storage = open_storage(pool)
-    assert storage.batch_set_v1(hashes("a", "b"), slots(0, 1)) == [True] * 2
+    assert store_pages(storage, hashes("a", "b"), slots(0, 1)) == [True] * 2
     assert storage.batch_get_v1(hashes("a", "b"), slots(2, 3)) == [True] * 2
     assert torch.equal(pool.buffer[:, 2:], before)
 
@@ -105,7 +106,7 @@ def test_leading_large_bucket_pages_are_kept_on_nvme(open_storage: Open, tmp_pat
     before = pool.buffer.clone()
     keys = hashes(*NAMES)
     first = open_storage(pool, bucket=True)
-    assert first.batch_set_v1(keys, slots(*range(10))) == [True] * 10
+    assert store_pages(first, keys, slots(*range(10))) == [True] * 10
     engine_keys = first.keys_of_pools(keys)
     assert all(first.stack.flush_to_bucket(engine_keys, TIMEOUT_S)), "the bucket takes no such page"
     first.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
+from page_calls import queue_store, store_pages
 from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
@@ -91,12 +92,9 @@ def open_side(
 
 def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENANT) -> None:
     storage = side.storage
-    storage.gate.announce_store(
-        keys, num_tokens=len(pages), prefix_tokens=len(pages), tenant=tenant
-    )
-    transfer = PoolTransfer(PoolName.SWA, host_indices=pages, keys=keys)
-    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True] * len(keys)}
-    assert storage.batch_set_v1(keys, pages) == [True] * len(keys)
+    node = queue_store(storage, keys, tenant=tenant)
+    for pool in (PoolName.SWA, PoolName.KV):
+        assert store_pages(storage, keys, pages, pool, store=node) == [True] * len(keys)
 
 
 def test_every_pool_comes_from_peers_bit_for_bit(
@@ -154,8 +152,8 @@ def test_a_purge_reaches_peers_and_blocks_their_stores(
     until(lambda: b.storage.num_kept(keys) == 0, "still there")
     until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
     assert b.storage.num_kept(other) == 1
-    b.storage.gate.announce_store(keys, num_tokens=8, prefix_tokens=8, tenant=TENANT)
-    assert b.storage.batch_set_v1(keys, slots(0, 1)) == [False] * 2, "memory may still hold it"
+    stored = store_pages(b.storage, keys, slots(0, 1), tenant=TENANT)
+    assert stored == [False] * 2, "memory may still hold it"
     store(b, hashes("new"), slots(3), tenant=b"b" * 16)
 
 

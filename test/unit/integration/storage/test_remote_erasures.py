@@ -61,13 +61,10 @@ class Rank:
         for each in erasures:
             self.hidden += [each.tenant] if each.keys is None else each.keys
 
-    def announce(self, tenant: bytes, key: bytes = KEY) -> None:
-        self.gate.announce_store([key.hex()], num_tokens=64, prefix_tokens=64, tenant=tenant)
-
     def stores(self, tenant: bytes, key: bytes = KEY) -> bool:
         """Whether a page of the tenant is let through."""
-        self.announce(tenant, key)
-        return self.gate.num_admitted([key.hex()], is_kv=True) == 1
+        queued = self.gate.queue_store([key.hex()], num_tokens=64, tenant=tenant)
+        return self.gate.num_admitted(queued, queued.hashes) == 1
 
 
 def make_ranks(number: int) -> list[Rank]:
@@ -117,19 +114,20 @@ def test_memory_is_not_stored_until_it_hides() -> None:
 def test_what_was_queued_meanwhile_is_not_stored() -> None:
     (rank,) = ranks = make_ranks(1)
     rank.hear(A)
-    rank.announce(A)  # the tree does not hide it yet
+    # The tree does not hide it yet.
+    queued = rank.gate.queue_store([KEY.hex()], num_tokens=64, tenant=A)
     step(ranks)
-    assert rank.gate.num_admitted([KEY.hex()], is_kv=True) == 0
+    assert rank.gate.num_admitted(queued, queued.hashes) == 0
 
 
 def test_an_erasure_stops_an_admitted_operation() -> None:
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     pages = [f"{number:064x}" for number in range(4)]
-    rank.gate.announce_store(pages, num_tokens=256, prefix_tokens=256, tenant=A)
-    assert rank.gate.num_admitted(pages[:2], is_kv=True) == 2
+    queued = rank.gate.queue_store(pages, num_tokens=256, tenant=A)
+    assert rank.gate.num_admitted(queued, pages[:2]) == 2
     rank.hear(A)
-    assert rank.gate.num_admitted(pages[2:], is_kv=True) == 0
+    assert rank.gate.num_admitted(queued, pages[2:]) == 0
 
 
 def test_all_ranks_hide_the_same_together() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import hashes, storage_config
+from page_calls import store_pages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -171,7 +172,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 def store(storages: Sequence[TieredStorage]) -> None:
     """As SGLang asks of every rank."""
     for storage in storages:
-        assert storage.batch_set_v1(KEYS, slots(0, 1, 2)) == [True] * 3
+        assert store_pages(storage, KEYS, slots(0, 1, 2)) == [True] * 3
 
 
 def load(storage: TieredStorage) -> list[bool]:

@@ -1,27 +1,31 @@
-"""Several stores under way for a thread of SGLang's that does one node at a time."""
+"""Several stores under way on a thread of SGLang's, and acks as from its own controller."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from contextlib import contextmanager
+from contextlib import nullcontext
 from queue import Queue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from page_calls import queue_store
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from small_cache import PAGE as SMALL_PAGE
 from small_cache import compute, flush, keys_of, step
 
 from kit.waiting import eventually
-from sglang_tiered.integration.storage.store_ahead import (
+from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
+from sglang_tiered.integration.storage.controller import TieredController
+from sglang_tiered.integration.storage.store_worker import (
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     NUM_PARTS,
-    BegunStore,
-    StoreAhead,
+    StoreOperation,
+    StoreWorker,
 )
 from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import FileDevice
@@ -34,31 +38,31 @@ PART = MIN_PART_BYTES // PAGE_BYTES
 DEADLINE_S = 30.0
 
 
-class Disk:
+class Disk(TieredStorage):
     """Begins stores; they end when told, and not before."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []  # pages of each store, in the order of begins
-        self.ended: list[tuple[str, ...]] = []
+        self.told: list[BegunStore] = []  # in the order of ends
         self.jobs: list[Job] = []
         self.failing: set[str] = set()
         self.dropped: set[str] = set()  # not admitted, and what follows
         self.refused: str | None = None  # a page of which no store can begin
-        self.num_refused = 0
-        self.page_bytes = PAGE_BYTES
+        self.bytes_of_page = PAGE_BYTES
         self.is_open = False
         self.seconds = 0.0  # that each store takes
         self.now = 0.0
+        self._gate: Any = SimpleNamespace(
+            queue_store=lambda *given, **named: given, store_ended=lambda store: None
+        )
 
-    def begin(
-        self,
-        pool: PoolName,
-        hashes: Sequence[str],
-        host_indices: torch.Tensor,
-        operation: int | None,
+    def page_bytes(self, pool: PoolName = PoolName.KV) -> int:
+        return self.bytes_of_page
+
+    def begin_store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor, store: Any
     ) -> BegunStore:
         if self.refused in hashes:
-            self.num_refused += 1
             raise ValueError("no such pages")
         if pool == PoolName.KV:  # the pages that belong to these hashes
             assert len(host_indices) == len(hashes) * PAGE
@@ -68,21 +72,32 @@ class Disk:
         job = None
         if hashes:
             keys = tuple(f"{pool.value} {text}".encode().ljust(32) for text in hashes)
-            pages = tuple((memoryview(bytes(self.page_bytes)),) for _ in hashes)
+            pages = ((memoryview(bytes(self.bytes_of_page)),),) * len(hashes)
             job = Job(JobKind.STORE, Run(keys, pages))
-            self.jobs.append(job)
         self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
+        self.jobs += [job] if job is not None else []
         if self.is_open and job is not None:
             self.finish_one(job)
         return BegunStore(job, host_indices, num_pages, len(hashes), None, pool == PoolName.KV)
 
-    def end(self, begun: BegunStore) -> list[bool]:
+    def end_store(self, begun: BegunStore) -> list[bool]:
+        self.told.append(begun)
         stored = []
         if begun.job is not None:
             assert begun.job.wait(DEADLINE_S)
             stored = begun.job.ok
-            self.ended.append(names(begun.job))
         return stored + [False] * (begun.num_pages - begun.num_admitted)
+
+    # What SGLang's own controller asks for.
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, *_: Any) -> list[bool]:
+        return self.end_store(self.begin_store(PoolName.KV, keys, host_indices, None))
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {
+            each.name: self.end_store(self.begin_store(each.name, each.keys, each.host_indices, 0))
+            for each in transfers
+        }
 
     def finish_one(self, job: Job) -> None:
         if not job.cancelled:
@@ -94,7 +109,7 @@ class Disk:
 
     def finish(self) -> None:
         self.is_open = True
-        for job in self.jobs:
+        for job in list(self.jobs):
             if not job.done:
                 self.finish_one(job)
 
@@ -108,141 +123,162 @@ def names(job: Job) -> tuple[str, ...]:
 
 
 class Node:
-    """As much of SGLang's ``StorageOperation`` as its thread reads."""
+    """What the cache hands to the controller of a node."""
 
     def __init__(self, first: int, num_pages: int, *pool_transfers: PoolTransfer) -> None:
-        self.hash_value = [str(number) for number in range(first, first + num_pages)]
+        self.hashes = [str(number) for number in range(first, first + num_pages)]
         self.host_indices = torch.arange(first * PAGE, (first + num_pages) * PAGE)
         self.pool_transfers = list(pool_transfers) or None
-        self.stored: list[bool] = []
-        self.id = first
 
 
-class Controller:
-    """SGLang's backup thread with its queue, and what it does with a node."""
+class Stores:
+    """A controller whose backup thread runs, and the nodes that it was given."""
 
-    def __init__(self, stores: StoreAhead, *nodes: Node | None) -> None:
-        self.stores = stores
-        self.backup_skip = False
-        self.storage_stop_event = threading.Event()
-        self.mem_pool_host = SimpleNamespace(layout_lease=self._lease)
-        self.backup_queue: Queue[Any] = Queue()
-        self.acks: list[Node] = []
-        self.num_leases = 0
-        self.ends_after: int | None = None
+    def __init__(
+        self, disk: Disk, *nodes: Node, of: type[HybridCacheController] = TieredController
+    ) -> None:
+        self.disk = disk
+        self.controller: Any = of.__new__(of)
+        self.controller.__dict__.update(
+            page_size=PAGE,
+            storage_backend=disk,
+            storage_config=SimpleNamespace(is_storage_writer=True),
+            mem_pool_host=SimpleNamespace(layout_lease=nullcontext),
+            page_set_func=self.controller._page_set_zero_copy,
+            storage_stop_event=threading.Event(),
+            backup_queue=Queue(),
+            ack_backup_queue=Queue(),
+        )
+        self.nodes: dict[int, Node] = {}
+        self.acks: list[tuple[Node, int]] = []  # and how many tokens count as stored
         for node in nodes:
-            self.backup_queue.put(node)
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    @contextmanager
-    def _lease(self) -> Iterator[None]:
-        self.num_leases += 1
-        yield
-        self.num_leases -= 1
-
-    def _run(self) -> None:
-        while not self.backup_queue.empty() and len(self.acks) != self.ends_after:
-            node = self.backup_queue.get()
-            if node is not None:
-                self.stores.carry_out(Controller._page_backup, self, node)
-                self.acks.append(node)
-        self.stores.finish()
-
-    def _page_backup(self, node: Node) -> None:
-        try:
-            for transfer in node.pool_transfers or ():
-                assert transfer.keys and transfer.host_indices is not None
-                self.stores.store(transfer.name, transfer.keys, transfer.host_indices)
-            for start in range(0, len(node.hash_value), STORAGE_BATCH_SIZE):
-                hashes = node.hash_value[start : start + STORAGE_BATCH_SIZE]
-                slots = node.host_indices[start * PAGE : (start + len(hashes)) * PAGE]
-                node.stored += self.stores.store(PoolName.KV, hashes, slots)
-                if not all(node.stored):
-                    return
-        except ValueError:
-            pass  # SGLang logs it and goes on
-
-    def _resolve_sidecar_kv_derived_pool_transfers(self, node: Node) -> None:
-        for transfer in node.pool_transfers or ():
-            if transfer.indices_from_pool == PoolName.KV:
-                transfer.keys, transfer.host_indices = node.hash_value, node.host_indices
-
-    def _resolve_sidecar_nonkv_derived_pool_transfers(self, node: Node) -> None:
-        """There is none."""
-
-    def begin(self) -> Controller:
+            self.add(node)
+        target = self.controller.backup_thread_func
+        if of is TieredController:
+            target = StoreWorker(self.controller, disk, clock=lambda: disk.now).run
+        self.thread = threading.Thread(target=target, daemon=True)
         self.thread.start()
-        return self
 
-    def run(self) -> None:
-        if self.thread.ident is None:
-            self.thread.start()
+    def add(self, node: Node) -> None:
+        operation = self.controller.write_storage(
+            node.host_indices, [], node.hashes, None, node.pool_transfers
+        )
+        self.nodes[operation] = node
+
+    def acked(self) -> list[Node]:
+        acks = self.controller.ack_backup_queue
+        while not acks.empty():
+            operation = acks.get()
+            self.acks.append((self.nodes[operation.id], operation.completed_tokens))
+        return [node for node, _ in self.acks]
+
+    def num_stored(self) -> list[int]:
+        return [num_tokens // PAGE for _, num_tokens in self.acks]
+
+    def stop(self) -> None:
+        """As SGLang tells its threads."""
+        self.controller.storage_stop_event.set()
+        self.controller.backup_queue.put(None)
+
+    def end(self) -> None:
+        """Let all nodes be stored, and the thread end."""
+        self.disk.finish()
+        eventually(lambda: len(self.acked()) == len(self.nodes), timeout_s=DEADLINE_S)
+        self.stop()
         self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive()
-        assert not self.stores._under_way and not self.stores._num_bytes
-        assert not self.num_leases
+        assert not self.thread.is_alive() and self.acked() == list(self.nodes.values())
 
 
-def make(disk: Disk, *, stores_queued: bool = True) -> StoreAhead:
-    return StoreAhead(
-        disk.begin,
-        disk.end,
-        page_bytes=lambda pool: disk.page_bytes,
-        page_size=PAGE,
-        stores_queued=stores_queued,
-        clock=lambda: disk.now,
-    )
+def other_pools(name: str, first: int, num_pages: int) -> list[PoolTransfer]:
+    """A draft model's pages, a window's last two, the state behind the last."""
+    keys = [str(number) for number in range(first, first + num_pages)]
+    slots = torch.arange(first * PAGE, (first + num_pages) * PAGE)
+    of = {
+        "draft": [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)],
+        "window": [PoolTransfer(PoolName.SWA, host_indices=slots[-2 * PAGE :], keys=keys[-2:])],
+        "state": [PoolTransfer(PoolName.MAMBA, host_indices=slots[-1:], keys=keys[-1:])],
+    }
+    return of.get(name, [])
+
+
+@pytest.mark.parametrize("pool", ["", "draft", "window", "state"])
+@pytest.mark.parametrize("num_pages", [1, 2, 7, 127, 128, 129, 255, 256, 257, 300])
+def test_acks_are_those_of_sglangs_controller(num_pages: int, pool: str) -> None:
+    """Ranks take equal numbers of them: one that sends more or fewer would hang the others."""
+    for failing in {None, 0, num_pages // 2, num_pages - 1}:
+        seen = []
+        for of in (HybridCacheController, TieredController):
+            disk = Disk()
+            disk.bytes_of_page = 64
+            disk.failing = set() if failing is None else {str(failing)}
+            stores = Stores(disk, of=of)
+            for first in (1000, 0, 2000):
+                stores.add(Node(first, num_pages, *other_pools(pool, first, num_pages)))
+            stores.end()
+            seen.append([(node.hashes, num_tokens) for node, num_tokens in stores.acks])
+        assert seen[0] == seen[1], f"page {failing} fails"
 
 
 @pytest.mark.parametrize("num_pages", [1, PART, STORAGE_BATCH_SIZE + 3, 3 * STORAGE_BATCH_SIZE])
 def test_each_page_is_stored_once_in_order(num_pages: int) -> None:
     disk = Disk()
-    disk.finish()
+    disk.is_open = True
     nodes = [Node(0, num_pages), Node(1000, num_pages), Node(2000, 1)]
-    controller = Controller(make(disk), nodes[0], None, *nodes[1:])
-    controller.run()
-    assert controller.acks == nodes
-    assert all(node.stored == [True] * len(node.hash_value) for node in nodes)
+    stores = Stores(disk, *nodes)
+    stores.end()
+    assert stores.num_stored() == [num_pages, num_pages, 1]
     asked = [page for pages in disk.asked for page in pages]
-    assert asked == [page for node in nodes for page in node.hash_value]
-    assert all(len(pages) <= STORAGE_BATCH_SIZE for pages in disk.asked)
+    assert asked == [page for node in nodes for page in node.hashes]
 
 
 def test_queued_nodes_are_begun_and_acked_in_order() -> None:
     """Also where the last one ends first."""
     disk = Disk()
-    nodes = [Node(0, 1), Node(10, 2), Node(20, 1), Node(30, 1)]
-    controller = Controller(make(disk), *nodes).begin()
+    stores = Stores(disk, Node(0, 1), Node(10, 2), Node(20, 1), Node(30, 1))
     eventually(lambda: len(disk.asked) == 4)
     assert disk.asked == [("0",), ("10", "11"), ("20",), ("30",)]
     for job in reversed(disk.jobs[1:]):
         disk.finish_one(job)
-    assert not controller.acks
-    disk.finish()
-    controller.run()
-    assert controller.acks == nodes and disk.ended == disk.asked
+    eventually(lambda: len(disk.told) == 3)
+    assert not stores.acked()
+    stores.end()
 
 
 def test_no_more_is_under_way_than_its_share() -> None:
     disk = Disk()
-    controller = Controller(make(disk), Node(0, 6 * PART), Node(100, 6 * PART)).begin()
+    stores = Stores(disk, Node(0, 6 * PART), Node(100, 6 * PART))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
     assert [len(pages) for pages in disk.asked] == [PART] * NUM_PARTS
     for _ in range(8):
         disk.finish_one(next(job for job in disk.jobs if not job.done))
         eventually(lambda: disk.num_under_way == NUM_PARTS)
-    disk.finish()
-    controller.run()
+    stores.end()
 
 
 def test_two_large_pages_are_under_way() -> None:
     disk = Disk()
-    disk.page_bytes = 2 * MIN_PART_BYTES
-    controller = Controller(make(disk), Node(0, 6)).begin()
+    disk.bytes_of_page = 2 * MIN_PART_BYTES
+    stores = Stores(disk, Node(0, 6))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
-    disk.finish()
-    controller.run()
+    stores.end()
     assert disk.asked == [(str(page),) for page in range(6)]
+
+
+def worker_of(disk: Disk) -> StoreWorker:
+    controller = SimpleNamespace(
+        backup_queue=Queue(), ack_backup_queue=Queue(), storage_stop_event=threading.Event()
+    )
+    controller.page_size = PAGE
+    return StoreWorker(controller, disk, clock=lambda: disk.now)
+
+
+def carry_out(worker: StoreWorker, *nodes: Node) -> None:
+    for node in nodes:
+        worker._take(StoreOperation(None, node.host_indices, [], node.hashes))  # type: ignore[arg-type]
+        worker._begin_more()
+        while not worker._queue.empty():
+            worker._take(worker._queue.get())
+            worker._begin_more()
 
 
 @pytest.mark.parametrize(
@@ -251,210 +287,140 @@ def test_two_large_pages_are_under_way() -> None:
 )
 def test_a_part_is_what_takes_20_ms(bytes_per_s: float, part_bytes: float) -> None:
     disk = Disk()
-    disk.finish()
-    stores = make(disk)
-    assert stores.part_bytes == MIN_PART_BYTES
+    disk.is_open = True
+    worker = worker_of(disk)
+    assert worker.part_bytes == MIN_PART_BYTES
     disk.seconds = PAGE_BYTES / bytes_per_s
-    Controller(stores, *(Node(number, 1) for number in range(20))).run()
-    assert stores.part_bytes == pytest.approx(part_bytes)
+    carry_out(worker, *(Node(number, 1) for number in range(20)))
+    assert worker.part_bytes == pytest.approx(part_bytes)
 
 
 def test_speed_counts_only_what_was_written() -> None:
     """What is held already, or was refused, ends at once and says nothing of the disk."""
     disk = Disk()
-    disk.finish()
-    stores = make(disk)
+    disk.is_open = True
+    worker = worker_of(disk)
     disk.seconds = PAGE_BYTES / (1 << 30)
-    Controller(stores, *(Node(number, 1) for number in range(20))).run()
-    before, disk.seconds = stores.part_bytes, 1e-9
+    carry_out(worker, *(Node(number, 1) for number in range(20)))
+    before, disk.seconds = worker.part_bytes, 1e-9
     disk.failing = {"20"}
-    Controller(stores, Node(20, 1)).run()
-    assert stores.part_bytes == before
+    carry_out(worker, Node(20, 1))
+    assert worker.part_bytes == before
 
 
 def test_failed_part_ends_its_node_alone() -> None:
     disk = Disk()
     disk.failing = {"3"}
-    bad, good = Node(0, 5 * PART), Node(100, 2)
-    controller = Controller(make(disk), bad, good).begin()
+    stores = Stores(disk, Node(0, 5 * PART), Node(100, 2))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
     disk.finish_one(disk.jobs[0])
     eventually(lambda: disk.jobs[1].cancelled)  # of no use behind the gap
-    assert controller.acks == []  # its pages are still being read
-    disk.finish()
-    controller.run()
-    assert controller.acks == [bad, good] and good.stored == [True] * 2
-    assert bad.stored == [page != 3 and page < PART for page in range(5 * PART)]
+    assert stores.acked() == []  # its pages are still being read
+    stores.end()
+    assert stores.num_stored() == [0, 2]
     assert len(disk.asked) == NUM_PARTS + 1
 
 
 def test_what_admission_drops_ends_its_node_alone() -> None:
     disk = Disk()
-    disk.finish()
+    disk.is_open = True
     disk.dropped = {str(PART + 2), "200"}
     cut, none, whole = Node(0, 5 * PART), Node(200, 3), Node(300, 3)
-    Controller(make(disk), cut, none, whole).run()
-    assert cut.stored == [page < PART + 2 for page in range(5 * PART)]
-    assert none.stored == [False] * 3 and whole.stored == [True] * 3
+    stores = Stores(disk, cut, none, whole)
+    stores.end()
+    assert stores.num_stored() == [0, 0, 3]
     asked = [page for pages in disk.asked for page in pages]
-    assert asked == [*cut.hash_value[: PART + 2], *whole.hash_value]
+    assert asked == [*cut.hashes[: PART + 2], *whole.hashes]
 
 
 def test_pages_behind_what_admission_drops_count_alike() -> None:
     """They are not lost for the disk's sake, though no part of them ever begins."""
     disk = Disk()
     disk.dropped = {"0"}
-    disk.is_open = True
-    told: list[BegunStore] = []
-    stores = make(disk)
-    stores._end_store = lambda begun: told.append(begun) or disk.end(begun)
-    node = Node(0, 3 * PART)
-    Controller(stores, node).run()
-    pages = [int(slot) // PAGE for begun in told for slot in begun.host_indices[::PAGE]]
-    assert pages == list(range(3 * PART)) and not any(begun.num_admitted for begun in told)
+    Stores(disk, Node(0, 3 * PART)).end()
+    pages = [int(slot) // PAGE for begun in disk.told for slot in begun.host_indices[::PAGE]]
+    assert pages == list(range(3 * PART)) and not any(begun.num_admitted for begun in disk.told)
 
 
 def test_node_that_cannot_begin_fails_alone() -> None:
-    """And in its turn: admission takes one node after the other."""
     disk = Disk()
     disk.refused = "10"
-    first, bad, last = Node(0, 1), Node(10, 2), Node(20, 2)
-    controller = Controller(make(disk), first, bad, last).begin()
-    eventually(lambda: disk.asked)
-    disk.finish()
-    controller.run()
-    assert controller.acks == [first, bad, last]
-    assert first.stored == [True] and not bad.stored and last.stored == [True] * 2
-
-
-def test_node_that_failed_ahead_is_not_retried() -> None:
-    """The gate has forgotten whose pages these are, and no purge of a tenant would find them."""
-    disk = Disk()
-    disk.refused = "10"
-    first, bad, last = Node(0, 1), Node(10, 2), Node(20, 2)
-    controller = Controller(make(disk), first, bad, last).begin()
-    eventually(lambda: disk.num_refused)
-    disk.refused = None
-    disk.finish()
-    controller.run()
-    assert controller.acks == [first, bad, last]
-    assert not bad.stored and last.stored == [True] * 2
+    stores = Stores(disk, Node(0, 1), Node(10, 2), Node(20, 2))
+    stores.end()
+    assert stores.num_stored() == [1, 0, 2]
+    assert disk.asked == [("0",), ("20", "21")]
 
 
 def test_error_at_an_end_leaves_no_part_unwaited() -> None:
     """SGLang then gives away memory that is still being read."""
-    disk, node = Disk(), Node(0, 3 * PART)
-    stores = make(disk)
-    end = stores._end_store
+    disk = Disk()
+    end = disk.end_store
 
     def end_and_fail(begun: BegunStore) -> list[bool]:
         end(begun)
         raise ValueError("the books do not balance")
 
-    stores._end_store = end_and_fail
-    controller = Controller(stores, node).begin()
+    disk.end_store = end_and_fail  # type: ignore[method-assign]
+    stores = Stores(disk, Node(0, 3 * PART))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
-    last, is_waited_for = disk.jobs[1], threading.Event()
-    wait = last.wait
-    last.wait = lambda *given: (is_waited_for.set(), wait(*given))[1]  # type: ignore[method-assign]
     disk.finish_one(disk.jobs[0])
-    eventually(lambda: is_waited_for.is_set() or not controller.thread.is_alive())
-    assert is_waited_for.is_set() and not controller.acks
-    disk.finish()
-    controller.run()
-    assert controller.acks == [node]
+    eventually(lambda: disk.told)
+    assert not stores.acked() and disk.num_under_way == 1
+    stores.end()
 
 
 def test_nothing_is_begun_after_the_stop() -> None:
     disk = Disk()
-    controller = Controller(make(disk), Node(0, 2 * PART)).begin()
+    stores = Stores(disk, Node(0, 4 * PART))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
-    controller.storage_stop_event.set()
-    controller.backup_queue.put(Node(1000, 4))
-    controller.ends_after = 1
+    stores.controller.storage_stop_event.set()
+    stores.add(Node(1000, 4))
+    eventually(lambda: all(job.cancelled for job in disk.jobs))
     disk.finish()
-    controller.run()
-    assert len(disk.asked) == NUM_PARTS
+    stores.thread.join(DEADLINE_S)
+    assert not stores.thread.is_alive() and len(disk.asked) == NUM_PARTS
 
 
-def test_thread_that_ends_waits_for_queued_nodes() -> None:
+def test_thread_that_ends_waits_for_all_it_began() -> None:
     """SGLang joins it, and empties memory then."""
     disk = Disk()
-    nodes = [Node(0, 1), Node(10, 1), Node(20, 1)]
-    controller = Controller(make(disk), *nodes)
-    controller.ends_after = 1
-    controller.begin()
+    stores = Stores(disk, Node(0, 1), Node(10, 1), Node(20, 1))
     eventually(lambda: len(disk.asked) == 3)
-    disk.finish_one(disk.jobs[0])
-    eventually(lambda: all(job.cancelled for job in disk.jobs[1:]))
-    assert controller.acks and controller.thread.is_alive()
-    disk.finish()
-    controller.run()
-    assert controller.acks == nodes[:1] and disk.ended == disk.asked
-
-
-def test_pages_that_move_are_read_under_lease() -> None:
-    disk = Disk()
-    controller = Controller(make(disk, stores_queued=False), Node(0, 1), Node(10, 1)).begin()
-    eventually(lambda: disk.asked)
-    assert disk.asked == [("0",)] and controller.num_leases == 1
-    disk.finish()
-    controller.run()
-    assert disk.asked == [("0",), ("10",)]
+    stores.stop()
+    eventually(lambda: all(job.cancelled for job in disk.jobs))
+    for job in disk.jobs:
+        assert stores.thread.is_alive()
+        disk.finish_one(job)
+    stores.thread.join(DEADLINE_S)
+    assert not stores.thread.is_alive() and len(disk.told) == 3
 
 
 def test_states_of_queued_nodes_go_before_their_pages() -> None:
-    """As SGLang asks for them: admission decides over a node by its first call."""
+    """A page of KV that is held makes a prefix that none can use without its state."""
     disk = Disk()
 
     def state(page: int) -> PoolTransfer:
         return PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([page]), keys=[str(page)])
 
     window = PoolTransfer(PoolName.SWA, indices_from_pool=PoolName.KV)
-    nodes = [Node(0, 2, state(1)), Node(10, 2, state(11), window)]
-    controller = Controller(make(disk), *nodes).begin()
+    stores = Stores(disk, Node(0, 2, state(1)), Node(10, 2, state(11), window))
     eventually(lambda: len(disk.asked) == 5)
     mamba, swa = PoolName.MAMBA.value, PoolName.SWA.value
     assert disk.asked == [(mamba, "1"), ("0", "1"), (mamba, "11"), (swa, "10", "11"), ("10", "11")]
-    disk.finish()
-    controller.run()
-    assert controller.acks == nodes and all(node.stored == [True] * 2 for node in nodes)
-    assert len(disk.asked) == 5
+    stores.end()
+    assert stores.num_stored() == [2, 2] and len(disk.asked) == 5
 
 
 def test_other_pools_are_stored_in_parts_too() -> None:
     """Of one piece the engine would take what has room behind the stores that wait."""
     disk = Disk()
-    disk.finish()
+    disk.is_open = True
     draft = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
     node = Node(0, 5 * PART, draft)
-    Controller(make(disk), Node(1000, 1), node).run()
+    Stores(disk, Node(1000, 1), node).end()
     drafts = [pages[1:] for pages in disk.asked if pages[0] == PoolName.DRAFT.value]
-    assert [page for pages in drafts for page in pages] == node.hash_value
-    assert all(len(pages) <= PART for pages in drafts) and all(node.stored)
-
-
-def test_window_of_last_pages_is_stored_at_once() -> None:
-    """Admission knows the node by its first or its last page."""
-    disk = Disk()
-    disk.finish()
-    node = Node(0, 5 * PART)
-    window = PoolTransfer(
-        PoolName.SWA, host_indices=node.host_indices[PAGE:], keys=node.hash_value[1:]
-    )
-    node.pool_transfers = [window]
-    Controller(make(disk), node).run()
-    assert disk.asked[0] == (PoolName.SWA.value, *node.hash_value[1:])
-
-
-def test_pages_of_another_rank_are_left_to_sglang() -> None:
-    disk = Disk()
-    disk.finish()
-    controller = Controller(make(disk), Node(0, 1))
-    controller.backup_skip = True
-    seen: list[Any] = []
-    assert controller.stores.carry_out(lambda *given: seen.append(given), controller, "n") is None
-    assert seen == [(controller, "n")] and not disk.asked
+    assert [page for pages in drafts for page in pages] == node.hashes
+    assert all(len(pages) <= PART for pages in drafts)
 
 
 # ---- SGLang's own thread, over the real store ----
@@ -500,19 +466,10 @@ PROMPTS = [prompt(number) for number in range(1, 5)]
 
 def begin_stores(cache: Any, num_prompts: int = len(PROMPTS)) -> None:
     """The stores of the first two prompts are under way at once; the spiller holds the others."""
-    are_queued, stores = threading.Event(), cache.storage.stores
-    carry_out = stores.carry_out
-
-    def wait_and_carry_out(*given: Any) -> Any:
-        assert are_queued.wait(DEADLINE_S)
-        return carry_out(*given)
-
-    stores.carry_out = wait_and_carry_out
     for tokens in PROMPTS[:num_prompts]:
         compute(cache, tokens)
         step(cache, lambda: not cache.ongoing_write_through)
     step(cache, lambda: len(cache.ongoing_backup) > 1)
-    are_queued.set()
     step(cache, lambda: cache.storage.region_engine.stats().num_inflight_jobs > 1)
 
 
@@ -529,7 +486,7 @@ def test_waiting_nodes_are_stored_together(cache: Any, disk: HeldDisk) -> None:
     disk.goes_on.set()
     step(cache, lambda: not cache.ongoing_backup and held_pages(cache) == [2] * len(PROMPTS))
     assert acked[: len(operations)] == operations and acked == sorted(acked)
-    assert not cache.storage._storing and not cache.storage.stores._under_way
+    assert not cache.storage._storing
     cache.storage.accounting.check_integrity()
     assert cache.storage.accounting.num_dirty == 0
 
@@ -557,7 +514,7 @@ def test_reset_waits_for_stores_of_its_thread(cache: Any, disk: HeldDisk) -> Non
     disk.goes_on_at_stop(cache)
     flush(cache)
     assert cache.storage.region_engine.stats().num_inflight_jobs == 0
-    assert not cache.storage._storing and not cache.storage.stores._under_way
+    assert not cache.storage._storing
 
 
 def test_purge_finds_every_store_under_way(cache: Any, disk: HeldDisk) -> None:
@@ -590,8 +547,11 @@ def test_same_pages_twice_fail_with_the_first(cache: Any, monkeypatch: pytest.Mo
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(FileDevice, "writev", fail_behind_header)
-    given = PoolName.KV, keys_of(PROMPTS[0]), torch.arange(2 * SMALL_PAGE), None
-    first, second = (cache.storage._begin_store(*given) for _ in range(2))
+    keys, slots = keys_of(PROMPTS[0]), torch.arange(2 * SMALL_PAGE)
+    first, second = (
+        cache.storage.begin_store(PoolName.KV, keys, slots, queue_store(cache.storage, keys))
+        for _ in range(2)
+    )
     assert second.job.reasons == [Reason.DUPLICATE] * 2
     goes_on.set()
-    assert cache.storage._end_store(first) == cache.storage._end_store(second) == [False, False]
+    assert cache.storage.end_store(first) == cache.storage.end_store(second) == [False, False]

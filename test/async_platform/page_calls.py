@@ -1,0 +1,32 @@
+"""Pages of a storage that are stored and loaded at once, without a controller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["queue_store", "store_pages"]
+
+
+def queue_store(storage: Any, hashes: Sequence[str], **of_node: Any) -> Any:
+    """Queue the store of a node with these pages."""
+    return storage.gate.queue_store(hashes, **{"num_tokens": 64 * len(hashes), **of_node})
+
+
+def store_pages(
+    storage: Any,
+    hashes: Sequence[str],
+    host_indices: torch.Tensor,
+    pool: Any = "kv",
+    *,
+    store: Any = None,
+    **of_node: Any,
+) -> list[bool]:
+    """Store pages, of a node of their own without a ``store``; return which are held."""
+    store = store or queue_store(storage, hashes, **of_node)
+    stored: list[bool] = storage.end_store(storage.begin_store(pool, hashes, host_indices, store))
+    return stored
