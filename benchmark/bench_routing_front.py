@@ -4,7 +4,7 @@
 
 The data planes are real: Envoy with our picker, Envoy alone, sglang-router; the servers behind are
 the simulator's, over HTTP, in the same process as the client. The windows of Mooncake's traces
-below ``$SGLANG_TIERED_DATA`` are sent in open loop; load 1 is where requests in turn keep the
+below ``$SGLANG_TIERED_DATA``, or a generated trace, are sent in open loop; load 1 is where requests in turn keep the
 servers busy for 80% of the time. Arms take turns. Time to first token is the client's.
 
 ``cost``
@@ -62,7 +62,8 @@ TUNED = (
     "--balance-rel-threshold",
     "1.1",
 )
-READY_S, ANSWER_S = 60.0, 300.0
+TRACES = (*MOONCAKE, "generated")
+READY_S, ANSWER_S = 180.0, 300.0
 ROUTER_LOG = "error"
 
 console = Console()
@@ -202,7 +203,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    known = ", ".join(MOONCAKE)
+    known = ", ".join(TRACES)
     parser.add_argument("traces", metavar="TRACE", nargs="*", help=f"of {known}; all without")
     parser.add_argument("--loads", default="0.7,1,1.2", help="default 0.7,1,1.2")
     parser.add_argument("--seeds", default="0,1,2,3", help="windows of the trace; default 0,1,2,3")
@@ -212,7 +213,7 @@ def main() -> int:
     parser.add_argument("--smg", metavar="PROGRAM", default="", help="adds the arm smg")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
-    if unknown := set(options.traces) - set(MOONCAKE):
+    if unknown := set(options.traces) - set(TRACES):
         parser.error(f"{', '.join(sorted(unknown))} is no trace; choose from {known}")
     arms = options.arms.split(",") + ["smg"] * bool(options.smg)
     if unknown := set(arms) - {*ARMS, "smg"}:
@@ -225,7 +226,7 @@ def main() -> int:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     scale = Scale(options.servers, options.requests)
     rows = []
-    for trace in options.traces or MOONCAKE:
+    for trace in options.traces or TRACES:
         for seed in map(int, options.seeds.split(",")):
             requests = requests_of(trace, seed, scale)
             unit = speed_of(trace, seed, scale)
