@@ -4,8 +4,9 @@
 
 The data planes are real: Envoy with our picker, Envoy alone, sglang-router; the servers behind are
 the simulator's, over HTTP, in the same process as the client. The windows of Mooncake's traces
-below ``$SGLANG_TIERED_DATA``, or a generated trace, are sent in open loop; load 1 is where requests in turn keep the
-servers busy for 80% of the time. Arms take turns. Time to first token is the client's.
+below ``$SGLANG_TIERED_DATA``, or a generated trace, are sent in open loop; load 1 is where requests
+in turn keep the servers busy for 80% of the time. Arms take turns. Time to first token is the
+client's.
 
 ``cost``
     Envoy and the picker, with costs and events.

@@ -55,7 +55,7 @@ _ONE_WORD = msgspec.Meta(le=(1 << 63) - 1)
 """Of a figure that is divided: a line may hold an integer of any length."""
 
 Decision = Literal["load", "truncated", "declined", "absent"]
-Why = Literal["ranks", "window", "stores", "load", "others", "back"]
+Why = Literal["ranks", "window", "stores", "copies", "load", "others", "back"]
 Cause = Literal["late", "deadline", "turn", "tier", "refused", "no_host_path", "revoked"]
 
 
@@ -118,9 +118,9 @@ class Wait(_Part, frozen=True, kw_only=True):
         Why,
         _is(
             "`load`: its load ran; put off as the `window` of loads was full, as `stores` had to "
-            "leave host memory first, or until the other `ranks` had answered; `others`: a load of "
-            "another request was nearly there; `back`: its front was computed, and its back "
-            "still to come"
+            "leave host memory first, as `copies` of what comes before had to be made, or until "
+            "the other `ranks` had answered; `others`: a load of another request was nearly there; "
+            "`back`: its front was computed, and its back still to come"
         ),
     ]
     at_s: Annotated[float, _is("when it began")]

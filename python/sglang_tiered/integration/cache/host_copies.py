@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -56,6 +57,7 @@ class HostCopies:
         # it is asked for and something was copied or stored since.
         self._waits_for_room: dict[CacheRequestHandle, float] = {}
         self._must_stay: int | None = None
+        self._paths: dict[int, bool] = {}  # copies to make: True; tried in this step: False
 
     # ---- Copies ----
 
@@ -85,9 +87,30 @@ class HostCopies:
             cache.begin_copy(core.build_backup_kv_action(node_id))
         return bool(core.is_backuped(node_id))
 
-    def has_host_path(self, node_id: int) -> bool:
+    def has_host_path(self, node_id: int) -> bool | None:
         """Whether a load may be put below a node: SGLang drops it where the device alone holds what
-        is above. In a small host tier, dropped copies are made again if there is room."""
+        is above. In a small host tier, dropped copies are made again if there is room; None until
+        the next step has tried. A copy locks its node on the device until it is done, and a batch
+        that SGLang is just making up counts on evicting there."""
+        cache, core = self._cache, self._cache.tree_core
+        is_wanted = self._paths.pop(node_id, True)
+        if not cache.has_small_host or core.has_copied_path(node_id):
+            return True
+        if is_wanted:
+            self._paths[node_id] = True
+            return None
+        return False
+
+    def make_paths(self) -> None:
+        """At the begin of a step: make the copies that loads wait for."""
+        wanted = [node_id for node_id, is_wanted in self._paths.items() if is_wanted]
+        self._paths = dict.fromkeys(wanted, False)
+        for node_id in wanted:
+            with suppress(KeyError):  # the node is gone
+                self.make_host_path(node_id)
+
+    def make_host_path(self, node_id: int) -> bool:
+        """Return ``has_host_path``, with the copies made now. Within a step alone."""
         cache, core = self._cache, self._cache.tree_core
         if not cache.has_small_host or core.has_copied_path(node_id):
             return True
@@ -208,5 +231,6 @@ class HostCopies:
     def clear(self) -> None:
         """Drop all nodes and requests: the tree was emptied."""
         self._skipped.clear()
+        self._paths.clear()
         self._waits_for_room.clear()
         self._must_stay = None

@@ -191,12 +191,15 @@ class LoadScheduler:
             return None
         # One that has just come overtakes nobody who waits for room.
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
-        has_room = ask(num_agreed, self.num_tokens())
-        if not has_room or self._stores_in_the_way(request, num_agreed, storage):
-            self._put_off(request, num_agreed, "stores" if has_room else "window")
+        why: Why | None = None if ask(num_agreed, self.num_tokens()) else "window"
+        if why is None and self._stores_in_the_way(request, num_agreed, storage):
+            why = "stores"
+        has_path = why is None and self._copies.has_host_path(call.last_host_node_id)
+        if why is not None or has_path is None:
+            self._put_off(request, num_agreed, why or "copies")
             return None
         self._drop_questions(request)
-        if not self._copies.has_host_path(call.last_host_node_id):
+        if not has_path:
             self._notes.given_up(request, "no_host_path", num_loaded)
             return None
         if has_back:
@@ -249,8 +252,7 @@ class LoadScheduler:
         self._ranked = request, rank
 
     def _rank_of(self, request: CacheRequestHandle) -> int:
-        ranked, rank = self._ranked
-        return rank if ranked == request else 0
+        return self._ranked[1] if self._ranked[0] == request else 0
 
     def comes(self, req: Any, max_attempts: int) -> None:
         """Take note of SGLang's request whose load is planned next. An attempt that was asked for
@@ -275,13 +277,14 @@ class LoadScheduler:
         self._notes.put_off(request, why)
         self.planner.waits_for_more(request)
         self._window.put_off_load(request.rid, num_tokens, self.planner.order(request))
+        if why == "copies":  # which the next step makes
+            self._window.could_start(request.rid)
 
     def _attempt_put_off(self) -> None:
         """Let SGLang attempt the put-off loads whose turn has come, in this step: their requests
         may be far from their own admission. Where loads wait for stores too, that is asked at the
         admission alone."""
-        first = self._window.first_ready()
-        if first is not None:
+        if (first := self._window.first_ready()) is not None:
             self._make_room(self._window.num_tokens(first))
         for rid in self._window.turns(self.num_tokens(), only_ready=self._cache.has_small_host):
             self._attempt(rid)
@@ -302,8 +305,7 @@ class LoadScheduler:
 
     def _attempt_declined(self) -> None:
         """Let SGLang attempt a declined load that gains by now, as it does those put off."""
-        num_ahead = self._backs.num_ahead()
-        for request in self.declined.step(self.agreement, num_ahead=num_ahead):
+        for request in self.declined.step(self.agreement, num_ahead=self._backs.num_ahead()):
             self._attempt(request.rid)
 
     def _stores_in_the_way(
@@ -364,8 +366,7 @@ class LoadScheduler:
         if self._num_unused is None:
             unused = {**self._cache.prefetch_loaded_tokens_by_reqid, **self._num_loaded}
             self._num_unused = sum(unused.values())
-        loading: int = self._cache.cache_controller.prefetch_tokens_occupied
-        return loading + self._num_unused
+        return int(self._cache.cache_controller.prefetch_tokens_occupied) + self._num_unused
 
     def step(self) -> None:
         """Begin a step of the scheduler."""
@@ -449,9 +450,8 @@ class LoadScheduler:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
-        num_ahead = self._backs.num_ahead() + num_stored_first
         gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
-            request, num_ahead=num_ahead, held_s=held_s
+            request, num_ahead=self._backs.num_ahead() + num_stored_first, held_s=held_s
         )
         question = _gain_of(request)
         answer = self.agreement.ask_ranks(question, int(gains))

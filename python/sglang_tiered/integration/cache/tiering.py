@@ -333,6 +333,7 @@ class Tiering:
             hide(())
         if self.publish_costs is not None:
             self.publish_costs(0.0)
+        self.copies.make_paths()
         self.loads.step()
         self.returns.step()
         self.copies.note_room()

@@ -27,6 +27,7 @@ _WAITS = {
     "ranks": "waited for the other ranks to agree on its load",
     "window": "waited for other loads to leave it room",
     "stores": "waited for stores to leave host memory",
+    "copies": "waited for host copies of what comes before",
     "others": "waited for a load of another request that was nearly there",
 }
 

@@ -35,6 +35,7 @@ _NAMES = {
     "window": "put off: other loads filled the window",
     "ranks": "put off: ranks had to agree",
     "stores": "put off: stores were in the way",
+    "copies": "put off: what comes before was copied to host memory",
     "others": "waiting for loads of others that were nearly there",
     "back": "waiting for its back",
     PREFILL: "computing its prompt",

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cache_world import PAGE, cache_world, prompt
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import MAX_COPIES_PER_STEP, HostCopies
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
 
@@ -30,7 +33,22 @@ class Cache:
             build_backup_kv_action=lambda node: SimpleNamespace(node_ids=[node]),
             parts_to_copy=lambda node: [node + 10, node],
             num_tokens=lambda nodes: 20 * len(set(nodes)),
+            has_copied_path=lambda node: {*range(1, node + 1)} <= self.backed_up,
+            collect_path_info=lambda nodes: [self.path_to(nodes[0])],
         )
+        self.locked: list[int] = []
+
+    def path_to(self, last: int) -> list[Any]:
+        if last == 99:
+            raise KeyError(last)
+        return [SimpleNamespace(node_id=node, path_end=21 * node) for node in range(1, last + 1)]
+
+    def inc_host_lock_ref(self, node: int) -> Any:
+        self.locked.append(node)
+        return SimpleNamespace(to_dec_params=lambda: None)
+
+    def dec_host_lock_ref(self, node: int, _: None) -> None:
+        self.locked.remove(node)
 
     def look_up(self, node: int) -> int:
         if node >= 100:
@@ -157,6 +175,27 @@ def test_load_waits_until_copies_leave_it_room(small: World) -> None:
     assert small.in_the_way("ours", 60) == 0
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_no_copy_is_begun_between_two_steps(small: World, has_room: bool) -> None:
+    """It would lock on the device what a batch that is made up just then counts on: SGLang's
+    scheduler ended with "Prefill out of memory"."""
+    cache, copies = small.cache, small.copies
+    for _ in range(2):
+        cache.has_room = has_room
+        cache.backed_up.clear()
+        cache.tried.clear()
+        assert copies.has_host_path(2) is None and copies.has_host_path(2) is None
+        assert not cache.tried and not cache.locked
+        copies.make_paths()
+        assert cache.tried and not cache.locked
+        assert copies.has_host_path(2) is has_room
+    copies.has_host_path(99)  # is gone by the next step
+    copies.make_paths()
+    assert copies.has_host_path(5) is None
+    copies.make_paths()
+    assert copies.has_host_path(5) is False  # longer than host memory
+
+
 @pytest.mark.parametrize("why", ["time", "a sick disk", "several ranks"])
 def test_load_does_not_wait_for_room_for_ever(small: World, why: str) -> None:
     """A store may hang, or new copies may come as fast as others go."""
@@ -199,3 +238,23 @@ def test_nothing_is_kept_of_a_load_that_waited(small: World, end: str) -> None:
     else:
         small.copies.stops_waiting("ours")  # type: ignore[arg-type]
     assert not small.copies_wait()
+
+
+def test_load_takes_no_device_memory_from_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache itself: what follows a device prefix without a copy is on NVMe, and is asked for
+    while SGLang goes through its queue. What a request was admitted to evict can still be."""
+    with cache_world(tmp_path, monkeypatch, is_small=True) as world:
+        cache, whole = world.cache, prompt(1, 8)
+        world.store(whole)
+        world.compute(whole[: 4 * PAGE])
+        world.until(lambda: not cache.ongoing_backup)
+        cache.evict_host(world.num_host_tokens)
+        evictable = cache.full_evictable_size()
+        assert evictable >= 4 * PAGE and not cache.tree_core.full_host_duplicates
+        request = world.asks("returns", whole)
+        assert cache.full_evictable_size() == evictable and not cache.ongoing_write_through
+        world.until(lambda: world.is_retried(request))
+        world.asks("returns", whole)
+        assert request in cache.ongoing_prefetch

@@ -182,7 +182,7 @@ class ChainLoader:
         num_tokens = min(told // 2, end) - start
         if num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
             return self._ends(Outcome.LATER)
-        if not self._copies.has_host_path(node):
+        if not self._copies.make_host_path(node):
             return self._ends(Outcome.NO_MEMORY)
         self._ends(Outcome.BEGUN)
         hashes = hashes[: num_tokens // page_size]
