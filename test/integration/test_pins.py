@@ -57,9 +57,10 @@ def test_pinned_conversation_outlives_churn_and_kill(
     assert answer["pinned_until"] == pytest.approx(until, abs=60)
     assert ask(server, "/tier/checkpoint", {"rid": "other", "tier": "nvme"})[0] == 200
 
-    written = server.tier_state()["written_bytes:nvme"]
+    written, churned = server.tier_state()["written_bytes:nvme"], []
     while server.tier_state()["written_bytes:nvme"] - written < 10 * NVME_MIB << 20:
         for prompt in CHURN:
+            churned.append(prompt.copy())
             server.generate(prompt, num_new=1)
             prompt[0] += 1  # another prompt
     server.flush()
@@ -74,7 +75,7 @@ def test_pinned_conversation_outlives_churn_and_kill(
     assert (pinned["name"], pinned["tier"]) == ("mine", "nvme")
     assert pinned["pinned_until"] == pytest.approx(until, abs=60)
     assert listed(server, "?extra_key=acme") == []
-    again, other = server.generate(MINE), server.generate(OTHER, extra_key="acme")
+    again, other = server.generate(MINE), server.generate(churned[len(churned) // 2])
     assert again.output_ids == expected
     assert again.cached["storage"] == aligned(LENGTH)
     assert other.cached["storage"] == 0, "nothing was reclaimed"
