@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from bucket_child import BucketChild, child_run
@@ -56,7 +57,7 @@ def test_no_kill_loses_acknowledged_pages(url: str, num_kills: int, up_to: int) 
     if not url.startswith("file"):
         return
     # What the dead left behind is collected, and what they stored stays.
-    place, requests = Path(url.removeprefix("file://")), Requests(BucketSettings(url=url))
+    place, requests = Path(urlsplit(url).path), Requests(BucketSettings(url=url))
     (place / "v2" / NAMESPACE.hex() / "pages" / f"left{STAGED}1.1").write_bytes(b"half")
     kept = {path for path in place.rglob("pages/*/*") if STAGED not in path.name}
     Collector(requests, CollectorSettings(), clock=lambda: 4e9).run_once(NAMESPACE)

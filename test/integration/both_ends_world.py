@@ -1,8 +1,7 @@
 """SGLang's own scheduling pass over a real ``TieredRadixCache`` and a real store, without a model.
 
 Each KV slot holds a number that depends on every token before it, and every prefix is compared
-before each batch, so KV of another place is seen at once, even where pages repeat. Arguments: the
-store's folder, a seed (or ``FIRST-LAST``), ``overlap`` or ``normal``. A line of JSON for each run.
+before each batch. Arguments: the store's folder, a seed (or ``FIRST-LAST``), ``overlap`` or ``normal``.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_refused_update_call_costs_nothing_stored(
     assert server.told == []
 
 
-def test_session_that_wanted_a_flush_gets_it_at_its_end(
+def test_session_that_wanted_a_flush_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call that ends it cannot say so, and a flush before may have been refused."""

@@ -228,7 +228,7 @@ def test_a_tier_on_a_disk_takes_no_memory(resolve: Any, tmp_path: Path) -> None:
     assert resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB").config.nvme.memory_bytes == 0
 
 
-def test_forked_scheduler_leaves_a_tier_in_memory_its_room(
+def test_forked_scheduler_leaves_room_for_tmpfs_tier(
     resolve: Any, in_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads no plugins: the launcher did, before it knew its configuration."""
