@@ -1,7 +1,7 @@
 """SGLang's own scheduling pass over a real ``TieredRadixCache`` and a real store, without a model.
 
 Each KV slot holds a number that depends on every token before it, and every prefix is compared
-before each batch. Arguments: the store's folder, a seed (or ``FIRST-LAST``), ``overlap`` or ``normal``.
+before each batch. Arguments: a folder, a seed (or ``FIRST-LAST``), ``overlap`` or ``normal``.
 """
 
 from __future__ import annotations
