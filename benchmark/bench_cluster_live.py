@@ -29,10 +29,10 @@ import aiohttp
 from rich.console import Console
 
 from bench_routing_front import front
+from front_bench.result import spread, write_result
 from server_process import Server, free_ports
 from serving_bench.setting import Geometry
 from serving_bench.systems import ENVIRONMENT, launch_arguments
-from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,26 +162,18 @@ def main() -> int:
     for figure in ("mean_ttft_s", "p99_ttft_s", "took_s"):
         by_arm = {arm: [row[figure] for row in rows if row["arm"] == arm] for arm in ARMS}
         values = [ours / other for ours, other in zip(*by_arm.values(), strict=True)]
-        one = {"value": statistics.median(values), "min": min(values), "max": max(values)}
-        ratios[f"cost_over_cache-aware_{figure.removesuffix('_s')}"] = {**one, "n": len(values)}
+        one = ratios[f"cost_over_cache-aware_{figure.removesuffix('_s')}"] = spread(values)
         console.print(f"{figure} {one['value']:.2f} ({one['min']:.2f} to {one['max']:.2f})")
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "settings": {
-                "servers": NUM_SERVERS,
-                "shape": SHAPE,
-                "device_tokens": GEOMETRY.device_tokens,
-                "host_tokens": GEOMETRY.host_tokens,
-                "users": options.users,
-                "turns": NUM_TURNS,
-                "letters": [FIRST_LETTERS, TURN_LETTERS],
-            },
-            "ratios": ratios,
-            "raw": rows,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    settings = {
+        "servers": NUM_SERVERS,
+        "shape": SHAPE,
+        "device_tokens": GEOMETRY.device_tokens,
+        "host_tokens": GEOMETRY.host_tokens,
+        "users": options.users,
+        "turns": NUM_TURNS,
+        "letters": [FIRST_LETTERS, TURN_LETTERS],
+    }
+    write_result(options.json, settings, ratios, rows)
     return 0
 
 

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,9 +31,9 @@ import psutil
 from rich.console import Console
 
 from bench_routing import Scale, make_plan
+from front_bench.result import spread, write_result
 from server_process import free_ports
 from sglang_tiered.policy.server_costs import ServerCosts
-from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered_lab.trace.cluster.records import Reporter
 from sglang_tiered_lab.trace.cluster.simulation import Simulation
 
@@ -228,28 +227,18 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
     rows = asyncio.run(measure(options.rounds, options.tokenizer))
-    ratios = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        middle = statistics.median(values)
-        ratios[name] = {"value": middle, "min": min(values), "max": max(values), "n": len(rows)}
-        console.print(f"{name} {middle:.2f} ({min(values):.2f} to {max(values):.2f})")
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "settings": {
-                "prompt_bytes": PROMPT_BYTES,
-                "requests": NUM_REQUESTS,
-                "streams": NUM_STREAMS,
-                "tokens": NUM_TOKENS,
-                "servers": MANY_SERVERS,
-                "rate": RATE,
-            },
-            "ratios": ratios,
-            "raw": rows,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    ratios = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    for name, one in ratios.items():
+        console.print(f"{name} {one['value']:.2f} ({one['min']:.2f} to {one['max']:.2f})")
+    settings = {
+        "prompt_bytes": PROMPT_BYTES,
+        "requests": NUM_REQUESTS,
+        "streams": NUM_STREAMS,
+        "tokens": NUM_TOKENS,
+        "servers": MANY_SERVERS,
+        "rate": RATE,
+    }
+    write_result(options.json, settings, ratios, rows)
     return 0
 
 

@@ -41,11 +41,11 @@ from rich.console import Console
 
 from bench_routing import MOONCAKE, Scale, make_plan, requests_of, speed_of
 from front_bench.modelled import ModelledFleet, ids_of, text_of
+from front_bench.result import spread, write_result
 from server_process import free_ports
 from sglang_tiered.route.envoy import CLUSTERS, configuration, write_members
 from sglang_tiered.route.launcher import program_of
 from sglang_tiered.route.settings import RouteConfig
-from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -196,10 +196,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 name = f"{trace}_cost_over_{arm}_{load:g}_{figure}_ttft"
                 value = ours[f"{figure}_ttft_s"] / row[f"{figure}_ttft_s"]
                 found.setdefault(name, []).append(value)
-    return {
-        name: {"value": statistics.median(all_), "min": min(all_), "max": max(all_), "n": len(all_)}
-        for name, all_ in found.items()
-    }
+    return {name: spread(values) for name, values in found.items()}
 
 
 def main() -> int:
@@ -248,15 +245,8 @@ def main() -> int:
     found = ratios(rows)
     for name, one in found.items():
         console.print(f"{name} {one['value']:.2f}")
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "settings": {"servers": options.servers, "requests": options.requests, "router": TUNED},
-            "ratios": found,
-            "raw": rows,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    settings = {"servers": options.servers, "requests": options.requests, "router": TUNED}
+    write_result(options.json, settings, found, rows)
     return 0
 
 

@@ -163,6 +163,7 @@ class _Recovery:
     has_durable_names: bool = False
     # On their way into the index: pages, slots, offsets and places of tenants, of some regions.
     pages: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
+    num_pages: int = 0
 
     def run(self) -> RecoveryReport:
         device, report = self.device, self.report
@@ -419,7 +420,8 @@ class _Recovery:
         if not ours.all():
             pages, offsets, owners = pages[ours], offsets[ours], owners[ours]
         self.pages.append((pages, np.full(len(pages), region.slot, np.int32), offsets, owners))
-        if sum(len(each[0]) for each in self.pages) >= _PAGES_AT_ONCE:
+        self.num_pages += len(pages)
+        if self.num_pages >= _PAGES_AT_ONCE:
             self._put()
 
     def _put(self) -> None:
@@ -428,6 +430,7 @@ class _Recovery:
         if self.pages:
             pages, slots, offsets, owners = map(np.concatenate, zip(*self.pages, strict=True))
             self.pages.clear()
+            self.num_pages = 0
             words = np.ascontiguousarray(pages["key"]).view("<u8").reshape(-1, 4)
             self.index.put(words, slots, offsets, pages["length"], pages["checksum"], owners)
 
