@@ -181,7 +181,7 @@ def test_ended_rooms_keep_no_memory() -> None:
         assert resident_bytes() - before < moved / 10
         queue = next(iter(sender.endpoint._peers)).sending
         eventually(lambda: not queue.unconfirmed and queue.credit_bytes == TCP.window_bytes)
-        assert not queue.num_sent
+        assert not queue.rooms
 
 
 def test_finished_rooms_and_links_are_freed() -> None:

@@ -126,7 +126,7 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
         assert not queue.queue
         assert not queue.returned
         assert not queue.unconfirmed
-        assert not queue.num_sent
+        assert not queue.rooms
     eventually(lambda: not receiver.endpoint._senders)
 
 

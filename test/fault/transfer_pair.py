@@ -138,18 +138,21 @@ class Recorder:
 
     def wait_for(self, kind: str, room: Any = None, timeout_s: float = DEADLINE_S) -> Any:
         """The first event of this kind (and room), once there is one."""
+        seen = 0  # looked at once each: thousands of events come while the condition is held
 
         def found() -> tuple[Any, ...] | None:
-            for event in self.events:
+            nonlocal seen
+            while seen < len(self.events):
+                event = self.events[seen]
+                seen += 1
                 if event[0] == kind and (room is None or event[1] == room):
                     return event
             return None
 
         with self.changed:
-            assert self.changed.wait_for(found, timeout_s), (
-                f"no {kind} of {room} within {timeout_s} s, only {self.events[-5:]}"
-            )
-            return found()
+            event = self.changed.wait_for(found, timeout_s)
+            assert event, f"no {kind} of {room} within {timeout_s} s, only {self.events[-5:]}"
+            return event
 
     def kinds(self, room: int) -> list[str]:
         with self.changed:

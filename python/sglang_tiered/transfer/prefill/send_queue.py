@@ -7,7 +7,7 @@ reader holds up neither memory nor other readers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,15 @@ class Delivery:
     parcels: Iterator[Parcel] | None = None
 
 
+@dataclass(slots=True)
+class RoomShare:
+    """What of a queue is one room's, so that the end of a room costs only its own messages."""
+
+    deliveries: list[Delivery] = field(default_factory=list)
+    unconfirmed: set[tuple[int, int, int]] = field(default_factory=set)
+    num_sent: dict[int, int] = field(default_factory=dict)  # by generation
+
+
 @dataclass(eq=False, slots=True)
 class Gathering:
     """A slab whose pages are on their way into its buffer; ``wait`` returns once they are there."""
@@ -160,13 +169,15 @@ class SendQueue:
     pull_tagger: Tagger | None = None  # while the receiver can read this process's memory
     queue: deque[Delivery] = field(default_factory=deque)
     unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
-    num_sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    rooms: defaultdict[int, RoomShare] = field(default_factory=lambda: defaultdict(RoomShare))
     returned: deque[Parcel] = field(default_factory=deque)  # to be sent again
     quiet_since: float = 0.0
     awaits_compute: bool = False
 
     def add_chunk(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
-        self.queue.append(Delivery(opened, chunk, fence))
+        delivery = Delivery(opened, chunk, fence)
+        self.queue.append(delivery)
+        self.rooms[opened.room].deliveries.append(delivery)
 
     def next_parcel(self) -> Parcel | None:
         """The next message to send, gathered now; None without a message or without credit."""
@@ -185,6 +196,7 @@ class SendQueue:
             if parcel is not None:
                 return parcel
             self.queue.popleft()
+            self.rooms[delivery.opened.room].deliveries.remove(delivery)
         return None
 
     def mark_sent(self, parcel: Parcel, now: float) -> None:
@@ -194,6 +206,7 @@ class SendQueue:
         if parcel.key not in self.unconfirmed:
             self.credit_bytes -= parcel.num_bytes
             self.unconfirmed[parcel.key] = parcel
+            self.rooms[parcel.key[0]].unconfirmed.add(parcel.key)
 
     def confirm(self, key: tuple[int, int, int], now: float) -> Parcel | None:
         """Note that a message arrived, or that the receiver has dropped its room. Returns None for
@@ -202,6 +215,9 @@ class SendQueue:
         parcel = self.unconfirmed.pop(key, None)
         if parcel is None:
             return None
+        share = self.rooms.get(key[0])
+        if share is not None:
+            share.unconfirmed.discard(key)
         if is_oldest:  # an overtaken message may be lost, however busy the rest is
             self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
@@ -235,18 +251,22 @@ class SendQueue:
     def drop_room(self, room: int) -> None:
         """Drop the messages of a room that wait. A message under way returns its credit with its
         confirmation: until then it takes up memory on one of the sides."""
-        self.queue = deque(item for item in self.queue if item.opened.room != room)
+        share = self.rooms.pop(room, None)
+        if share is None:
+            return
+        for delivery in share.deliveries:
+            self.queue.remove(delivery)
         for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:
             self.returned.remove(parcel)
             if self.unconfirmed.pop(parcel.key, None) is not None:
                 self.credit_bytes += parcel.num_bytes
-        for parcel in [parcel for parcel in self.unconfirmed.values() if parcel.key[0] == room]:
+                share.unconfirmed.discard(parcel.key)
+        for key in share.unconfirmed:
+            parcel = self.unconfirmed[key]
             if parcel.is_last:  # confirmed only for a room that is complete
-                del self.unconfirmed[parcel.key]
+                del self.unconfirmed[key]
             else:
                 parcel.frames, parcel.buffer, parcel.as_slab = [], None, None
-        for counted in [counted for counted in self.num_sent if counted[0] == room]:
-            del self.num_sent[counted]
 
     def _parcels(self, delivery: Delivery) -> Iterator[Parcel]:
         opened, chunk = delivery.opened, delivery.chunk
@@ -393,10 +413,10 @@ class SendQueue:
         return Parcel(key, [VERSION_FRAME, header, self.tagger.tag(header)], 0, is_last=True)
 
     def _next_key(self, opened: Open) -> tuple[int, int, int]:
-        counted = opened.room, opened.generation
-        number = self.num_sent.get(counted, 0)
-        self.num_sent[counted] = number + 1
-        return *counted, number
+        num_sent = self.rooms[opened.room].num_sent
+        number = num_sent.get(opened.generation, 0)
+        num_sent[opened.generation] = number + 1
+        return opened.room, opened.generation, number
 
 
 def cut_slabs(

@@ -133,7 +133,28 @@ def test_dropped_room_returns_its_credit(
     assert post(queue).key == (2, 7, 0), "other rooms go on"
     assert queue.resend(first.key, 0.0), "a Nack confirms it as well"
     assert queue.credit_bytes == 9 * PAGE_BYTES
-    assert (1, 7) not in queue.num_sent
+    assert list(queue.rooms) == [2]
+
+
+class Unsearched(dict[Any, Any]):
+    """Messages under way that only one at a time may be asked for."""
+
+    def values(self) -> Any:
+        raise AssertionError("the end of a room went through the messages of all")
+
+    items = values
+
+
+def test_a_rooms_end_does_not_search_the_others(queue: SendQueue) -> None:
+    queue.unconfirmed = Unsearched()
+    for room in range(50):
+        add(queue, [1], room=room)
+    while (parcel := queue.next_parcel()) is not None:
+        queue.mark_sent(parcel, 0.0)
+    for room in range(50):
+        queue.drop_room(room)
+    assert not queue.rooms
+    assert not queue.queue
 
 
 def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
