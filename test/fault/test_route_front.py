@@ -65,11 +65,31 @@ def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
         assert after - before == 5, "the picker hears who served"
 
 
+def test_no_bytes_in_a_header_pass_the_picker_by(front: Front, mocks: Mocks) -> None:
+    front.prefer(mocks, mocks[2])
+    for told in (
+        {"x-request-id": "\xff"},
+        {"authorization": "Bearer \xff\xfe"},
+        {"x-other": "\xff"},
+    ):
+        answer = front.ask(CHAT, {"input_ids": [1, 2]}, told)
+        assert (answer.status, answer.served_by) == (200, mocks[2].address), told
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_requests_without_a_body_are_picked_for(front: Front, mocks: Mocks, method: str) -> None:
+    front.prefer(mocks, mocks[1])
+    for _ in range(5):
+        answer = front.ask("/v1/models", None if method == "GET" else b"")
+        assert answer.headers["x-gateway-destination-endpoint-served"] == mocks[1].address
+
+
 def test_a_body_of_megabytes_arrives_whole(front: Front, mocks: Mocks) -> None:
     front.prefer(mocks, mocks[1])
     answer = front.ask(CHAT, BIG)
     assert (answer.status, answer.served_by) == (200, mocks[1].address)
     assert [one["length"] for one in mocks[1].seen] == [len(BIG)]
+    assert mocks[1].seen[0]["headers"]["content-length"] == str(len(BIG))
 
 
 @pytest.mark.parametrize("fails", ["503", "reset", "late"])

@@ -79,10 +79,10 @@ def test_our_reader_takes_what_was_recorded(tmp_path: Path) -> None:
 
 def test_full_file_makes_room_for_another(tmp_path: Path) -> None:
     path, clock = tmp_path / "trace.jsonl", Clock()
-    recorder = Recorder(path, max_bytes=150, clock=clock)
+    recorder = Recorder(path, max_bytes=100, clock=clock)
     prompts = [prompt_of(5)] * 3
     assert len(written(recorder, clock, prompts, path)) == 3, "two fill a file"
-    assert path.with_name("trace.jsonl.1").stat().st_size >= 150
+    assert path.with_name("trace.jsonl.1").stat().st_size >= 100
 
 
 def test_what_comes_too_fast_is_counted(tmp_path: Path) -> None:
