@@ -87,14 +87,15 @@ def choose_own_victim(
     Where it has less, others write more than it does, and reclaim comes round without it. What is
     ``pinned`` of its own is saved as well, and so counts with the others'."""
 
-    def is_own(region: Region) -> bool:
-        own = region.tenant_bytes.get(tenant, 0) - pinned(region)
+    def is_own(region: Region, pinned_bytes: int = 0) -> bool:
+        own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
         others = sum(region.tenant_bytes.values()) - own
         return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
 
     free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
-    own = filter(is_own, free)
-    return min(own, key=lambda region: region.sequence, default=None)
+    own = sorted(filter(is_own, free), key=lambda region: region.sequence)
+    # What is pinned is asked for last, as it takes a look into the index for each region.
+    return next((region for region in own if is_own(region, pinned(region))), None)
 
 
 def _may_go(region: Region) -> bool:

@@ -52,3 +52,16 @@ def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_own_victim([own], A, lambda r: 25_001) is None, "pinned pages are written again"
     monkeypatch.setattr(reclaim, "MAX_SAVED_BYTES", 9_999)
     assert choose_own_victim([own], A) is None, "others' pages are, within a bound"
+
+
+def test_pins_are_counted_of_no_other_region() -> None:
+    asked: list[int] = []
+
+    def pinned(one: Region) -> int:
+        asked.append(one.sequence)
+        return 50_000 if one.sequence == 7 else 0
+
+    regions = [region(9, a=60_000), region(8, a=60_000), region(7, a=60_000)]
+    regions += [region(number, a=10_000, b=40_000) for number in range(7)]
+    assert choose_own_victim(regions, A, pinned) is regions[1]
+    assert asked == [7, 8], "the oldest that may be its own, until one is"
