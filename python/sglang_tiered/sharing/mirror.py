@@ -94,7 +94,8 @@ class Mirror:
         self._peers: dict[str, MirroredPeer] = {}
         self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
-        self._lacking: list[tuple[int, Fingerprints]] | None = None  # set while the table is copied
+        # By slots; set while the table is copied.
+        self._lacking: list[tuple[list[int], Fingerprints]] | None = None
         self._num_changes = 0  # of the namespace, that the follower has not come to
         self._table = PageTable(0)
         self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), False)
@@ -124,21 +125,19 @@ class Mirror:
         with self.lock:
             known = self._peers.get(server)
             if known is not None:
-                self._hide(known.slot, pages)
+                self._hide([known.slot], pages)
 
     def hide_pages(self, keys: Sequence[bytes]) -> None:
         """Find these pages at no peer until it publishes them again."""
         pages = distinct(fingerprints_of(keys))
         with self.lock:
-            for known in self._peers.values():
-                self._hide(known.slot, pages)
+            self._hide([known.slot for known in self._peers.values()], pages)
 
-    def _hide(self, slot: int, pages: Fingerprints) -> None:
-        """Remove a holder of pages, in a copy under way too. The caller holds the lock."""
-        if slot < self._table.num_words * WORD_BITS:
-            self._clear(slot, pages)
+    def _hide(self, slots: list[int], pages: Fingerprints) -> None:
+        """Remove holders of pages, in a copy under way too. The caller holds the lock."""
+        self._clear(slots, pages)
         if self._lacking is not None:
-            self._lacking.append((slot, pages))
+            self._lacking.append((slots, pages))
 
     def avoid(self, server: str, seconds: float) -> None:
         with self.lock:
@@ -260,7 +259,7 @@ class Mirror:
         pages = distinct(pages)
         for start in range(0, len(pages), _PIECE):
             with self.lock:
-                self._clear(known.slot, pages[start : start + _PIECE])
+                self._clear([known.slot], pages[start : start + _PIECE])
 
     def _add(self, known: MirroredPeer, pages: Fingerprints) -> bool:
         table = self._table
@@ -297,19 +296,24 @@ class Mirror:
         with self.lock:
             self._table = copy
             missed, self._lacking = self._lacking or [], None
-            for slot, pages in missed:
+            for slots, pages in missed:
                 rows = copy.find(pages)
-                copy.clear_bit(rows[rows >= 0], slot)
+                for slot in slots:
+                    copy.clear_bit(rows[rows >= 0], slot)
             self._choose()
 
-    def _clear(self, slot: int, pages: Fingerprints) -> None:
-        """Remove a holder of pages. The caller holds the lock."""
+    def _clear(self, slots: list[int], pages: Fingerprints) -> None:
+        """Remove holders of pages. The caller holds the lock."""
         rows = self._table.find(pages)
-        num_cleared, num_unheld = self._table.clear_bit(rows[rows >= 0], slot)
-        known = self._slots[slot]
-        self._num_held -= num_unheld
-        if known is not None:
-            known.num_pages -= num_cleared
+        rows = rows[rows >= 0]
+        for slot in slots:
+            if slot >= self._table.num_words * WORD_BITS:
+                continue  # of a server that no page is known of yet
+            num_cleared, num_unheld = self._table.clear_bit(rows, slot)
+            known = self._slots[slot]
+            self._num_held -= num_unheld
+            if known is not None:
+                known.num_pages -= num_cleared
 
     def _choose(self) -> None:
         """Replace the view. The caller holds the lock."""

@@ -137,6 +137,29 @@ def test_page_lacking_during_growth_stays_missing(
     assert world.found(1, 2, 3) == [1, None, 1]
 
 
+def test_forgotten_pages_are_looked_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not once for each server, on the thread that serves requests."""
+    world = World(max_peers=200)
+    world.see(*range(1, 101))
+    for number in range(1, 101):
+        world.load(number, 10, 11, 1000 + number)
+    table, looked_up = world.mirror._table, list[int]()
+    find = type(table).find
+
+    def count(self: object, pages: np.ndarray) -> np.ndarray:
+        looked_up.append(len(pages))
+        return find(table, pages)
+
+    monkeypatch.setattr(type(table), "find", count)
+    world.mirror.hide_pages(keys(10, 1001, 77))
+    assert looked_up == [3]
+    monkeypatch.undo()
+    assert world.found(10, 1001, 1002) == [None, None, 2]
+    assert world.found(11)[0] in range(1, 101)
+
+
 def test_nothing_is_found_while_the_namespace_changes() -> None:
     world = World()
     world.see(1)
