@@ -139,11 +139,12 @@ class DecodePeers:
         return self.send(peer.identity, messages.Pong(peer.num_sent))
 
     def take_turns(self) -> Iterator[DecodePeer]:
-        """Each peer that can be sent to, once; the first is the last the next time."""
+        """Each peer that can be sent to and has something to send, once; the first is the last the
+        next time."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)
-            if peer.is_joined:
+            if (peer.sending.queue or peer.sending.returned) and peer.is_joined:
                 yield peer
 
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
