@@ -185,3 +185,17 @@ def test_rows_of_dropped_pages_are_used_again() -> None:
     machine.agrees()
     assert machine.index.num_rows <= 9
     assert len(machine.index._table) == index_module._MIN_TABLE
+
+
+def test_erased_tenants_stay_hidden_however_many() -> None:
+    machine = IndexMachine()
+    tenants = [number.to_bytes(16, "big") for number in range(1, 151)]
+    for number, tenant in enumerate(tenants):
+        machine.put((3 * number, 3), number % NUM_SLOTS, number % NUM_SLOTS, tenant)
+    for tenant in tenants[::2]:
+        machine.erase(tenant, 1)
+    machine.agrees()
+    machine.put((0, 3), 1, 1, tenants[0])
+    while not machine.index.sweep(100):
+        machine.agrees()
+    machine.agrees()

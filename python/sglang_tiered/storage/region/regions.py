@@ -163,23 +163,23 @@ class TenantTable:
 
     def __init__(self) -> None:
         self._places: dict[bytes, int] = {}
-        self._names: list[bytes] = []  # by place, as the two below
+        self._names: list[bytes] = []  # by place, as the three below
         self._pages = np.zeros(64, np.int64)
         self._bytes = np.zeros(64, np.int64)
+        self._dead = np.zeros(64, np.bool_)
+        self._num_dead = 0
         self._free: list[int] = []
-        self._dead: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
     def any_dead(self) -> bool:
-        return bool(self._dead)
+        return self._num_dead > 0
 
     def dead_totals(self) -> tuple[int, int]:
         """Return the pages and bytes that are counted and that no lookup may find."""
-        dead = list(self._dead)
-        return int(self._pages[dead].sum()), int(self._bytes[dead].sum())
+        return int(self._pages[self._dead].sum()), int(self._bytes[self._dead].sum())
 
     def usage(self) -> dict[bytes, tuple[int, int]]:
         """Return the pages and bytes of every tenant that has any."""
@@ -203,6 +203,7 @@ class TenantTable:
             if place == len(self._pages):
                 self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
                 self._bytes = np.concatenate([self._bytes, np.zeros_like(self._bytes)])
+                self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
         self._places[tenant] = place
         return place
 
@@ -218,8 +219,9 @@ class TenantTable:
     def free_empty(self, places: npt.NDArray[np.int32]) -> None:
         """Forget those of these tenants that have no pages left."""
         for place in np.unique(places[self._pages[places] == 0]).tolist():
-            if place in self._dead:
-                self._dead.discard(place)
+            if self._dead[place]:
+                self._dead[place] = False
+                self._num_dead -= 1
             else:
                 del self._places[self._names[place]]
             self._free.append(place)
@@ -230,20 +232,23 @@ class TenantTable:
         place = self._places.pop(tenant, None)
         if place is None:
             return 0
-        self._dead.add(place)
+        self._dead[place] = True
+        self._num_dead += 1
         return int(self._pages[place])
 
     def is_dead(self, places: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        return np.isin(places, list(self._dead))
+        dead: npt.NDArray[np.bool_] = self._dead[places]
+        return dead
 
     def check_integrity(self, owners: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
         """Recount everything; ``owners`` and ``lengths`` are those of all rows in use."""
         num_places = len(self._names)
         pages = np.bincount(owners, minlength=num_places)
         sizes = np.bincount(owners, lengths, minlength=num_places)
+        assert self._dead.sum() == self._num_dead, f"{self._num_dead} places counted dead"
         for place, name in enumerate(self._names):
             counted = int(self._pages[place]), int(self._bytes[place])
             assert (pages[place], sizes[place]) == counted, f"tenant {name.hex()}: {pages[place]}"
-            used = self._places.get(name) == place or place in self._dead
+            used = self._places.get(name) == place or bool(self._dead[place])
             assert used == (counted[0] > 0), f"tenant {name.hex()} has {counted[0]} pages"
             assert used != (place in self._free), f"the place of tenant {name.hex()}"
