@@ -257,14 +257,15 @@ class Keeper:
             self._requests.delete([path for path in before if path not in objects])
             self._attempted = set(objects)
             with state.lock:
-                known = state.erased.known
-                names = {each.name for each in ours} | set(map(name_of, objects))
-                is_last = not any(n > number and name not in names for name, n in known.items())
-                if is_last and names <= known.keys():
-                    self._attempted = set()
+                known = state.erased.known.copy()
+            names = {each.name for each in ours} | set(map(name_of, objects))
+            is_last = not any(n > number and name not in names for name, n in known.items())
+            if is_last and names <= known.keys():
+                self._attempted = set()
+                with state.lock:
                     for order in orders:
                         order.number = ours[-1].number  # all of them are known to who has that one
-                    return
+                return
         raise RequestError(Failure.UNAVAILABLE, "put came late again and again")
 
     def _delete_dead(self, layout: Layout) -> None:

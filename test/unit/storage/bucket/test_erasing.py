@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -474,3 +474,21 @@ def test_a_failed_record_fails_no_later_erasure(make_engine: MakeEngine) -> None
     before(a, "put", lambda: later.append(a.erase(Erasure.of([b"k" * 32]))))
     assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(later[0], TIMEOUT_S), "it was not tried"
+
+
+class Unsearched(dict[str, int]):
+    """Records that are asked for one at a time, or copied, but not gone through in place."""
+
+    def items(self) -> Any:
+        raise AssertionError("all records were gone through, with lookups waiting")
+
+
+def test_a_record_keeps_lookups_waiting_for_no_walk(make_engine: MakeEngine) -> None:
+    """Through all records that were ever written."""
+    a = make_engine()
+    assert a.refresh(TIMEOUT_S, full=True)
+    with a._state.lock:
+        a._state.erased.known = Unsearched(a._state.erased.known)
+    for tenant in (A, B):
+        assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
+    assert len(listed(a, records.ERASED)) == 2
