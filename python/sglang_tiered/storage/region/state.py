@@ -78,6 +78,7 @@ class StoreState:
         self.pin_orders: deque[PinOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
+        self.writing_bytes = 0  # payload of ``writes``
         self.pieces: deque[Piece] = deque()  # of extents, in the order of the log
         self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
@@ -295,6 +296,7 @@ class StoreState:
         """Hand a placed extent to the threads that write."""
         self.placing = []
         self.writes.append(write)
+        self.writing_bytes += write.extent.payload_bytes
         self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
@@ -316,8 +318,14 @@ class StoreState:
         self.num_writes -= 1
         self.bytes_written += num_bytes
 
+    def take_out(self, write: ExtentWrite) -> None:
+        """Count an extent as under way no longer."""
+        self.writes.remove(write)
+        self.writing_bytes -= write.extent.payload_bytes
+
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
+        self.take_out(write)
         pages, offsets = write.extent.pages, write.extent.page_offsets()
         region = write.region
         start = 0
@@ -485,6 +493,8 @@ class StoreState:
     def check_integrity(self) -> None:
         bound = self.pins.bound_bytes
         assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
+        writing = sum(write.extent.payload_bytes for write in self.writes)
+        assert self.writing_bytes == writing, f"{writing} under way, not {self.writing_bytes}"
         idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
         being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes

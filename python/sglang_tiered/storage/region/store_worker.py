@@ -130,7 +130,7 @@ class StoreWorker(StorePart):
             return False
         if isinstance(state.stores[0], EraseOrder) or self._out_of_space:
             return not state.writes
-        return sum(write.extent.payload_bytes for write in state.writes) < _MAX_WRITING_BYTES
+        return state.writing_bytes < _MAX_WRITING_BYTES
 
     def _place(self) -> None:
         state = self._state
@@ -213,7 +213,6 @@ class StoreWorker(StorePart):
             self._settle_failed(write, write.error)
             return
         with state.lock:
-            state.writes.popleft()
             state.publish(write)
             self._writer.settled(write)
         self._health.store_succeeded()

@@ -171,7 +171,6 @@ class RegionWriter(StorePart):
             raise failure
         with state.lock:
             for write in writes:
-                state.writes.remove(write)
                 state.publish(write)
             region.durable_tail = max(region.durable_tail, region.published_tail)
         return bool(writes) and not is_full
@@ -280,7 +279,7 @@ class RegionWriter(StorePart):
         region, tail = writes[0].region, writes[0].extent.offset
         with self._state.lock:
             for write in writes:
-                self._state.writes.remove(write)
+                self._state.take_out(write)
                 region.num_writing -= 1
                 self._state.fail_parts(write.parts, reason)
             for extent in region.extents:

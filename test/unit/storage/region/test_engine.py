@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,6 +130,28 @@ def test_a_large_store_does_not_await_hanging_devices(
     assert engine.stats().queued_store_bytes == 0
     gate.opened.set()
     engine.close()
+
+
+class Unsearched(deque[Any]):
+    """Extents under way of which only the oldest may be looked at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a store got its place by a walk through all before it")
+
+
+def test_placing_a_store_walks_through_no_others(
+    gated: RegionEngine, gate: Gate, make_run: MakeRun
+) -> None:
+    gate.passes = 1  # the header of the region
+    gated._state.writes = Unsearched()
+    jobs = [gated.submit_store(make_run(1, [4096]))]
+    assert gate.entered.wait(TIMEOUT_S)
+    jobs += [gated.submit_store(make_run(seed, [4096])) for seed in (2, 3)]
+    gate.opened.set()
+    assert [done(job) for job in jobs] == [[Reason.OK]] * 3
+    with gated._state.lock:
+        assert not gated._state.writes
+        gated._state.writes = deque()
 
 
 def test_loads_do_not_wait_behind_stores(
