@@ -264,6 +264,52 @@ def test_notes_outlive_a_restart_until_their_time(
         assert held(engine, OF_A) == 8
 
 
+class SlowDisk(FaultyDevice):
+    """A disk that makes no region before it may."""
+
+    def __init__(self) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        self.simulated = SimulatedDevice()
+        super().__init__(self.simulated, before=self.hold)
+
+    def hold(self, operation: str) -> None:
+        if operation == "create":
+            self.reached.set()
+            assert self.may_go_on.wait(TIMEOUT_S)
+
+
+def test_a_later_note_replaces_one_that_waits(tmp_path: Path) -> None:
+    """Both are written at once, when the disk comes to it."""
+    disk, later = SlowDisk(), NOTE._replace(data=b"whose it is")
+    with running(tmp_path, disk) as engine:
+        job = submit(engine, LATER)
+        assert disk.reached.wait(TIMEOUT_S)
+        noted = [engine.note_erased([], [note]) for note in (NOTE, later)]
+        disk.may_go_on.set()
+        assert all(is_true(each, TIMEOUT_S) for each in noted) and job.wait(TIMEOUT_S)
+    with running(tmp_path, disk.simulated.restart()) as engine:
+        assert engine.erased_notes == (later,)
+
+
+@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(OF_A)], ids=["tenant", "pages"])
+def test_stores_stay_behind_erasures_that_wait(tmp_path: Path, what: Erasure) -> None:
+    """Also where the place of a store is being made as they come. An erasure goes through all
+    stores that wait, so none may be counted among those."""
+    disk = SlowDisk()
+    with running(tmp_path, disk) as engine:
+        jobs = [submit(engine, LATER, A)]
+        assert disk.reached.wait(TIMEOUT_S)
+        begun = [engine.erase(what) for _ in range(20)]
+        assert len(engine._state.stores) <= 1
+        jobs.append(submit(engine, OF_A, A))
+        disk.may_go_on.set()
+        assert all(is_true(each, TIMEOUT_S) for each in begun)
+        assert all(job.wait(TIMEOUT_S) for job in jobs)
+        assert jobs[1].reasons == [Reason.OK] * 12
+    with running(tmp_path, disk.simulated.restart()) as engine:
+        assert held(engine, OF_A) == 12, "what is stored since counts"
+
+
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
     with running(tmp_path, SimulatedDevice()) as engine:
         for start in range(0, 60, 6):

@@ -74,7 +74,8 @@ class StoreState:
         self.regions = RegionTable()
         self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
-        self.stores: deque[StoreTicket | EraseOrder] = deque()
+        self.stores: deque[StoreTicket] = deque()
+        self.erase_orders: deque[EraseOrder] = deque()  # served ahead of all stores
         self.pin_orders: deque[PinOrder] = deque()
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
@@ -123,8 +124,7 @@ class StoreState:
         durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
         digests of names to remember with it, and ``notes`` what the owner says of such."""
         placed = itertools.chain(self.placing, *(write.parts for write in self.writes))
-        under_way = {each for each in self.stores if isinstance(each, StoreTicket)}
-        under_way.update(part.ticket for part in placed)
+        under_way = {*self.stores, *(part.ticket for part in placed)}
         if what.keys is not None:
             gone = set(what.keys)
             pins = self.unpin_pages(what.keys)
@@ -144,13 +144,10 @@ class StoreState:
                 self.hide_all(keep=False)
         emptied = {ticket for ticket in meant if self._forget(ticket, gone)}
         if emptied:
-            queue = self.stores
-            self.stores = deque(
-                each for each in queue if not (isinstance(each, StoreTicket) and each in emptied)
-            )
+            self.stores = deque(each for each in self.stores if each not in emptied)
         for ticket in emptied:
             self._finish_if_settled(ticket)
-        self.stores.appendleft(EraseOrder(what, tuple(pins), ids, notes, durable))
+        self.erase_orders.append(EraseOrder(what, tuple(pins), ids, notes, durable))
         self.store_ready.notify()
 
     def _forget(self, ticket: StoreTicket, keys: set[bytes] | None) -> bool:
@@ -275,6 +272,12 @@ class StoreState:
         return bool(left_out)
 
     # ---- Stores ----
+
+    @property
+    def next_store(self) -> StoreTicket | None:
+        """Return the store whose turn it is; none has it while an erasure waits, as what is stored
+        since must lie behind the end of the log that it notes."""
+        return self.stores[0] if self.stores and not self.erase_orders else None
 
     def queue_store(self, job: Job, positions: list[int], num_bytes: int) -> None:
         ticket = StoreTicket(job, self.namespace, self.generation, positions, num_bytes)
@@ -459,13 +462,9 @@ class StoreState:
         """Empty both queues. Queued stores are settled as far as they have no place yet. The caller
         may be the scheduler, so the readers unpin the regions of the loads: that may close a file,
         for which a disk that hangs takes its time too."""
-        kept: deque[StoreTicket | EraseOrder] = deque()
-        for order in self.stores:
-            if isinstance(order, StoreTicket):
-                self.drop_rest(order, store_reason)
-            else:
-                kept.append(order)
-        self.stores = kept
+        for ticket in self.stores:
+            self.drop_rest(ticket, store_reason)
+        self.stores.clear()
         self._shed_unbegun_writes(store_reason)
         for span in self.loads:
             self.let_go.append(span.wanted[0].region)
@@ -495,7 +494,8 @@ class StoreState:
         assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
         writing = sum(write.extent.payload_bytes for write in self.writes)
         assert self.writing_bytes == writing, f"{writing} under way, not {self.writing_bytes}"
-        idle = self.jobs.num_inflight == 0 and not self.stores and not self.writes
+        queued = self.stores or self.erase_orders or self.writes
+        idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
         being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes
         self.regions.check_integrity(idle=idle and not being_let_go)

@@ -14,13 +14,7 @@ from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import (
-    EraseOrder,
-    StoreTicket,
-    hashed_writes,
-    is_one_write,
-    packed_header,
-)
+from sglang_tiered.storage.region.pending import hashed_writes, is_one_write, packed_header
 from sglang_tiered.storage.region.pins import file_of, pack
 from sglang_tiered.storage.region.writer import padded_bytes
 
@@ -29,7 +23,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece
+    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece, StoreTicket
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -80,17 +74,17 @@ class StoreWorker(StorePart):
                 written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
-                if state.closed and not state.stores and not state.writes:
+                if state.closed and not (state.stores or state.erase_orders or state.writes):
                     return False
                 state.store_ready.wait(pause_s)
-            order = state.stores[0] if state.stores else None
+            has_erasures = bool(state.erase_orders)
         if has_pins:
             self._settle_pins()
             return True
         try:
             if written:
                 self._settle(state.writes[0])
-            elif isinstance(order, EraseOrder):
+            elif has_erasures:
                 self._erase()
             else:
                 self._place()
@@ -124,20 +118,21 @@ class StoreWorker(StorePart):
                 keep(order.durable, False)
 
     def _may_place(self) -> bool:
-        """Return whether the next store may get a place. The caller holds the lock."""
+        """Return whether erasures, or else the next store, may be served now. The caller holds the
+        lock."""
         state = self._state
+        if state.erase_orders or (state.stores and self._out_of_space):
+            return not state.writes
         if not state.stores:
             return False
-        if isinstance(state.stores[0], EraseOrder) or self._out_of_space:
-            return not state.writes
         return state.writing_bytes < _MAX_WRITING_BYTES
 
     def _place(self) -> None:
         state = self._state
         is_ours = self.is_ours()
         with state.lock:
-            head = state.stores[0] if state.stores else None
-            if not isinstance(head, StoreTicket):
+            head = state.next_store
+            if head is None:
                 return
             reason = None
             if not self._health.accepts_stores() or not is_ours:
@@ -166,7 +161,7 @@ class StoreWorker(StorePart):
         state = self._state
         while True:
             with state.lock:
-                if not state.stores or state.stores[0] is not head:
+                if state.next_store is not head:
                     return False  # shed or erased meanwhile
                 left = self._writer.share_left(head)
                 if left == math.inf:
@@ -184,7 +179,7 @@ class StoreWorker(StorePart):
             if self._out_of_space:
                 return False  # what is pinned goes behind what is being written
         with state.lock:
-            if not state.stores or state.stores[0] is not head:
+            if state.next_store is not head:
                 return False
             if not keep:
                 state.stores.popleft()
@@ -258,20 +253,18 @@ class StoreWorker(StorePart):
     def _drop_first(self, reason: Reason) -> None:
         state = self._state
         with state.lock:
-            head = state.stores[0] if state.stores else None
-            if isinstance(head, StoreTicket):
+            head = state.next_store
+            if head is not None:
                 state.stores.popleft()
                 state.drop_rest(head, reason)
 
     def _erase(self) -> None:
-        """Serve the erasures at the head of the queue together, with nothing under way: the log's
-        end is where what is meant ends."""
+        """Serve all erasures that wait together, with nothing under way: the log's end is where
+        what is meant ends."""
         state = self._state
-        orders: list[EraseOrder] = []
         with state.lock:
-            while state.stores and isinstance(state.stores[0], EraseOrder):
-                orders.append(state.stores[0])
-                state.stores.popleft()
+            orders = list(state.erase_orders)
+            state.erase_orders.clear()
         durable = False
         try:
             if self.is_ours():

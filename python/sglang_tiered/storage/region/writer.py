@@ -37,7 +37,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, StoreTicket
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Region
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import EraseOrder
+    from sglang_tiered.storage.region.pending import StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
 __all__ = [
@@ -182,15 +182,15 @@ class RegionWriter(StorePart):
         for is_new in (False, True):
             self.open_region()
             with state.lock:
-                parts = self._take(state.stores)
-                has_store = bool(state.stores) and isinstance(state.stores[0], StoreTicket)
+                parts = self._take(state.stores) if state.next_store is not None else []
+                has_store = state.next_store is not None
             if parts:
                 self._place(parts)
             if parts or is_new or not has_store:
                 return
             self.roll()
 
-    def _take(self, stores: deque[StoreTicket | EraseOrder]) -> list[Part]:
+    def _take(self, stores: deque[StoreTicket]) -> list[Part]:
         """Take the leading pages of these stores that fit the open region as one extent; the list
         is empty when the first does not fit. The caller holds the lock."""
         region = self._region
@@ -199,8 +199,6 @@ class RegionWriter(StorePart):
         count = payload = 0
         while stores:
             ticket = stores[0]
-            if not isinstance(ticket, StoreTicket):
-                break
             if parts and (ticket.job.cancelled or not _alike(ticket, parts[0].ticket)):
                 break
             room = self.share_left(ticket)
