@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
@@ -60,32 +61,33 @@ _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause
 
 def choose_victim(
     regions: Iterable[Region],
-    is_useless: Callable[[Region], bool],
+    useless: Iterable[Region] = (),
     burden: Callable[[Region], int] = lambda region: 0,
 ) -> Region | None:
     """Return a region without a page that any lookup could find, else the oldest sealed one: with
     reinsertion, first in first out loses the fewest hits, as in CacheLib Navy. A region that is
     being read frees nothing until the read ends, so such regions go last, and behind them those
-    with a ``burden``, the lightest first."""
-    return min(
-        filter(_may_go, regions),
-        key=lambda region: (
-            burden(region),
-            region.pins > region.syncing,
-            not is_useless(region),
-            region.sequence,
-        ),
-        default=None,
-    )
+    with a ``burden``, the lightest first. Regions and those that are ``useless`` come the oldest
+    first, and are looked at until one is neither read nor a burden."""
+    victim: Region | None = None
+    least = (0, False)
+    for region in filter(_may_go, itertools.chain(useless, regions)):
+        cost = burden(region), region.pins > region.syncing
+        if victim is None or cost < least:
+            victim, least = region, cost
+        if not any(cost):
+            break
+    return victim
 
 
 def choose_own_victim(
     regions: Iterable[Region], tenant: bytes, pinned: Callable[[Region], int] = lambda region: 0
 ) -> Region | None:
-    """Return the oldest sealed region that holds as much of a tenant as of others. They must not
-    pay for its share: their pages are saved, so no more is written again than the tenant gets.
-    Where it has less, others write more than it does, and reclaim comes round without it. What is
-    ``pinned`` of its own is saved as well, and so counts with the others'."""
+    """Return the first sealed region, the oldest being given first, that holds as much of a tenant
+    as of others. They must not pay for its share: their pages are saved, so no more is written
+    again than the tenant gets. Where it has less, others write more than it does, and reclaim comes
+    round without it. What is ``pinned`` of its own is saved as well, and so counts with the
+    others'."""
 
     def is_own(region: Region, pinned_bytes: int = 0) -> bool:
         own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
@@ -93,9 +95,9 @@ def choose_own_victim(
         return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
 
     free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
-    own = sorted(filter(is_own, free), key=lambda region: region.sequence)
     # What is pinned is asked for last, as it takes a look into the index for each region.
-    return next((region for region in own if is_own(region, pinned(region))), None)
+    own = (region for region in free if is_own(region) and is_own(region, pinned(region)))
+    return next(own, None)
 
 
 def _may_go(region: Region) -> bool:
@@ -193,7 +195,7 @@ class Reclaimer(StorePart):
 
     def _choose(self, burden: Callable[[Region], int]) -> Region | None:
         regions = filter(self._may_try, self._state.regions)
-        return choose_victim(regions, self._is_useless, burden)
+        return choose_victim(regions, filter(self._may_try, self._useless()), burden)
 
     def _pinned_in(self, region: Region) -> int:
         return self._state.index.pinned_in(region.slot)
@@ -265,15 +267,16 @@ class Reclaimer(StorePart):
     def remove_useless(self) -> None:
         """Give back every region in which an erasure left nothing."""
         with self._state.lock:
-            regions = [r for r in self._state.regions if _may_go(r) and self._is_useless(r)]
+            regions = list(filter(_may_go, self._useless()))
         for region in regions:
             self.remove(region)
 
-    def _is_useless(self, region: Region) -> bool:
-        """Return whether an erasure left nothing in the region. The caller holds the lock."""
-        if region.num_foreign or self._state.index.num_live(region.slot):
-            return False
-        return not self._state.holds_unread(region)
+    def _useless(self) -> list[Region]:
+        """Return the regions in which an erasure left nothing, the oldest first. The caller holds
+        the lock."""
+        state = self._state
+        empty = state.regions.in_slots(state.index.empty_slots(state.regions.num_slots))
+        return [r for r in empty if not (r.num_foreign or state.holds_unread(r))]
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[StoreTicket] | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches,

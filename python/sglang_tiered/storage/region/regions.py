@@ -14,7 +14,7 @@ import numpy as np
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -63,7 +63,7 @@ class RegionTable:
     """
 
     def __init__(self) -> None:
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, Region] = {}  # by sequence, the oldest first
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
         self.retiring_bytes = 0
@@ -83,6 +83,15 @@ class RegionTable:
         region = self._slots[slot]
         assert region is not None, f"region slot {slot} is not in use"
         return region
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    def in_slots(self, slots: Iterable[int]) -> list[Region]:
+        """Return the regions in those of these slots that are in use, the oldest first."""
+        found = (self._slots[slot] for slot in slots)
+        return sorted(filter(None, found), key=lambda region: region.sequence)
 
     def add(self, region: Region) -> None:
         """Adopt a region whose bytes were reserved before, and give it a slot."""
@@ -147,6 +156,7 @@ class RegionTable:
             assert region.sealed or 0 < region.tail <= region.nbytes, (
                 f"{region.name}: tail {region.tail} of {region.nbytes}"
             )
+        assert sorted(self._regions) == list(self._regions), "regions are not in order"
         charged: Counter[bytes] = Counter()
         for region in self:
             charged.update(region.tenant_bytes)

@@ -29,7 +29,11 @@ def test_useless_then_oldest_then_burdened_or_read() -> None:
     oldest.pins, oldest.syncing = 1, True  # being sealed, which ends soon
     left = [heavy, read, young, unsealed, oldest, written, useless]
     order = []
-    while victim := choose_victim(left, lambda r: r is useless, lambda r: int(r is heavy)):
+    while victim := choose_victim(
+        sorted(left, key=lambda r: r.sequence),
+        [useless] if useless in left else [],
+        lambda r: int(r is heavy),
+    ):
         order.append(victim)
         left.remove(victim)
     assert order == [useless, oldest, young, read, heavy]
@@ -39,7 +43,14 @@ def test_useless_then_oldest_then_burdened_or_read() -> None:
 def test_a_useless_region_being_read_goes_last() -> None:
     useless, idle = region(1), region(5)
     useless.pins = 1
-    assert choose_victim([useless, idle], lambda r: r is useless) is idle
+    assert choose_victim([useless, idle], [useless]) is idle
+
+
+def test_the_search_ends_at_the_first_victim() -> None:
+    left = iter([region(1, a=1), region(2, a=1), region(3, a=1)])
+    victim = choose_victim(left, [])
+    assert victim is not None and victim.sequence == 1
+    assert next(left).sequence == 2, "it was looked at"
 
 
 def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +58,7 @@ def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) ->
     foreign, read, written = region(0, a=60_000), region(1, a=60_000), region(2, a=60_000)
     foreign.num_foreign = read.pins = written.num_writing = 1
     others = [region(1, a=20_000, b=20_001), foreign, read, written, region(2, b=60_000)]
-    assert choose_own_victim([*others, region(5, a=60_000), own], A) is own
+    assert choose_own_victim([*others, own, region(5, a=60_000)], A) is own
     assert choose_own_victim(others, A) is None
     assert choose_own_victim([own], A, lambda r: 25_001) is None, "pinned pages are written again"
     monkeypatch.setattr(reclaim, "MAX_SAVED_BYTES", 9_999)
@@ -61,7 +72,7 @@ def test_pins_are_counted_of_no_other_region() -> None:
         asked.append(one.sequence)
         return 50_000 if one.sequence == 7 else 0
 
-    regions = [region(9, a=60_000), region(8, a=60_000), region(7, a=60_000)]
-    regions += [region(number, a=10_000, b=40_000) for number in range(7)]
-    assert choose_own_victim(regions, A, pinned) is regions[1]
+    regions = [region(number, a=10_000, b=40_000) for number in range(7)]
+    regions += [region(7, a=60_000), region(8, a=60_000), region(9, a=60_000)]
+    assert choose_own_victim(regions, A, pinned) is regions[8]
     assert asked == [7, 8], "the oldest that may be its own, until one is"
