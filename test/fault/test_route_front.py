@@ -65,7 +65,7 @@ def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
         assert after - before == 5, "the picker hears who served"
 
 
-def test_no_bytes_in_a_header_pass_the_picker_by(front: Front, mocks: Mocks) -> None:
+def test_no_byte_of_a_header_evades_picks(front: Front, mocks: Mocks) -> None:
     front.prefer(mocks, mocks[2])
     for told in (
         {"x-request-id": "\xff"},
