@@ -198,6 +198,18 @@ def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, numb
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
 
 
+@pytest.mark.parametrize("named", ["n" + "0" * 63, "t" + "0" * 31, "m0", "z"])
+def test_a_damaged_name_hides_all_that_is_older(make_engine: MakeEngine, named: str) -> None:
+    """It stops no listing, or erasures of other servers would not be heard of any more."""
+    a = make_engine()
+    a._requests.put(f"{records.ERASED}/{8:012x}-{'ab' * 16}-{named}", b"")
+    assert a.refresh(TIMEOUT_S)
+    with a._state.lock:
+        assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
+        assert not a._state.erased.kills(N, A, b"x" * 32, 7), "nothing is deleted for it"
+        assert not a._state.erased.hides(N, A, b"x" * 32, 8)
+
+
 def test_records_of_many_pages_are_merged_too() -> None:
     size = records._MAX_MERGED_BYTES // 32 // 4
     found = [
