@@ -61,7 +61,7 @@ _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause
 
 def choose_victim(
     regions: Iterable[Region],
-    useless: Iterable[Region] = (),
+    useless: Iterable[Region],
     burden: Callable[[Region], int] = lambda region: 0,
 ) -> Region | None:
     """Return a region without a page that any lookup could find, else the oldest sealed one: with
