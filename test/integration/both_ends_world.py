@@ -48,8 +48,7 @@ DEADLINE_S = 20.0
 DEADLINE_OF_RUN_S = 150.0
 ADAPTERS = (None, None, "one", "two")
 """Of each family of prompts."""
-
-
+ONGOING = ("write_through", "load_back", "prefetch", "backup")
 STAMP = 1024.0
 """What a key slot has beyond its value for each erasure that its request had seen."""
 
@@ -356,16 +355,14 @@ class SchedulingWorld:
                 return True
         return False
 
-    def until(self, is_so: Callable[[], bool], step: Callable[[], None]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+    def until(self, is_so: Callable[[], bool], step: Callable[[], None], more_s: float = 0) -> None:
+        deadline = time.monotonic() + DEADLINE_S + more_s
         while not is_so():
             assert time.monotonic() < deadline, (
                 self.log[-5:],
                 [(req.rid, len(req.origin_input_ids)) for req in self.scheduler.waiting_queue],
-                self.cache.ongoing_write_through,
-                self.cache.ongoing_load_back,
-                self.cache.ongoing_prefetch,
-                self.cache.ongoing_backup,
+                [getattr(self.cache, f"ongoing_{what}") for what in ONGOING],
+                self.erasing.open_calls,
                 self.cache.has_loads_under_way,
                 self.cache.tiering.stores.queue.waiting(),
             )

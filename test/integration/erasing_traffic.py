@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.admin.conversations import selectors_of
+from sglang_tiered.integration.admin.durability import WORK_S
 from sglang_tiered.integration.admin.pin_notes import keepers, stored_name
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 
@@ -43,7 +44,7 @@ class ErasingTraffic:
         self.counts: Counter[str] = Counter()
         self.families: list[list[int]] = []
         self._number = 0  # of the last call
-        self._open: dict[str, str] = {}  # calls that have not ended: what each was
+        self.open_calls: dict[str, str] = {}  # by number: what has not ended
         self._since: dict[str, int] = {}  # by rid: erasures that it had seen when it began
         self._purged: dict[bytes, int] = {}  # by tenant: the last one
         self._forgotten: dict[str, list[int]] = defaultdict(list)  # by page
@@ -92,7 +93,7 @@ class ErasingTraffic:
         number = str(self._number)
         answer = self._answer(number, what, **body)
         if not answer.get("done") and "error" not in answer:
-            self._open[number] = what
+            self.open_calls[number] = what
         return answer
 
     def _answer(self, number: str, what: str, **body: Any) -> dict[str, Any]:
@@ -108,10 +109,10 @@ class ErasingTraffic:
             self._ask_again()
 
     def _ask_again(self) -> None:
-        for number, what in list(self._open.items()):
+        for number, what in list(self.open_calls.items()):
             answer = self._answer(number, what)
             if answer.get("done") or "error" in answer:
-                del self._open[number]
+                del self.open_calls[number]
                 assert answer.get("durable", True), (what, answer)
 
     def _family(self) -> tuple[list[int], dict[str, str]]:
@@ -183,13 +184,14 @@ class ErasingTraffic:
     # ---- The end ----
 
     def _end_calls(self) -> None:
-        """Until every call that began is over."""
+        """Until every call that began is over. A pin waits its whole time where its pages were
+        erased before they were stored."""
 
         def ask() -> None:
             self._world.rest()
             self._ask_again()
 
-        self._world.until(lambda: not self._open, ask)
+        self._world.until(lambda: not self.open_calls, ask, WORK_S)
 
     def check_served(self) -> None:
         """What is computed now is stored and found in the store, though the tree holds nodes of
