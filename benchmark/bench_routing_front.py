@@ -10,6 +10,9 @@ client's.
 
 ``cost``
     Envoy and the picker, with costs and events.
+``admission``
+    The same, with a class that has a limit (``--classes``): what no server promises to answer in
+    that time is refused.
 ``least-tokens``
     The same picker before servers that tell neither.
 ``least-request``
@@ -52,7 +55,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.replay.server import Request
 
-ARMS = ("cost", "least-tokens", "least-request", "cache-aware")
+ARMS = ("cost", "admission", "least-tokens", "least-request", "cache-aware")
+PRICED = ("cost", "admission")
 LETTERS = ("cache-aware", "smg")
 """Arms that compare prompts as text."""
 TUNED = (
@@ -90,7 +94,13 @@ def command_of(arm: str, port: int, ports: Sequence[int], folder: Path, smg: str
         return [*command, "--use-dynamic-base-id", "--concurrency", "1"]
     (folder / "servers").write_text("\n".join(urls))
     command = [sys.executable, "-m", "sglang_tiered", "route", "serve", "--port", str(port)]
-    return [*command, "--servers", str(folder / "servers"), "--pick-timeout", "2s"]
+    command += ["--servers", str(folder / "servers"), "--pick-timeout", "2s"]
+    if arm == "admission":
+        limit_s = make_plan().ttft_s
+        classes = f"default: all\nclasses:\n  all:\n    ttft: {limit_s:g}s\n"
+        (folder / "classes").write_text(classes)
+        command += ["--classes", str(folder / "classes")]
+    return command
 
 
 @contextlib.asynccontextmanager
@@ -114,7 +124,7 @@ async def front(arm: str, ports: Sequence[int], folder: Path, smg: str) -> Async
 
 async def _is_ready(session: aiohttp.ClientSession, arm: str, port: int, number: int) -> bool:
     with contextlib.suppress(aiohttp.ClientError):
-        if arm in ("cost", "least-tokens"):
+        if arm in (*PRICED, "least-tokens"):
             async with session.get(f"http://127.0.0.1:{port + 2}/servers") as answer:
                 rows = (await answer.json())["servers"]
                 if sum(row["ready"] for row in rows) < number:
@@ -131,14 +141,14 @@ async def run_arm(
     """Send all requests. Returns what clients saw."""
     plan = make_plan(scale=Scale(servers, len(requests)))
     ports = [free_ports(2) for _ in range(servers)]
-    fleet = ModelledFleet(plan, requests, ports, is_priced=arm == "cost")
+    fleet = ModelledFleet(plan, requests, ports, is_priced=arm in PRICED)
     await fleet.start()
     ttft_s: list[float] = []
-    failed = 0
+    failed = refused = 0
     loop = asyncio.get_running_loop()
 
     async def ask(session: aiohttp.ClientSession, number: int, url: str, due_s: float) -> None:
-        nonlocal failed
+        nonlocal failed, refused
         one = requests[number]
         prompt = text_of(one) if arm in LETTERS else ids_of(one)
         body = {"model": "m", "prompt": prompt, "user": str(number), "stream": True}
@@ -151,6 +161,8 @@ async def run_arm(
                 seen_s = loop.time() - due_s
                 if answer.status == 200:
                     ttft_s.append(seen_s)
+                elif answer.status == 429:
+                    refused += 1
                 else:
                     failed += 1
                 await answer.read()
@@ -176,7 +188,9 @@ async def run_arm(
     return {
         "arm": arm,
         "answered": len(ttft_s),
+        "refused": refused,
         "failed": failed,
+        "within": sum(each <= plan.ttft_s for each in ttft_s) / len(requests),
         "mean_ttft_s": statistics.fmean(ttft_s),
         "p50_ttft_s": ttft_s[len(ttft_s) // 2],
         "p99_ttft_s": ttft_s[int(len(ttft_s) * 0.99)],
@@ -186,12 +200,16 @@ async def run_arm(
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """``cost`` over each other arm, of the same trace, seed and load: the median of the seeds."""
+    """``cost`` over each other arm, of the same trace, seed and load, and each arm's share of all
+    requests whose first token came within the limit: medians of the seeds."""
     found: dict[str, list[float]] = {}
+    for row in rows:
+        name = f"{row['trace']}_{row['arm']}_{row['load']:g}_within_limit"
+        found.setdefault(name, []).append(row["within"])
     places = {(row["trace"], row["seed"], row["load"], row["arm"]): row for row in rows}
     for (trace, seed, load, arm), row in places.items():
         ours = places.get((trace, seed, load, "cost"))
-        if arm != "cost" and ours is not None:
+        if arm not in PRICED and ours is not None:
             for figure in ("mean", "p99"):
                 name = f"{trace}_cost_over_{arm}_{load:g}_{figure}_ttft"
                 value = ours[f"{figure}_ttft_s"] / row[f"{figure}_ttft_s"]
@@ -240,7 +258,8 @@ def main() -> int:
                     console.print(
                         f"{trace:12} seed {seed} load {load:<4g} {arm:14} TTFT "
                         f"{row['mean_ttft_s']:.3f} s p99 {row['p99_ttft_s']:.2f} s hit "
-                        f"{row['hit_rate']:.3f} answered {row['answered']} failed {row['failed']}"
+                        f"{row['hit_rate']:.3f} answered {row['answered']} within the limit "
+                        f"{row['within']:.3f} refused {row['refused']} failed {row['failed']}"
                     )
     found = ratios(rows)
     for name, one in found.items():
