@@ -12,12 +12,10 @@ have what is left. The first without room keeps what there is, and nobody behind
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from itertools import chain, filterfalse
+from typing import Generic, TypeVar
 
 __all__ = ["PrefetchWindow"]
 
@@ -47,7 +45,7 @@ class PrefetchWindow(Generic[Request]):
         self._limit = limit
         self._put_off: dict[Request, _PutOff] = {}
         self._ready: set[Request] = set()  # that could have started since the last turns
-        self._order: list[Request] | None = []  # None until sorted again
+        self._order: list[Request] = []  # of the turns
         self._num_tokens = 0  # of those that take turns
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
@@ -82,13 +80,10 @@ class PrefetchWindow(Generic[Request]):
         num_turns = MAX_IGNORED_TURNS if rests else 0
         self._put_off[request] = _PutOff(num_tokens, rank, num_turns)
         self._num_tokens += num_tokens * (not rests)
-        self._order = None
+        insort(self._order, request, key=self._rank)
 
-    def _in_order(self) -> list[Request]:
-        """Return the postponed requests in the order of their turns. Do not change it."""
-        if self._order is None:
-            self._order = self._in_rank(self._put_off)
-        return self._order
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return self._put_off[request].rank
 
     def is_put_off(self, request: Request) -> bool:
         return request in self._put_off
@@ -105,12 +100,9 @@ class PrefetchWindow(Generic[Request]):
             put_off.num_turns = 0
             self._num_tokens += put_off.num_tokens
 
-    def _in_rank(self, requests: Iterable[Request]) -> list[Request]:
-        return sorted(requests, key=lambda request: self._put_off[request].rank)
-
     def first_ready(self) -> Request | None:
         """Return the first of the requests that could start."""
-        return min(self._ready, key=lambda request: self._put_off[request].rank, default=None)
+        return min(self._ready, key=self._rank, default=None)
 
     def num_tokens(self, request: Request) -> int:
         """Return how many tokens a postponed request is going to load."""
@@ -118,12 +110,14 @@ class PrefetchWindow(Generic[Request]):
 
     def withdraw_load(self, request: Request) -> None:
         """Drop a request whose load begins or that was aborted. Unknown ones are ignored."""
-        put_off = self._put_off.pop(request, None)
+        if request not in self._put_off:
+            return
+        first = bisect_left(self._order, self._rank(request), key=self._rank)
+        del self._order[self._order.index(request, first)]
         self._ready.discard(request)
-        if put_off is not None:
-            self._order = None
-            if put_off.num_turns < MAX_IGNORED_TURNS:
-                self._num_tokens -= put_off.num_tokens
+        put_off = self._put_off.pop(request)
+        if put_off.num_turns < MAX_IGNORED_TURNS:
+            self._num_tokens -= put_off.num_tokens
 
     def turns(self, num_taken: int, *, only_ready: bool = False) -> list[Request]:
         """Return the postponed requests that find room now, one beside the other: first those that
@@ -131,8 +125,8 @@ class PrefetchWindow(Generic[Request]):
         whatever comes of it."""
         found: list[Request] = []
         ready, self._ready = self._ready, set()
-        others = () if only_ready else (each for each in self._in_order() if each not in ready)
-        for request in chain(self._in_rank(ready), others):
+        others = () if only_ready else filterfalse(ready.__contains__, self._order)
+        for request in chain(sorted(ready, key=self._rank), others):
             put_off = self._put_off[request]
             if put_off.num_turns >= MAX_IGNORED_TURNS:
                 continue
@@ -148,7 +142,8 @@ class PrefetchWindow(Generic[Request]):
     def clear(self) -> None:
         self._put_off.clear()
         self._ready.clear()
-        self._order, self._num_tokens = [], 0
+        self._order.clear()
+        self._num_tokens = 0
 
     @property
     def num_put_off(self) -> int:

@@ -105,3 +105,23 @@ def test_turns_follow_the_ranks() -> None:
     assert window.turns(0) == ["early", "late", "low"]
     window.put_off_load("early", 100, (-1, 1))  # attempted, and put off again
     assert window.turns(0) == ["early", "late", "low"]
+
+
+def test_step_looks_at_few_of_many() -> None:
+    class Rank(int):
+        num_looks = 0
+
+        def __lt__(self, other: int) -> bool:
+            Rank.num_looks += 1
+            return int(self) < other
+
+    window: PrefetchWindow[str] = PrefetchWindow(1000)
+    for number in range(1000):
+        window.put_off_load(f"{number}", 900, (0, Rank(number)))
+    window.could_start("7")
+    Rank.num_looks = 0
+    assert window.first_ready() == "7"
+    assert window.turns(0) == ["7"]
+    window.put_off_load("7", 900, (0, Rank(7)))  # attempted, and put off again
+    assert window.turns(0) == ["0"]
+    assert Rank.num_looks < 50
