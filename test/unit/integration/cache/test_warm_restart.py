@@ -16,7 +16,7 @@ from kit.clock import Clock
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
-from sglang_tiered.integration.cache.ahead.chain_loader import Outcome
+from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
@@ -150,6 +150,22 @@ def test_forgotten_prompts_leave_the_file(tmp_path: Path) -> None:
     tier.host.name_keys("acme", "s3cret")
     assert tier.load_all() == [], "what cannot be told was loaded"
     tier.host.close()
+
+
+def test_each_erasure_hashes_only_new_prompts(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str | None] = []
+
+    def watched(cache: Any, tokens: array[int], extra_key: str | None, salt: str | None) -> Chain:
+        hashed.append(extra_key)
+        return chain_of(cache, tokens, extra_key, salt)
+
+    monkeypatch.setattr(warm_restart, "chain_of", watched)
+    assert finished(tier.host.erase(pages(["00" * 32])))
+    assert len(hashed) == 3
+    tier.use("third", "third", None)
+    for _ in range(2):
+        assert finished(tier.host.erase(pages(["00" * 32])))
+    assert hashed[3:] == ["third"]
 
 
 def test_a_full_disk_removes_a_hidden_tenants_list(

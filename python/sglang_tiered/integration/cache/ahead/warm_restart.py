@@ -108,6 +108,7 @@ class WarmHost:
         self._unnamed: dict[bytes, list[WarmChain]] = {}  # by the digest of their keys
         # The keys of the chains that were noted, and of those that were named.
         self._keys: dict[bytes, tuple[str | None, str | None]] = {}
+        self._pages: dict[WarmChain, Chain] = {}  # of those that the last erasure looked at
         chains = decode(notes.read(WARM_NAME))
         if not chains:
             remove_list(notes)  # damaged, or of another format
@@ -148,6 +149,7 @@ class WarmHost:
         of tenants that no request has named: their pages cannot be told. True once the file no
         longer names them."""
         is_erased = erased_by(what, self._cache)
+        known, self._pages = self._pages, {}
 
         def is_gone(chain: WarmChain) -> bool:
             if what.keys is None:
@@ -155,7 +157,9 @@ class WarmHost:
             keys = self._keys.get(chain.keys)
             if keys is None:
                 return True
-            return is_erased(chain_of(self._cache, chain.token_ids(), *keys))
+            pages = known.get(chain) or chain_of(self._cache, chain.token_ids(), *keys)
+            self._pages[chain] = pages
+            return is_erased(pages)
 
         self._list.drop_chains(is_gone)
         self._waiting = deque(named for named in self._waiting if not is_gone(named.chain))
