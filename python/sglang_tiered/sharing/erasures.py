@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import xxhash
 
 from sglang_tiered.sharing.pages.messages import (
@@ -29,7 +30,7 @@ from sglang_tiered.storage.promises import Promises, ended, is_true, keep
 from sglang_tiered.storage.region.pending import Note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
@@ -211,7 +212,8 @@ class ErasureBook:
         """Compare with what another server knows, by short ids. Returns the digest of what is noted
         here, what the other lacks, oldest first and as much as one message takes, and what is not
         noted here."""
-        theirs, names = set(_short(ids)), self._names()
+        theirs = set(_short(ids))
+        names = {name[:SHORT_ID_BYTES]: name for name in self._shelf.records.copy()}
         lacked = [name for short, name in names.items() if short not in theirs]
         lacking = theirs - names.keys() - self._shelf.dropped.copy().keys()
         with self._lock:
@@ -223,22 +225,22 @@ class ErasureBook:
 
     def take(self, ids: bytes) -> list[Erased]:
         """Return the erasures of these short ids, oldest first, as many as one message takes."""
-        wanted = set(_short(ids))
-        return self._pack([name for short, name in self._names().items() if short in wanted])
+        return self._pack(self._named(ids))
 
     def version_without(self, ids: bytes) -> int:
         """Return the version up to which another server knows all, if these short ids are what it
         lacks."""
-        wanted = set(_short(ids))
-        lacks = (name for short, name in self._names().items() if short in wanted)
+        lacks = self._named(ids)
         with self._lock:
             record = next((self._shelf.records[n] for n in lacks if n in self._shelf.records), None)
             return self._version if record is None else record.version - 1
 
-    def _names(self) -> dict[bytes, bytes]:
-        """Return the names of what is known, by short ids, oldest first. They may be many, so they
-        are looked through without the lock."""
-        return {name[:SHORT_ID_BYTES]: name for name in self._shelf.records.copy()}
+    def _named(self, ids: bytes) -> list[bytes]:
+        """Return the names of what is known by these short ids, oldest first. What is known may be
+        much, so it is looked through without the lock, and not for nothing."""
+        wanted = set(_short(ids))
+        known = self._shelf.records.copy() if wanted else ()
+        return [name for name in known if name[:SHORT_ID_BYTES] in wanted]
 
     def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
         """Return those that were not applied here, each once."""
@@ -421,8 +423,9 @@ def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> No
     return Note(name, record.forget_at + offset_s, msgspec.msgpack.encode(noted))
 
 
-def _short(ids: bytes) -> Iterator[bytes]:
-    return (ids[at : at + SHORT_ID_BYTES] for at in range(0, len(ids), SHORT_ID_BYTES))
+def _short(ids: bytes) -> list[bytes]:
+    split: list[bytes] = np.frombuffer(ids, f"V{SHORT_ID_BYTES}").tolist()
+    return split
 
 
 assert PIECE_KEYS <= MAX_ERASED_KEYS

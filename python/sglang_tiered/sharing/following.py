@@ -8,9 +8,6 @@ time (``Follow``) and answers when there is something to say.
 
 Where digests of erasures differ, both sides say what they know (``Compare``), and teach each other
 the difference. What begins here is told at once.
-
-Where digests of erasures differ, both sides say what they know (``Compare``), and teach each other
-the difference. What begins here is told at once.
 """
 
 from __future__ import annotations

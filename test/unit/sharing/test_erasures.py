@@ -123,14 +123,23 @@ def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
     assert one.unknown([Erased(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)]) == []
 
 
+class Watched(dict[Any, Any]):
+    num_walks = 0
+
+    def copy(self) -> Any:
+        self.num_walks += 1
+        return super().copy()
+
+
+def test_nothing_lacked_is_looked_for_nowhere(shelf: Shelf) -> None:
+    book = shelf.open()
+    _, (told,) = book.begin(Erasure(tenant=b"a" * 16))
+    records = book._shelf.records = Watched(book._shelf.records)
+    assert (book.take(b""), book.version_without(b""), records.num_walks) == ([], 1, 0)
+    assert (book.take(told.id[:8]), book.version_without(told.id[:8])) == ([told], 0)
+
+
 def test_old_records_are_looked_for_once_a_second(shelf: Shelf) -> None:
-    class Watched(dict[Any, Any]):
-        num_walks = 0
-
-        def copy(self) -> Any:
-            self.num_walks += 1
-            return super().copy()
-
     book = shelf.open()
     book.begin(Erasure(tenant=b"a" * 16))
     records = book._shelf.records = Watched(book._shelf.records)
