@@ -71,9 +71,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
         ]
         orders = [state.order(each) for each in what.records]
         for order in orders:
-            pieces = {each.id: None for each in order.what.pieces}
-            state.own |= pieces
-            state.heard |= pieces
+            state.hear(order.what.pieces, is_own=True)
             for key in order.what.keys or ():
                 held = state.index.get(key)
                 if held is not None:

@@ -30,6 +30,7 @@ __all__ = ["BucketState", "EraseOrder", "Load", "OnErased", "PageLoad", "Upload"
 
 _MAX_SKIPPED = 8192
 _MAX_DOOMED = 65_536
+_MAX_HEARD = 65_536  # what is forgotten and told again is done again, which is safe and costs pages
 
 OnErased = Callable[[Sequence[Erasure]], None]
 """What the owner of an engine wants to be told of."""
@@ -180,8 +181,8 @@ class BucketState:
         self._last_orders: dict[bytes | None, EraseOrder] = {}  # by key, by tenant, of everything
         self._num_orders = 0
         self.is_asked = False  # the keeper, for what it has not tried yet
-        self.own: dict[bytes, None] = {}  # ids of the pieces of this server's erasures
-        self.heard: dict[bytes, None] = {}  # of those, and of what records said
+        # Ids of the pieces of erasures that are done here; true: of this server's.
+        self.heard: dict[bytes, bool] = {}
         self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
         self.on_erased: OnErased | None = None
         self.untold: deque[Erasure] = deque()
@@ -216,6 +217,12 @@ class BucketState:
 
     # ---- Erasing ----
 
+    def hear(self, pieces: Iterable[Erasure], *, is_own: bool) -> None:
+        """Remember erasures by their ids, as many as there is room for."""
+        self.heard.update((each.id, is_own) for each in pieces)
+        while len(self.heard) > _MAX_HEARD:
+            del self.heard[next(iter(self.heard))]
+
     def hide(self, what: Erasure | None) -> None:
         """Hide what an erasure of this namespace names, on its way or held."""
         self.drop_uploads(what)
@@ -235,13 +242,13 @@ class BucketState:
         owner told."""
         self.erased.add(record)
         what = record.what
-        if what is not None and (what.is_empty or what.id in self.own):
+        if what is not None and (what.is_empty or self.heard.get(what.id)):
             return  # done, and what is held behind it is younger
         if what is not None and what.is_everything and record.namespace != self.namespace:
             self.elsewhere.setdefault(record.namespace, []).append(what)
             return
         if what is not None:
-            self.heard[what.id] = None
+            self.hear([what], is_own=False)
             self.untold.append(what)
         self.pins.erase(what, record.number)
         if what is None or what.keys is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.bucket import erased as records
-from sglang_tiered.storage.bucket import names
+from sglang_tiered.storage.bucket import names, state
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.promises import is_true
@@ -160,6 +161,23 @@ def test_what_peers_tell_hides_before_its_record(
     assert b.refresh(TIMEOUT_S)
     store(b, run)
     assert all(b.contains(run.keys))
+
+
+def test_ever_more_erasures_take_no_more_memory(
+    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_MAX_HEARD", 3)
+    a, b, run = make_engine(), make_engine(), make_run(1, PAGES)
+    wanted = [Erasure(tenant=bytes([n + 1]) * 16) for n in range(10)]
+    wanted.append(Erasure.of(run.keys))
+    for what in wanted:
+        assert is_true(a.erase(what), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    for engine in (a, b):
+        assert len(engine._state.heard) == 3
+        store(engine, run)
+        engine.erase(replace(wanted[-1], spread=False))
+        assert all(engine.contains(run.keys)), "the last is forgotten"
 
 
 def test_a_late_owner_is_told_before_it_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
