@@ -424,7 +424,9 @@ def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> No
 
 
 def _short(ids: bytes) -> list[bytes]:
-    split: list[bytes] = np.frombuffer(ids, f"V{SHORT_ID_BYTES}").tolist()
+    """What follows the last whole one names nothing."""
+    number = len(ids) // SHORT_ID_BYTES
+    split: list[bytes] = np.frombuffer(ids, f"V{SHORT_ID_BYTES}", number).tolist()
     return split
 
 
