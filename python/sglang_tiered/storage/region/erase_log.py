@@ -92,7 +92,6 @@ _KEYS: np.dtype[Any] = np.dtype([("key", "S32"), ("sequence", "<u8"), ("offset",
 _NOTE: np.dtype[Any] = np.dtype([("id", "V16"), ("until", "<f8"), ("nbytes", "<u4")])
 
 _SWEPT_ROWS = 1 << 12  # at a time, as a lookup waits for it
-_PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
 
 
 class Bound(NamedTuple):
@@ -455,14 +454,11 @@ class EraseLog(StorePart):
             new.tell(order.notes)
         self._erased.merge(new)
         durable = self._record(new)
-        tenants = [order.what.tenant for order in orders if order.what.keys is None]
-        if None in tenants:
+        if any(order.what.is_everything for order in orders):
             with self._state.lock:
                 regions = list(self._state.regions)
             for region in regions:
                 self._reclaimer.remove(region)
-        elif tenants:
-            self._sweep()
         self._reclaimer.remove_useless()
         return durable
 
@@ -536,9 +532,10 @@ class EraseLog(StorePart):
         self._device.sync_directory()
         self._erased.keep_needed(found)
 
-    def _sweep(self) -> None:
-        while True:
-            with self._state.lock:
-                if self._state.index.sweep(_SWEPT_ROWS):
-                    return
-            time.sleep(_PAUSE_S)
+    def sweep(self) -> None:
+        """Forget some pages of erased tenants. After the last, regions go that held no others."""
+        with self._state.lock:
+            sweeps = self._state.index.tenants.any_dead and not self._state.erase_orders
+            is_swept = sweeps and self._state.index.sweep(_SWEPT_ROWS)
+        if is_swept and self.is_ours():
+            self._reclaimer.remove_useless()

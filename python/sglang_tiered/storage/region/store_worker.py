@@ -33,6 +33,7 @@ __all__ = ["IoWorker", "StoreWorker"]
 logger = logging.getLogger(__name__)
 
 _MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that its threads never starve
+_SWEEP_PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
 
 
 class StoreWorker(StorePart):
@@ -63,6 +64,20 @@ class StoreWorker(StorePart):
             self._state.io_ready.notify_all()
 
     def _step(self) -> bool:
+        """Do one thing; false when there is nothing left to do."""
+        try:
+            self._erase_log.sweep()  # a little at a time, as stores wait
+            return self._serve()
+        except OSError as error:
+            self._drop_first(self._failed(error))
+        except Exception:
+            logger.exception(
+                "%s: internal error while storing pages; they are dropped", self._directory
+            )
+            self._drop_first(Reason.IO_ERROR)
+        return True
+
+    def _serve(self) -> bool:
         """Settle one extent, or place one; false when there is nothing left to do."""
         state = self._state
         with state.lock:
@@ -74,27 +89,21 @@ class StoreWorker(StorePart):
                 written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
+                if state.index.tenants.any_dead:
+                    state.store_ready.wait(_SWEEP_PAUSE_S)
+                    return True
                 if state.closed and not (state.stores or state.erase_orders or state.writes):
                     return False
                 state.store_ready.wait(pause_s)
             has_erasures = bool(state.erase_orders)
         if has_pins:
             self._settle_pins()
-            return True
-        try:
-            if written:
-                self._settle(state.writes[0])
-            elif has_erasures:
-                self._erase()
-            else:
-                self._place()
-        except OSError as error:
-            self._drop_first(self._failed(error))
-        except Exception:
-            logger.exception(
-                "%s: internal error while storing pages; they are dropped", self._directory
-            )
-            self._drop_first(Reason.IO_ERROR)
+        elif written:
+            self._settle(state.writes[0])
+        elif has_erasures:
+            self._erase()
+        else:
+            self._place()
         return True
 
     def _settle_pins(self) -> None:
