@@ -13,6 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from typing import Any
 
+from page_calls import load_pages
 from small_cache import PAGE, compute, keys_of, make_cache, step
 
 STEPS = 50
@@ -42,7 +43,7 @@ class Race:
         hashes = keys_of(self.tokens)
         host = self.cache.cache_controller.mem_pool_host.anchor_entry.host_pool
         pages = host.alloc(len(hashes) * PAGE)
-        loaded = self.cache.storage.batch_get_v1(hashes, pages)
+        loaded = load_pages(self.cache.storage, hashes, pages)
         right = []
         for number, is_there in enumerate(loaded):
             page = int(pages[number * PAGE]) // PAGE

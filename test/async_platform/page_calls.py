@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["queue_store", "store_pages"]
+__all__ = ["load_pages", "queue_store", "store_pages"]
+
+DEADLINE_S = 60.0
 
 
 def queue_store(storage: Any, hashes: Sequence[str], **of_node: Any) -> Any:
@@ -30,3 +32,13 @@ def store_pages(
     store = store or queue_store(storage, hashes, **of_node)
     stored: list[bool] = storage.end_store(storage.begin_store(pool, hashes, host_indices, store))
     return stored
+
+
+def load_pages(
+    storage: Any, hashes: Sequence[str], host_indices: torch.Tensor, pool: Any = "kv", **more: Any
+) -> list[bool]:
+    """Load pages; return which have arrived."""
+    job = storage.begin_load(pool, hashes, host_indices, **more)
+    assert job.wait(DEADLINE_S)
+    loaded: list[bool] = job.ok
+    return loaded

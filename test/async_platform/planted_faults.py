@@ -15,7 +15,7 @@ import traceback
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from page_calls import store_pages
+from page_calls import load_pages, store_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -238,7 +238,7 @@ def everything_in_order(world: World) -> None:
     world.allocator.free(slots)
     world.host.free(host)
     host = world.host.alloc(2 * PAGE)
-    assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
+    assert load_pages(world.storage, hashes(2), host) == [True, True]
     slots, consumer = world.load_back(host)
     assert not torch.equal(world.pool.k_buffer[3][slots], before), "it was not awaited"
     new = world.allocator.alloc(PAGE)
@@ -281,7 +281,7 @@ def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
     _, host = world.backed_up()
     store_pages(world.storage, hashes(2), host)
     world.host.free(host)
-    assert world.storage.batch_get_v1(hashes(2), host) == [True, True]
+    assert load_pages(world.storage, hashes(2), host) == [True, True]
 
 
 @noticed_as("load-into-host-page-in-use")
@@ -289,7 +289,7 @@ def load_from_disk_into_a_page_that_a_copy_fills(world: World) -> None:
     _, host = world.backed_up()
     store_pages(world.storage, hashes(2), host)
     pending = world.controller.write(world.computed())
-    world.storage.batch_get_v1(hashes(2), pending)
+    load_pages(world.storage, hashes(2), pending)
 
 
 # ---- Host pages ----

@@ -374,10 +374,12 @@ def _storage(module: ModuleType) -> None:
         return end_store
 
     def loading(original: Any) -> Any:
-        def _begin_load(self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor) -> Any:
+        def begin_load(
+            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, **named: Any
+        ) -> Any:
             book = pages_of(self._pool(pool))
             if book is None:
-                return original(self, pool, hashes, host_indices)
+                return original(self, pool, hashes, host_indices, **named)
             BED.report.ran("load")
             with BED.device.lock:
                 book.begin_write(host_indices, "load")
@@ -389,15 +391,15 @@ def _storage(module: ModuleType) -> None:
                         if not is_there:
                             book.not_written(page)
 
-            job = original(self, pool, hashes, host_indices)
+            job = original(self, pool, hashes, host_indices, **named)
             job.call_at_end(note_end)
             return job
 
-        return _begin_load
+        return begin_load
 
     wrap(module.TieredStorage, "begin_store", storing)
     wrap(module.TieredStorage, "end_store", stored)
-    wrap(module.TieredStorage, "_begin_load", loading)
+    wrap(module.TieredStorage, "begin_load", loading)
 
 
 def _load_scheduling(module: ModuleType) -> None:

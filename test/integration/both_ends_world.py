@@ -472,7 +472,7 @@ class RandomRun:
         )
         self.families = self.world.erasing.families
         self.prices = RandomPrices(self.world.cache.tiering.planner, rnd)
-        self.reads = SlowReads(self.world.cache.storage.reads, random.Random(seed + 1))
+        self.reads = SlowReads(self.world.cache.storage, random.Random(seed + 1))
         self.waits = BoundedWaits(self.world)
         self.live: set[str] = set()
         self.num_requests = self.num_aborted = 0

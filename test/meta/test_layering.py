@@ -223,7 +223,6 @@ def test_every_room_of_integration_has_a_floor() -> None:
 
 # Classes of ours over another of ours that is over one of SGLang's, each with its reason.
 STOREYS = {
-    "TierQueries": "its parent only has the calls that SGLang declares and never makes",
     "TieredStorage": "its parent has the calls that only look",
     "TieredRadixCache": "its parent hides forgotten pages in any tree, with tiers or without",
     "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
@@ -277,7 +276,6 @@ SMALL = {
     "integration.cpu.malloc": "before torch is imported",
     "integration.cpu.number_format": "what a CPU computes in; the hooks only say where",
     "integration.cpu.torchvision_operators": "before torchvision is imported",
-    "integration.storage.zero_copy": "calls that SGLang declares and never makes",
     "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
     "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
     "sglang_tiered_lab.trace.plot": "the only module that needs matplotlib",

@@ -34,10 +34,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | Scheduler._prefetch_kvcache | BEFORE | what is noted of a request begins here (``observe.requests``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing; and which requests may be computed in chunks of ours, of which the cache hears nothing |
 | PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
 | PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
-| HybridCacheController.prefetch | AROUND | SGLang asks a storage on a thread, and begins the load a step later; the index of the tiers is in memory, and was just asked (``PlannedHits``) |
-| HybridCacheController._page_transfer | AROUND | SGLang's thread reads one load at a time, 128 pages a call, and lets an aborted load's pages go when it is through with it (``ReadAhead``) |
-| hybrid_pool_assembler.HybridCacheController | another class, while a cache is built | SGLang makes its controller by this name alone, and its thread stores one pool of one node at a time, 128 pages a call (``storage.controller``) |
-| log filter on managers.cache_controller | - | SGLang logs a warning per page that a load lacks; a disk that fails would fill the log |
+| hybrid_pool_assembler.HybridCacheController | another class, while a cache is built | SGLang makes its controller by this name alone, and its threads store one node and load one prefix at a time, 128 pages a call (``storage.controller``) |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +67,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
-__all__ = ["Hooks", "RepeatFilter", "register"]
+__all__ = ["Hooks", "register"]
 
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _PREALLOCATION = f"{_DISAGGREGATION}.decode.DecodePreallocQueue"
@@ -83,7 +79,6 @@ _REPLICAS = "sglang.srt.managers.data_parallel_controller.DataParallelController
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _CACHE = "sglang.srt.mem_cache"
-_CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 
 REFUSED = 2
 """Exit code of a scheduler that has printed why it refuses to start."""
@@ -93,9 +88,6 @@ TIERS_INFO = "sglang_tiered_tiers"
 LOOKUP_LOOK_S = 0.01
 
 logger = logging.getLogger(__name__)
-
-_REPEATED_MESSAGES = ("Prefetch operation ",)
-REPEAT_INTERVAL_S = 60.0
 
 
 def register() -> Hooks:
@@ -108,13 +100,9 @@ def register() -> Hooks:
     hooks = Hooks(on_cpu=not torch.accelerator.is_available())
     for target, hook, kind in hooks.table():
         HookRegistry.register(target, hook, kind)
-    for name, added in (
-        ("sglang.srt.managers.cache_controller", RepeatFilter(_REPEATED_MESSAGES)),
-        (f"{_CACHE}.unified_radix_cache", SegmentFilter()),
-    ):
-        log = logging.getLogger(name)
-        if not any(isinstance(existing, type(added)) for existing in log.filters):
-            log.addFilter(added)
+    log = logging.getLogger(f"{_CACHE}.unified_radix_cache")
+    if not any(isinstance(existing, SegmentFilter) for existing in log.filters):
+        log.addFilter(SegmentFilter())
     return hooks
 
 
@@ -165,8 +153,6 @@ class Hooks:
             f"{_SCHEDULER}.on_idle": self.around_idle,
             f"{_ADDER}._select_prefill_admission": yielding.around_select,
             f"{_ADDER}.add_chunked_req": yielding.around_add_chunked,
-            f"{_CONTROLLER}.prefetch": _around_prefetch,
-            f"{_CONTROLLER}._page_transfer": _around_page_transfer,
             f"{_CACHE}.pool_host.base.ranks_per_host": self.around_ranks_per_host,
             f"{_CACHE}.kv_cache_builder.auto_size_hicache": host_size.around_auto_size,
             f"{_CACHE}.utils.storage_namespace_seed": tenants.around_seed,
@@ -312,19 +298,6 @@ class Hooks:
         self._control.after_idle(scheduler)
 
 
-def _around_prefetch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    from sglang_tiered.integration.cache.planned_hits import around_prefetch
-
-    return around_prefetch(original, *arguments, **named)
-
-
-def _around_page_transfer(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    reads = getattr(controller.storage_backend, "reads", None)  # of the tiers alone
-    if reads is None:
-        return original(controller, operation)
-    return reads.carry_out(original, controller, operation)
-
-
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -403,25 +376,3 @@ def _after_tokenizing(tokenized: Any, manager: Any, request: Any, *_: Any, **__:
 
     conversation_ids.after_tokenizing(tokenized, request)
     request_rooms.after_tokenizing(tokenized, request)
-
-
-class RepeatFilter(logging.Filter):
-    """Passes a message with one of the prefixes once a minute, and every other message."""
-
-    def __init__(
-        self, prefixes: tuple[str, ...], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__()
-        self._prefixes = prefixes
-        self._clock = clock
-        self._next: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        for prefix in self._prefixes:
-            if message.startswith(prefix):
-                now = self._clock()
-                if now < self._next.get(prefix, now):
-                    return False
-                self._next[prefix] = now + REPEAT_INTERVAL_S
-        return True

@@ -44,7 +44,7 @@ LIFE_S = 60.0
 """A user who is about to come back has come back by then."""
 
 MAX_PIECE_S = 0.25
-"""What a piece may take: SGLang reads one load after the other, so one that comes meanwhile waits
+"""What a piece may take: loads end one after the other, so one that comes meanwhile waits
 for it. Or twice what the shortest takes, where a tier answers late."""
 
 MAX_HINTS = 256

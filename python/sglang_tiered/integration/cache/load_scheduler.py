@@ -32,7 +32,6 @@ from sglang_tiered.integration.cache.declined_loads import (
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.planned_hits import (
     Planned,
-    PlannedHits,
     allocate_now,
     held_pages,
     restorable_ends,
@@ -120,7 +119,6 @@ class LoadScheduler:
         self._loaded_at: dict[CacheRequestHandle, int] = {}  # in which step
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self.declined = DeclinedLoads(planner)
-        self._hits = PlannedHits(cache.cache_controller, lambda: cache.decides_alone)
 
     # ---- A load begins ----
 
@@ -164,8 +162,6 @@ class LoadScheduler:
         if has_back:
             num_planned = num_held
         self._probe_declined(storage, hashes, spans, num_planned // cache.page_size)
-        tenant = cache.hidden_tenants.tenant_of(call.extra_key, call.cache_salt)
-        storage.transfers.expect_load(hashes, tenant)
         agreed = self._agree_on_end(request, num_planned, num_held, call.num_before, has_back)
         if agreed is None:
             self._put_off(request, 0, "ranks")
@@ -203,10 +199,10 @@ class LoadScheduler:
             self._notes.given_up(request, "no_host_path", num_loaded)
             return None
         if has_back:
-            return Planned(call, is_new, num_agreed, self._chain(call, hashes, num_agreed), spans)
-        self.expect(request, hashes[: num_agreed // cache.page_size])
+            return Planned(call, is_new, self._chain(call, hashes, num_agreed), num_agreed, spans)
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
-        return Planned(call._replace(new_input_tokens=tokens), is_new)
+        held = hashes[: num_agreed // cache.page_size]
+        return Planned(call._replace(new_input_tokens=tokens), is_new, held)
 
     def _chain(self, call: Prefetch, hashes: list[str], num_tokens: int) -> list[str]:
         """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
@@ -222,10 +218,6 @@ class LoadScheduler:
             key, call.last_hash, page_size=self._cache.page_size
         )
         return chain
-
-    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
-        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
-        self._hits.expect(request, hashes)
 
     def begun(self, planned: Planned) -> None:
         """Note a load that SGLang was asked for, unless SGLang declined it."""

@@ -1,13 +1,10 @@
 """What is planned of a load: ``LoadingCache`` and ``Backs`` are asked for that, and what the tiers
-hold; ``Prefetch`` and ``Planned`` describe it, and ``PlannedHits`` answers SGLang's question for
-what it finds."""
+hold; ``Prefetch`` and ``Planned`` describe it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
@@ -17,7 +14,7 @@ from sglang_tiered.integration.cache.host_locks import LockingCache
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
@@ -29,16 +26,11 @@ __all__ = [
     "Backs",
     "LoadingCache",
     "Planned",
-    "PlannedHits",
     "Prefetch",
     "allocate_now",
-    "around_prefetch",
     "held_pages",
     "restorable_ends",
 ]
-
-_HITS = "_sglang_tiered_hits"
-"""The attribute of a controller whose queries are answered here."""
 
 
 class Prefetch(NamedTuple):
@@ -108,9 +100,9 @@ class Planned(NamedTuple):
 
     call: Prefetch
     is_new: bool  # the request has just come, so this is between two steps
+    hashes: Sequence[str] = ()  # of its pages, as far as the tiers hold them
     # Of a prefix that is read from its back, while its front is computed:
     num_back: int = 0  # tokens of it
-    hashes: Sequence[str] = ()
     spans: Sequence[Span] = ()
 
 
@@ -160,87 +152,8 @@ def restorable_ends(
     return [end for end in ends or () if end >= shortest]
 
 
-class PlannedHits:
-    """Answers SGLang's storage query on the spot, so that a load begins as its request arrives.
-
-    SGLang asks storage backends how much they hold on a thread of their own, since most must ask a
-    disk or a network, and allocates host memory for the answer in the next scheduling step. Under
-    load a step lasts as long as a forward pass, so a load begins one pass late and its request
-    misses one more. The tiers' index is in memory and was asked when the load was planned: this
-    keeps what the tiers hold for the one request whose load begins, and its chain is hashed and
-    looked up once. Only for one rank: the answers of several are not compared.
-    """
-
-    def __init__(self, controller: Any, decides_alone: Callable[[], bool]) -> None:
-        self._controller = controller
-        self._decides_alone = decides_alone
-        self._request: CacheRequestHandle | None = None
-        self._hashes: list[str] = []
-        setattr(controller, _HITS, self)
-
-    def expect(self, request: CacheRequestHandle, hashes: list[str]) -> None:
-        """Keep the pages of the load that SGLang is asked for next; the tiers hold them."""
-        self._request, self._hashes = request, hashes
-
-    def knows(self) -> bool:
-        """Whether queries are answered at once."""
-        return self._decides_alone()
-
-    def answer(self, operation: Any) -> None:
-        """Do what ``prefetch_thread_func`` (managers/cache_controller.py) does for an operation."""
-        controller = self._controller
-        is_planned = operation.handle == self._request and not operation.assume_stored
-        if is_planned and not operation.pool_transfers:
-            hashes, num_pages = self._hashes, len(self._hashes)
-            operation.all_hash_values = hashes
-            operation.pool_storage_result.update_kv_hit_pages(num_pages)
-            operation.query_pool_hit_pages = {PoolName.KV: num_pages}
-            num_tokens = num_pages * controller.page_size
-        else:
-            hashes, num_tokens = controller._storage_hit_query(operation)  # noqa: SLF001
-        num_tokens = controller._sync_prefetch_hit_query(operation, num_tokens)  # noqa: SLF001
-        operation.hash_value = hashes[: num_tokens // controller.page_size]
-        operation.storage_hit_count = num_tokens
-        controller.prefetch_hit_queue.put(operation)
-        self._request = None
-
-
 def allocate_now(cache: Any) -> None:
     """Have SGLang allocate host memory for loads that were answered on the spot, so that they begin
     now and not in the next step. On a lone rank, and not in the middle of a step."""
     num_answered = cache.cache_controller.prefetch_hit_queue.qsize()
     cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
-
-
-def around_prefetch(
-    original: Callable[..., PrefetchOperation],
-    controller: Any,
-    handle: CacheRequestHandle,
-    new_input_tokens: Any,
-    last_hash: str | None = None,
-    prefix_keys: list[str] | None = None,
-    extra_pools: list[Any] | None = None,
-    assume_stored: bool = False,
-) -> PrefetchOperation:
-    """Wrap ``HybridCacheController.prefetch``, which hands the query to a thread."""
-    hits = getattr(controller, _HITS, None)
-    if hits is None or not hits.knows():
-        return original(
-            controller,
-            handle,
-            new_input_tokens,
-            last_hash,
-            prefix_keys,
-            extra_pools=extra_pools,
-            assume_stored=assume_stored,
-        )
-    operation = PrefetchOperation(
-        handle,
-        new_input_tokens,
-        last_hash,
-        prefix_keys=prefix_keys,
-        pool_transfers=extra_pools,
-        assume_stored=assume_stored,
-    )
-    hits.answer(operation)
-    return operation

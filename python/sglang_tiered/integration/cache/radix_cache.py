@@ -56,7 +56,7 @@ from sglang_tiered.integration.ranks.rank_consensus import (
     least_on_every_rank,
 )
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.integration.storage.controller import NextStore, use_tiered_controller
+from sglang_tiered.integration.storage.controller import NextLoad, NextStore, use_tiered_controller
 from sglang_tiered.policy.host_budget import HostBudget
 
 if TYPE_CHECKING:
@@ -236,7 +236,11 @@ class TieredRadixCache(HidingCache):
         call = self.visible_part(Prefetch(*args, **kwargs))
         return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
 
-    def begin_load(self, call: Prefetch) -> bool | None:
+    def begin_load(self, call: Prefetch, hashes: Sequence[str] = ()) -> bool | None:
+        """Have SGLang load a prefix. ``hashes``: of its pages, which the tiers hold; without,
+        SGLang looks them up."""
+        tenant = self.hidden_tenants.tenant_of(call.extra_key, call.cache_salt)
+        self.cache_controller.next_load = NextLoad(hashes, tenant)
         result: bool | None = super().prefetch_from_storage(*call)
         info = self.ongoing_prefetch.get(call.request)
         if info is not None and self.pp_size == 1:  # a later stage hears of no end

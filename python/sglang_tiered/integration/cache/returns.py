@@ -160,9 +160,8 @@ class Returns:
         bounds = segment_bounds(call.num_before, num_held, self._cache.page_size)
         return bounds[-1] - bounds[0] if bounds else 0
 
-    def begin(self, planned: Planned, expect: Callable[..., None]) -> None:
-        """Begin to load the segments of a request, the last one first. ``expect`` takes the handle
-        and the pages of the load that follows."""
+    def begin(self, planned: Planned) -> None:
+        """Begin to load the segments of a request, the last one first."""
         cache, call = self._cache, planned.call
         page_size, base = cache.page_size, call.num_before
         bounds = segment_bounds(base, planned.num_back, page_size)
@@ -178,7 +177,6 @@ class Returns:
             handles.append(handle)
             self._notes.has_part(call.request, handle)
             pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
-            expect(handle, pages)
             cache.begin_load(
                 call._replace(
                     request=handle,
@@ -187,7 +185,8 @@ class Returns:
                     prefix_keys=None,
                     matched_prefix_tokens=range(start),  # SGLang takes its length alone
                     storage_hit_end=None,
-                )
+                ),
+                pages,
             )
             if handle not in cache.ongoing_prefetch:
                 cache.storage_prefetch_retries.cancel(handle.rid)

@@ -123,7 +123,7 @@ class Tiering:
         # is one, if anybody is told.
         self.publish_costs: Callable[[float], None] | None = None
         storage.use_planner(planner)
-        storage.use_meters(notes.meter_of)
+        storage.meter_of = notes.meter_of
         if cache.has_small_host:
             core = cache.tree_core
             core.max_copy_tokens = max(cache.page_size, int(budget.host_tokens * COPY_SHARE))
@@ -141,7 +141,7 @@ class Tiering:
         """Use tiers that an operator attached again."""
         self.planner.drop_reads()
         storage.use_planner(self.planner)
-        storage.use_meters(self.notes.meter_of)
+        storage.meter_of = self.notes.meter_of
 
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has dropped the stores under way."""
@@ -168,9 +168,9 @@ class Tiering:
         if self.returns.has_run(call.request):
             planned = planned._replace(is_new=False)
         if planned.num_back:
-            self.returns.begin(planned, self.loads.expect)
+            self.returns.begin(planned)
             return None
-        result: bool | None = self._cache.begin_load(planned.call)
+        result: bool | None = self._cache.begin_load(planned.call, planned.hashes)
         self.loads.begun(planned)
         return result
 

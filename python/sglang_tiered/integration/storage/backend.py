@@ -1,11 +1,11 @@
 """``TieredStorage``: SGLang's storage interface over a tier engine.
 
-SGLang calls it from its own storage threads (query, prefetch I/O, backup), never from the
-scheduler thread, except ``get_stats``, which is memory only. One instance per scheduler process.
+``TieredController`` moves pages through it, and SGLang asks it what the tiers hold. One instance
+per scheduler process.
 
-Ownership of host pages: SGLang keeps the pages of a call allocated until the call returns, so a
-call returns only after the engine has let go of them (engine contract, rule 5). A late write into
-a page that was freed and given to another request would be silent corruption.
+Ownership of host pages: SGLang keeps those of a load or a store until it is told of the end, and
+is told when the engine has let go of them (engine contract, rule 5). A late write into a page that
+was freed and given to another request would be silent corruption.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sglang_tiered.integration.storage.tiers import (
     open_remote_tiers,
     open_shard,
 )
-from sglang_tiered.integration.storage.transfers import ReadAhead, ReadPlanner, TierTransfers
+from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.sharing.borrowing import BorrowedEngine
 from sglang_tiered.sharing.lending import PageLender
@@ -120,7 +120,8 @@ class TieredStorage(TierQueries):
         self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
         self.transfers: TierTransfers  # from when the host pools are registered
-        self.reads: ReadAhead  # the same
+        # Of what a load's reads are told, by its handle.
+        self.meter_of: Callable[[Any], Meter | None] = lambda _: None
         self.accounting: PageAccounting  # from when the host pools are registered
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # no other process will have this namespace
@@ -226,16 +227,7 @@ class TieredStorage(TierQueries):
         self._set_claim()
 
     def _make_transfers(self) -> None:
-        page_bytes, page_size = self.page_bytes(), self._page_size()
-        self.transfers = TierTransfers(self.stack, page_bytes)
-        self.reads = ReadAhead(
-            partial(self._begin_load, PoolName.KV),
-            lambda: self.transfers.part_bytes,
-            page_bytes=page_bytes,
-            page_size=page_size,
-            reads_queued=self._storage_config.pp_size == 1,
-            tells_parts=self._storage_config.pp_size == 1,
-        )
+        self.transfers = TierTransfers(self.stack, self.page_bytes())
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
         self.accounting = PageAccounting(self.mem_pool_host.logical_size, self._page_size())
@@ -278,10 +270,6 @@ class TieredStorage(TierQueries):
         """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
         self._planner = planner
         self.transfers.use_planner(planner)
-
-    def use_meters(self, meter_of: Callable[[Any], Meter | None]) -> None:
-        """Have what each load reads told to the meter of its handle, if it has one."""
-        self.reads.use_meters(meter_of)
 
     @property
     def notes(self) -> Notes:
@@ -442,9 +430,6 @@ class TieredStorage(TierQueries):
     def get_stats(self) -> None:
         """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""
 
-    def exists(self, key: str) -> bool:
-        return self.lookup_leading([key]) == 1
-
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
@@ -488,36 +473,22 @@ class TieredStorage(TierQueries):
         found = ends[restorable].tolist()
         return PoolTransferResult(found[-1] if found else 0, hits, found)
 
-    # ---- Transfers (SGLang's storage threads; return once the engine let go of the pages) ----
+    # ---- Transfers (SGLang's storage threads) ----
 
-    def batch_get_v1(
+    def begin_load(
         self,
-        keys: list[str],
-        host_indices: torch.Tensor,  # [pages * page_size] int64
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self.reads.read(keys, host_indices) if keys else []
-
-    def batch_get_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
-        return {t.name: self._load(t.name, t.keys or [], t.host_indices) for t in transfers}
-
-    def _load(
-        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor | None
-    ) -> list[bool]:
-        if not hashes or host_indices is None:
-            return [False] * len(hashes)
-        return self.transfers.wait_for(self._begin_load(pool, hashes, host_indices))
-
-    def _begin_load(self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor) -> Job:
+        pool: PoolName,
+        hashes: Sequence[str],
+        host_indices: torch.Tensor,
+        *,
+        tenant: bytes | None = None,
+        meter: Meter | None = None,
+    ) -> Job:
+        """Begin to read pages into host memory. Waits for no I/O."""
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
-        run = Run(tuple(self._keys(pool, hashes)), pages, meter=self.reads.meter)
-        if self._lender is None:
-            return self.transfers.begin_load(run, hashes[0])
-        return self._lender.load(run, partial(self.transfers.begin_load, first_hash=hashes[0]))
+        run = Run(tuple(self._keys(pool, hashes)), pages, meter=meter)
+        submit = partial(self.transfers.begin_load, tenant=tenant)
+        return submit(run) if self._lender is None else self._lender.load(run, submit)
 
     def begin_store(
         self,

@@ -3,12 +3,11 @@ thread, memory only."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
-from sglang_tiered.integration.storage.zero_copy import ZeroCopyStorage
 from sglang_tiered.sharing.borrowing import BorrowedEngine
 from sglang_tiered.storage.base import Health, Stop, Tier
 from sglang_tiered.storage.region.engine import RegionEngine
@@ -28,8 +27,14 @@ _NO_POOL = "no pool has this name"
 """No tier holds pages of it."""
 
 
-class TierQueries(ZeroCopyStorage):
+class TierQueries(HiCacheStorage):  # type: ignore[misc]
     """The part of ``TieredStorage`` that only looks."""
+
+    def _is_never_called(self, *_: Any, **__: Any) -> Any:
+        """Stand in for calls that are abstract: ``TieredController`` makes none of them."""
+        raise NotImplementedError
+
+    get = batch_get = set = batch_set = exists = _is_never_called
 
     _config: TieredConfig
     _search: NamespaceSearch | None

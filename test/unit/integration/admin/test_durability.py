@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import PAGE_SIZE, hashes, make_pool, storage_config
-from page_calls import store_pages
+from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
@@ -111,7 +111,7 @@ def test_bucket_pages_reach_nvme_under_their_tenant(
     pool = resumed.mem_pool_host
     expected = pool.buffer.clone()
     pool.buffer.zero_()
-    assert resumed.batch_get_v1(HASHES, SLOTS) == [True] * NUM_PAGES
+    assert load_pages(resumed, HASHES, SLOTS) == [True] * NUM_PAGES
     assert torch.equal(pool.buffer, expected)
 
 

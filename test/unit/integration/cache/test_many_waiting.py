@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import hooks
@@ -28,7 +27,7 @@ NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
     """Loads of one page that NVMe holds, of a disk that gives nothing while
-    ``world.disk`` is not set; nor does SGLang's I/O thread while ``world.thread`` is not."""
+    ``world.disk`` is not set."""
     disk, readv = threading.Event(), FileDevice.readv
     disk.set()
 
@@ -37,24 +36,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
         return readv(*given)
 
     monkeypatch.setattr(FileDevice, "readv", wait_and_read)
-    thread, transfer = threading.Event(), HybridCacheController._page_transfer
-    thread.set()
-
-    def wait_and_transfer(controller: Any, operation: Any) -> Any:
-        assert thread.wait(60)
-        return hooks._around_page_transfer(transfer, controller, operation)  # as the plugin has it
-
-    monkeypatch.setattr(HybridCacheController, "_page_transfer", wait_and_transfer)
     with cache_world(tmp_path / "kv", monkeypatch) as world:
         try:
             world.store(*(prompt(number, 1) for number in range(NUM_LOADS)))
             world.cache.tiering.loads._window = PrefetchWindow(2 * NUM_LOADS * PAGE)
             disk.clear()
-            world.disk, world.thread = disk, thread  # type: ignore[attr-defined]
+            world.disk = disk  # type: ignore[attr-defined]
             yield world
         finally:
             disk.set()
-            thread.set()
 
 
 def asking(handle: CacheRequestHandle, **more: Any) -> Any:
@@ -157,10 +147,7 @@ def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
     pages before these reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
     before = host.available_size()
-    world.thread.clear()  # type: ignore[attr-defined]
     requests = ask_all(world)
-    world.until(lambda: world.cache.cache_controller.prefetch_buffer.qsize() == NUM_LOADS - 1)
-    world.thread.set()  # type: ignore[attr-defined]
     nvme = world.cache.storage.stack.nvme
     world.until(lambda: nvme.stats().num_inflight_jobs > 1)
     for request in requests:

@@ -69,7 +69,7 @@ def reading(cache: Any) -> Disk:
     """A load is being read."""
     store(cache, TOKENS)
     flush(cache)
-    disk = Disk(cache, "batch_get_v1")
+    disk = Disk(cache, "begin_load")
     begin_load(cache)
     step(cache, disk.entered.is_set)
     return disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from page_calls import load_pages
 from platform_process import environment, run
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -50,7 +51,7 @@ def load(cache: Any, tokens: list[int]) -> list[bool]:
     hashes = keys_of(tokens)
     host = cache.cache_controller.mem_pool_host.anchor_entry.host_pool
     pages = host.alloc(len(tokens))
-    loaded: list[bool] = cache.storage.batch_get_v1(hashes, pages)
+    loaded: list[bool] = load_pages(cache.storage, hashes, pages)
     host.free(pages)
     return loaded
 

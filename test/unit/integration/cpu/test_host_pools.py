@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from page_calls import store_pages
+from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -179,7 +179,7 @@ def test_kv_pages_survive_disk_and_restart(make: Callable[[], Tier], open_store:
         tensor.zero_()
     storage = open_store(after)
     assert storage.batch_exists(keys) == 3
-    assert storage.batch_get_v1(keys, after.slots(11, 0, 6)) == [True] * 3
+    assert load_pages(storage, keys, after.slots(11, 0, 6)) == [True] * 3
     after.to_device(after.slots(11, 0, 6), after.slots(7, 2, 4))
     for expected, found in zip(before, after.rows(7, 2, 4), strict=True):
         assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
@@ -216,8 +216,7 @@ def test_pools_beside_kv_survive_disk_and_restart(
         tensor.zero_()
     restarted = open_store(latent(), **{name: after})
     assert restarted.batch_exists_v2(keys, [query]).kv_hit_pages == 2
-    wanted = PoolTransfer(PoolName(name), host_indices=after.slots(*targets), keys=held)
-    assert restarted.batch_get_v2([wanted]) == {name: [True] * len(held)}
+    assert load_pages(restarted, held, after.slots(*targets), PoolName(name)) == [True] * len(held)
     after.to_device(after.slots(*targets), after.slots(*pages))
     for expected, found in zip(before, after.rows(*pages), strict=True):
         assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))

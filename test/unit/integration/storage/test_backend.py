@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
-from page_calls import queue_store, store_pages
+from page_calls import load_pages, queue_store, store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from slow_weights import Weights
 
@@ -91,7 +91,7 @@ def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
     assert store_pages(storage, keys, slots(3, 1, 7)) == [True] * 3
     assert storage.batch_exists([*keys, *hashes("d")]) == 3
     pool.buffer.zero_()
-    assert storage.batch_get_v1(keys, slots(10, 11, 12)) == [True] * 3
+    assert load_pages(storage, keys, slots(10, 11, 12)) == [True] * 3
     for source, target in zip((3, 1, 7), (10, 11, 12), strict=True):
         assert torch.equal(pool.buffer[:, target], before[:, source])
     assert not pool.buffer[:, :10].any() and not pool.buffer[:, 13:].any()
@@ -100,7 +100,7 @@ def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
 def test_missing_page_fails_alone(make: Fixture) -> None:
     storage = make.open(make_pool(0))
     store_pages(storage, hashes("a", "c"), slots(0, 1))
-    assert storage.batch_get_v1(hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
+    assert load_pages(storage, hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
 
 
 def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
@@ -108,12 +108,9 @@ def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
     storage = make.open(kv, {PoolName.SWA: window})
     keys = hashes("a", "b")
     store_pages(storage, keys, slots(0, 1))
-    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(0, 1), keys=keys)
-    stored = store_pages(storage, transfer.keys, transfer.host_indices, PoolName.SWA)
-    assert stored == [True, True]
+    assert store_pages(storage, keys, slots(0, 1), PoolName.SWA) == [True, True]
     expected = window.buffer.clone()
-    back = PoolTransfer(PoolName.SWA, host_indices=slots(5, 6), keys=keys)
-    assert storage.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
+    assert load_pages(storage, keys, slots(5, 6), PoolName.SWA) == [True, True]
     assert torch.equal(window.buffer[:, 5:7], expected[:, :2])
 
 
@@ -150,11 +147,11 @@ def test_restart_finds_pages_of_its_geometry_only(make: Fixture) -> None:
     store_pages(make.open(make_pool(0)), hashes("a"), slots(0))
     make.opened.pop().close()
     again = make.open(make_pool(0))
-    assert again.exists(hashes("a")[0])
+    assert again.batch_exists(hashes("a"))
     make.opened.pop().close()
     other = make_pool(0)
     other.page_size = 2
-    assert not make.open(other).exists(hashes("a")[0])
+    assert not make.open(other).batch_exists(hashes("a"))
 
 
 def test_new_weights_store_nothing_before_the_flush(
@@ -222,7 +219,7 @@ def test_dropped_pages_are_answered_false_and_never_touched(make: Fixture) -> No
     assert store_pages(storage, keys, slots(0, 1, 2), store=two) == [True, True, False]
     expected = pool.buffer.clone()
     assert storage.batch_exists(keys) == 2
-    assert storage.batch_get_v1(keys, slots(5, 6, 7)) == [True, True, False]
+    assert load_pages(storage, keys, slots(5, 6, 7)) == [True, True, False]
     assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
 
 
@@ -247,7 +244,7 @@ def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     assert stats.admission[Outcome.ADMITTED] == num_pages
     assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - num_pages
     assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
-    assert storage.batch_get_v1(hashes("0"), slots(12)) == [True]
+    assert load_pages(storage, hashes("0"), slots(12)) == [True]
 
 
 def test_pages_that_sglang_moves_are_refused(make: Fixture) -> None:
@@ -286,7 +283,7 @@ def test_every_rank_of_latent_attention_keeps_books(
 def test_replicas_with_equal_ranks_get_own_shards(make: Fixture) -> None:
     first, second = make.open(make_pool(0)), make.open(make_pool(0))
     store_pages(first, hashes("a"), slots(0))
-    assert first.exists(hashes("a")[0]) and not second.exists(hashes("a")[0])
+    assert first.batch_exists(hashes("a")) and not second.batch_exists(hashes("a"))
     with pytest.raises(StoreLockedError):
         make.open(make_pool(0))
 
@@ -391,7 +388,7 @@ def test_stores_wait_until_the_weights_are_read(make: Fixture, weights: Weights)
     make.opened.pop().close()
     again = make.open(make_pool(None))
     assert again.knows_namespace, "they are remembered"
-    assert again.batch_get_v1(hashes("a"), slots(0)) == [True]
+    assert load_pages(again, hashes("a"), slots(0)) == [True]
 
 
 def test_pages_wait_for_weights_to_be_read(make: Fixture, weights: Weights) -> None:
@@ -405,11 +402,11 @@ def test_pages_wait_for_weights_to_be_read(make: Fixture, weights: Weights) -> N
     assert storage.batch_exists(keys) == 0 and storage.num_kept(keys) == 0
     assert storage.lookup_spans(keys) == [] and set(storage.pages_by_tier(keys).values()) == {0}
     assert storage.batch_exists_v2(keys).kv_hit_pages == 0
-    assert storage.batch_get_v1(keys, slots(0)) == [False]
+    assert load_pages(storage, keys, slots(0)) == [False]
     assert not pool.buffer.any()
     assert make_durable(storage, keys, Tier.NVME, b"t" * 16, work_s=0.0) == 0
     weights.are_read(storage)
-    assert storage.batch_get_v1(keys, slots(0)) == [True]
+    assert load_pages(storage, keys, slots(0)) == [True]
 
 
 def test_pages_of_slightly_other_weights_are_never_used(make: Fixture, weights: Weights) -> None:
@@ -418,7 +415,7 @@ def test_pages_of_slightly_other_weights_are_never_used(make: Fixture, weights: 
     weights.take_long()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
 
 
@@ -430,9 +427,9 @@ def test_without_a_note_earlier_pages_are_found(make: Fixture, weights: Weights)
     storage = make.open(pool)
     assert storage.region_engine.stats().num_pages == 1
     assert not storage.knows_namespace and storage.batch_exists(hashes("a")) == 0
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False] and not pool.buffer.any()
+    assert load_pages(storage, hashes("a"), slots(0)) == [False] and not pool.buffer.any()
     weights.are_read(storage)
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [True]
+    assert load_pages(storage, hashes("a"), slots(0)) == [True]
 
 
 def test_without_a_note_other_weights_stay_unused(make: Fixture, weights: Weights) -> None:
@@ -441,12 +438,12 @@ def test_without_a_note_other_weights_stay_unused(make: Fixture, weights: Weight
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
     storage = make.open(make_pool(None))
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
     weights.are_read(storage)
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
     make.opened.pop().close()
     storage = make.open(make_pool(None))
-    assert storage.knows_namespace and not storage.exists(hashes("a")[0])
+    assert storage.knows_namespace and not storage.batch_exists(hashes("a"))
 
 
 def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights: Weights) -> None:
@@ -459,7 +456,7 @@ def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights:
     weights.are_forgotten()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
-    assert storage.exists(hashes("a")[0]) and not storage.exists(hashes("b")[0])
+    assert storage.batch_exists(hashes("a")) and not storage.batch_exists(hashes("b"))
 
 
 @pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
@@ -476,7 +473,7 @@ def test_a_damaged_namespace_note_costs_pages_only(
     weights.take_long()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
     make.opened.pop().close()
     assert unseal(file.read_bytes(), bytes) == storage._namespace
 
@@ -500,10 +497,10 @@ def test_answer_while_opening_does_not_confirm_the_guess(
     monkeypatch.setattr(backend, "NamespaceSearch", search)
     storage = make.open(make_pool(None))
     assert storage.batch_exists(hashes("a")) == 0
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
     storage.settle_namespace()
     assert storage.knows_namespace
-    assert storage.batch_get_v1(hashes("a"), slots(0)) == [False]
+    assert load_pages(storage, hashes("a"), slots(0)) == [False]
 
 
 def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: Weights) -> None:
@@ -513,11 +510,11 @@ def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: We
     assert storage.knows_namespace
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
     weights.are_read(storage)
-    assert storage.exists(hashes("a")[0])
+    assert storage.batch_exists(hashes("a"))
     make.opened.pop().close()
     storage = make.open(make_pool(0))
     weights.are_read(storage)
-    assert not storage.exists(hashes("a")[0])
+    assert not storage.batch_exists(hashes("a"))
 
 
 @pytest.fixture

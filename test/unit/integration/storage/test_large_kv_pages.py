@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
-from page_calls import store_pages
+from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from kit.waiting import drained
@@ -73,7 +73,7 @@ def test_a_large_page_gets_a_larger_region(open_storage: Open) -> None:
     before = pool.buffer[:, :2].clone()
     storage = open_storage(pool)
     assert store_pages(storage, hashes("a", "b"), slots(0, 1)) == [True] * 2
-    assert storage.batch_get_v1(hashes("a", "b"), slots(2, 3)) == [True] * 2
+    assert load_pages(storage, hashes("a", "b"), slots(2, 3)) == [True] * 2
     assert torch.equal(pool.buffer[:, 2:], before)
 
 
@@ -114,8 +114,8 @@ def test_leading_large_bucket_pages_are_kept_on_nvme(open_storage: Open, tmp_pat
     second = open_storage(pool, bucket=True, directory=str(tmp_path / "other"))
     stack = second.stack
     assert stack.bucket.refresh(TIMEOUT_S)
-    second.transfers.expect_load(keys, b"a" * 16)
-    assert second.batch_get_v1(keys, slots(*range(10))) == [True] * 10
+    loaded = load_pages(second, keys, slots(*range(10)), tenant=b"a" * 16)
+    assert loaded == [True] * 10
     assert torch.equal(pool.buffer, before)
     assert drained(stack, TIMEOUT_S) and drained(stack.nvme, TIMEOUT_S)
     stats = stack.remote_stats(Tier.OBJECT)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import Pool, hashes, make_pool, slots, storage_config
-from page_calls import queue_store, store_pages
+from page_calls import load_pages, queue_store, store_pages
 from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
@@ -107,10 +107,9 @@ def test_every_pool_comes_from_peers_bit_for_bit(
     assert b.storage.lookup_spans(keys) == [Span(Tier.PEER, 3)]
     window = PoolTransfer(PoolName.SWA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     assert b.storage.batch_exists_v2(keys, [window]).kv_hit_pages == 3
-    b.storage.transfers.expect_load(keys, TENANT)
-    transfer = PoolTransfer(PoolName.SWA, host_indices=slots(8, 9, 10), keys=keys)
-    assert b.storage.batch_get_v2([transfer]) == {PoolName.SWA: [True] * 3}
-    assert b.storage.batch_get_v1(keys, slots(8, 9, 10)) == [True] * 3
+    for pool in (PoolName.SWA, PoolName.KV):
+        loaded = load_pages(b.storage, keys, slots(8, 9, 10), pool, tenant=TENANT)
+        assert loaded == [True] * 3
     for name in (PoolName.KV, PoolName.SWA):
         for source, target in zip((3, 1, 7), (8, 9, 10), strict=True):
             found, expected = b.pools[name].buffer, a.pools[name].buffer

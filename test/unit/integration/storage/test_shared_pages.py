@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from host_pools import hashes, storage_config
-from page_calls import store_pages
+from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
@@ -39,6 +40,7 @@ TIMEOUT_S = 20.0
 PAGE, LAYERS, PAGES = 16, 2, 8
 PAGE_BYTES = PAGE * LAYERS * 80 * 2
 KEYS = hashes("a", "b", "c")
+TENANT = b"a" * 16
 
 
 def latent_pool(seed: int | None = None) -> MLATokenToKVPoolHost:
@@ -176,7 +178,7 @@ def store(storages: Sequence[TieredStorage]) -> None:
 
 
 def load(storage: TieredStorage) -> list[bool]:
-    return storage.batch_get_v1(KEYS, slots(5, 6, 7))
+    return load_pages(storage, KEYS, slots(5, 6, 7))
 
 
 SHARD = "shard-tp0of1-pp0of1-dp0-0"
@@ -292,6 +294,11 @@ def test_bucket_pages_reach_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert load(second) == [True] * 3
     expected = latent_pool(1).kv_buffer[0:3]
     assert torch.equal(pools[1].kv_buffer[5:8], expected)
+    # The lender loads what its borrowers do, and knows whose it is.
+    assert load_pages(first, KEYS, slots(5, 6, 7), tenant=TENANT) == [True] * 3
+    eventually(lambda: first.pages_by_tier(KEYS)[Tier.NVME] == 3)
+    (usage,) = first.region_engine.tenants(2)
+    assert (usage.tenant, usage.num_pages) == (TENANT, 3)
 
 
 def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks, tmp_path: Path) -> None:

@@ -186,8 +186,6 @@ class ChainLoader:
             return self._ends(Outcome.NO_MEMORY)
         self._ends(Outcome.BEGUN)
         hashes = hashes[: num_tokens // page_size]
-        storage.transfers.expect_load(hashes, chain.tenant_in(cache))
-        self._loads.expect(handle, hashes)
         until = start + num_tokens + int(cache.tree_core.is_eagle)
         cache.begin_load(
             Prefetch(
@@ -198,7 +196,8 @@ class ChainLoader:
                 matched_prefix_tokens=range(start),  # SGLang takes its length alone
                 extra_key=chain.extra_key,
                 cache_salt=chain.cache_salt,
-            )
+            ),
+            hashes,
         )
         info = cache.ongoing_prefetch.get(handle)
         if info is None:  # too much is under way for SGLang

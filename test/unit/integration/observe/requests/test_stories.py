@@ -154,14 +154,14 @@ def test_request_without_its_load_says_why(
 ) -> None:
     is_bounded = why == "late"
     monkeypatch.setattr(world.cache.tiering.planner, "should_wait", lambda *_, **__: not is_bounded)
-    reads, disk_answers = world.cache.storage.reads, threading.Event()
-    begin = reads._begin_read
+    storage, disk_answers = world.cache.storage, threading.Event()
+    begin = storage.begin_load
 
-    def begin_late(*arguments: Any) -> Any:
+    def begin_late(*arguments: Any, **named: Any) -> Any:
         assert disk_answers.wait(60)
-        return begin(*arguments)
+        return begin(*arguments, **named)
 
-    monkeypatch.setattr(reads, "_begin_read", begin_late)
+    monkeypatch.setattr(storage, "begin_load", begin_late)
     req = arrives(world, "r", HELD)
     handle = req.cache_request_handle
     operation = world.cache.ongoing_prefetch[handle].operation
