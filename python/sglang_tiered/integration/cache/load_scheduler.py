@@ -411,7 +411,10 @@ class LoadScheduler:
                 if info.operation.completed_tokens < info.operation.storage_hit_count
             ]
             self._soonest_load_s = min(under_way, default=math.inf)
-        return self.planner.yields(request, self._soonest_load_s)
+        yields = self.planner.yields(request, self._soonest_load_s)
+        if yields and request in self._loaded_at:  # it could be admitted, so it keeps its room
+            self._loaded_at[request] = self._num_steps
+        return yields
 
     def stays_put_off(
         self, request: CacheRequestHandle, storage: TieredStorage, *, held_s: float

@@ -273,6 +273,27 @@ def test_loads_that_nobody_can_admit_give_way(world: CacheWorld) -> None:
     assert match.host_hit_length == PAGE
 
 
+def test_request_that_yields_keeps_its_load(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lets a load that is nearly there arrive first, and many short steps pass meanwhile."""
+    loads, planner = world.cache.tiering.loads, world.cache.tiering.planner
+    loads._window = PrefetchWindow(2 * PAGE)
+    monkeypatch.setattr(planner, "_clock", lambda: 0.0)
+    monkeypatch.setattr(planner, "left_s", lambda _: 0.0)
+    world.disk.set()  # type: ignore[attr-defined]
+    yielding = world.asks("yielding", prompt(0, 1))
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    world.disk.clear()  # type: ignore[attr-defined]
+    world.asks("nearly", prompt(1, 1))
+    waiting = world.asks("waiting", prompt(2, 1))
+    for _ in range(2 * GIVES_WAY_STEPS):
+        assert not pass_of(world, waiting)
+        assert not world.cache.check_prefetch_progress(yielding)
+    assert not loads.is_put_off(yielding)
+    assert world.cache.pop_prefetch_loaded_span(yielding)[0] == PAGE
+
+
 def test_burst_of_returns_is_loaded(world: CacheWorld) -> None:
     """Put off again and again, it takes none of the attempts that SGLang has for itself."""
     cache = world.cache
