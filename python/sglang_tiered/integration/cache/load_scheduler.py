@@ -7,7 +7,7 @@ With several ranks every decision must come out the same on all of them, and wha
 shard holds may differ after a crash, as may what it has measured. So with tensor parallelism each
 rank makes its own plan and all load what the shortest plan says (``rank_consensus``), the window
 works from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by
-SGLang; with pipeline parallelism SGLang's own path runs unchanged.
+SGLang; with pipeline parallelism SGLang decides alone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ or the books of the storage. Every method runs on the scheduler thread and none 
 With several ranks every decision must come out the same on all of them, and what a rank's own
 shard holds may differ after a crash. So the local index is asked only by a scheduler that decides
 alone; with tensor parallelism the window and the residents work from token counts, which SGLang
-keeps equal on all ranks, and with pipeline parallelism SGLang's own path runs unchanged: there is
+keeps equal on all ranks, and with pipeline parallelism SGLang decides alone: there is
 no ``Tiering`` then, nor in host mode.
 """
 

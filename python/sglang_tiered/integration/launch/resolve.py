@@ -227,7 +227,6 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
         "backend_name": "sglang-tiered",
         "module_path": "sglang_tiered.integration.storage.backend",
         "class_name": "TieredStorage",
-        "interface_v1": 1,
         # SGLang's default of 256 tokens leaves shorter tails to be computed again.
         "prefetch_threshold": page_size,
         "prefetch_timeout_base": LOAD_DEADLINE_S,

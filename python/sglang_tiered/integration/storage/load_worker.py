@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.cache_controller import PrefetchAck
@@ -64,6 +64,11 @@ class _Part:
         found: dict[str, int] = count_pool_hits({name: job.ok for name, job in self.jobs.items()})
         return found
 
+    @property
+    def num_arrived(self) -> int:
+        """Return how many leading pages of KV are of use."""
+        return min(self.hits.values()) if self.num_pages and self.is_whole else 0
+
 
 class LoadWorker:
     """Carries out the loads of one controller on its I/O thread, until that is told to stop.
@@ -82,6 +87,7 @@ class LoadWorker:
 
     def __init__(self, controller: Any, tiers: TieredStorage) -> None:
         self._controller, self._tiers = controller, tiers
+        self._page_bytes = cache(tiers.page_bytes)  # at first use: the tiers open late
         self._queue = controller.prefetch_buffer
         self._is_alone = not controller.prefetch_completion_sync_groups
         # Nobody else must come to the same numbers of a lone rank.
@@ -94,7 +100,7 @@ class LoadWorker:
 
     def run(self) -> None:
         try:
-            while not self._controller.storage_stop_event.is_set():
+            while not self._is_told_to_stop():
                 self._take(self._queue.get())
                 self._begin_more()
                 while self._loads and self._is_over(self._loads[0]):
@@ -104,11 +110,15 @@ class LoadWorker:
                 for job in part.jobs.values():
                     job.wait()
 
+    def _is_told_to_stop(self) -> bool:
+        return bool(self._controller.storage_stop_event.is_set())
+
     def _take(self, item: LoadOperation | _Part | None) -> None:
         if isinstance(item, _Part):
             item.num_left -= 1
             if not item.num_left:
                 self._num_pages -= item.num_pages
+                item.load.is_cut |= item.num_arrived < item.num_pages
         elif item is not None:  # None: SGLang wakes the thread
             self._loads.append(item)
             self._to_begin.append(item)
@@ -119,9 +129,17 @@ class LoadWorker:
         """Begin to read what comes next."""
         if not self._to_begin:  # the tiers are perhaps not open yet
             return
-        num_pages = self._tiers.transfers.part_bytes / self._tiers.page_bytes()
+        try:
+            num_pages = self._tiers.transfers.part_bytes / self._page_bytes()
+        except Exception:
+            logger.exception("no load can begin; their requests compute their prompts")
+            for load in self._to_begin:
+                load.is_cut = True
+            self._to_begin.clear()
+            return
         part_pages = max(1, int(min(STORAGE_BATCH_SIZE, num_pages)))
-        while self._to_begin and self._num_pages < NUM_PARTS * part_pages:
+        limit = NUM_PARTS * part_pages
+        while self._to_begin and self._num_pages < limit and not self._is_told_to_stop():
             if self._to_begin[0].goes_on:
                 self._begin_kv(self._to_begin[0], part_pages)
             else:
@@ -209,9 +227,8 @@ class LoadWorker:
 
     def _tell_part(self, load: LoadOperation, part: _Part) -> None:
         if not load.has_failed and not load.is_terminated():
-            num_arrived = min(part.hits.values()) if part.is_whole else 0
-            load.num_arrived += num_arrived
-            load.has_failed = num_arrived < part.num_pages
+            load.num_arrived += part.num_arrived
+            load.has_failed = part.num_arrived < part.num_pages
         if part.end % STORAGE_BATCH_SIZE == 0 or part.end == len(load.hash_value):
             self._tell_batch(load)
         elif self._is_alone and not load.pool_transfers and load.num_arrived == part.end:

@@ -297,7 +297,8 @@ def test_thread_that_ends_waits_for_all_it_began() -> None:
     loads.controller.storage_stop_event.set()
     disk.jobs[0].finish()
     eventually(loads.controller.prefetch_buffer.empty)
-    assert loads.thread.is_alive()
+    loads.thread.join(0.2)  # one that does not wait is over by then
+    assert loads.thread.is_alive() and disk.num_under_way == 1
     disk.finish()
     loads.thread.join(DEADLINE_S)
     assert not loads.thread.is_alive() and disk.num_under_way == 0
@@ -310,6 +311,30 @@ def test_load_that_cannot_begin_fails_alone() -> None:
     loads = Loads(disk, first, bad, last)
     loads.end()
     assert [loads.num_arrived(load)[-1] for load in (first, bad, last)] == [3, 2, 3]
+
+
+def test_unknown_page_size_ends_no_thread() -> None:
+    """A load that SGLang hears nothing of keeps its memory for good."""
+    disk = Disk()
+    disk.page_bytes = lambda *_: 1 // 0  # type: ignore[method-assign]
+    given = [make_load(0, 3, ("draft",)), make_load(10, 300)]
+    loads = Loads(disk, *given)
+    loads.end()
+    assert not disk.asked and [loads.num_arrived(load)[-1] for load in given] == [0, 0]
+
+
+def test_queued_load_that_failed_reads_no_more() -> None:
+    """While the one before it waits for a slow tier."""
+    disk = Disk(part_pages=2)
+    disk.missing = {("kv", "10")}
+    loads = Loads(disk, make_load(0, 2), make_load(10, 20))
+    eventually(lambda: len(disk.asked) == 2)
+    disk.jobs[1].finish()
+    eventually(loads.controller.prefetch_buffer.empty)
+    disk.jobs[0].finish()
+    eventually(lambda: len(loads.over()) == 2)
+    assert disk.asked == [("0", "1"), ("10", "11")]
+    loads.end()
 
 
 def test_abort_ends_a_load_between_two_parts() -> None:
