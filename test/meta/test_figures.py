@@ -107,19 +107,22 @@ SOURCE_OF_IT = "[returning_ttft_over_stock](benchmark/results/rounds_2core_epyc_
 @pytest.mark.parametrize(
     ("measured", "source"),
     [
-        ("9.3 (8.9 to 9.2)", SOURCE_OF_IT),
-        ("9.2 (8.8 to 9.2)", SOURCE_OF_IT),
-        ("9.2 (8.9 to 9.3)", SOURCE_OF_IT),
-        ("about 9.2", SOURCE_OF_IT),
-        ("9.2; 8.8", SOURCE_OF_IT),
-        ("9.2", ""),
-        ("9.2", SOURCE_OF_IT.replace("stock]", "stuck]")),
+        ("{1} ({1} to {2})", SOURCE_OF_IT),
+        ("{0} ({0} to {2})", SOURCE_OF_IT),
+        ("{0} ({1} to {0})", SOURCE_OF_IT),
+        ("about {0}", SOURCE_OF_IT),
+        ("{0}; {1}", SOURCE_OF_IT),
+        ("{0}", ""),
+        ("{0}", SOURCE_OF_IT.replace("stock]", "stuck]")),
     ],
 )
 def test_a_wrong_figure_is_caught(measured: str, source: str) -> None:
-    text = TABLE.format(measured, source)
+    result = json.loads((RESULTS / "rounds_2core_epyc_202611.json").read_text())
+    true = result["ratios"]["returning_ttft_over_stock"]
+    figures = [f"{true[each]:.2f}" for each in ("value", "min", "max")]
+    text = TABLE.format(measured.format(*figures), source)
     assert len(wrong_figures(ROOT / "README.md", text)[1]) == 1
-    right = TABLE.format("9.2 (8.9 to 9.2)", SOURCE_OF_IT)
+    right = TABLE.format("{} ({} to {})".format(*figures), SOURCE_OF_IT)
     assert wrong_figures(ROOT / "README.md", right) == (1, [])
 
 
