@@ -67,7 +67,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
             job
             for job in state.jobs.inflight
             if (job.kind is JobKind.LOAD and what.keys is None)  # a load names no tenant
-            or any(names(key, job.run.tenant) for key in job.run.keys)
+            or names(job.run.keys, job.run.tenant)
         ]
         orders = [state.order(each) for each in what.records]
         for order in orders:

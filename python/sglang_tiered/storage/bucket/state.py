@@ -100,12 +100,12 @@ class PageLoad(NamedTuple):
         return self.name.path(self.load.layout)
 
 
-def selects(what: Erasure | None) -> Callable[[bytes, bytes], bool]:
-    """Return what says of a key and its tenant whether an erasure (None: of everything) names
-    it."""
+def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
+    """Return what says of keys and their tenant whether an erasure (None: of everything) names one
+    of them."""
     if what is not None and what.keys is not None:
         gone = frozenset(what.keys)
-        return lambda key, _: key in gone
+        return lambda keys, _: not gone.isdisjoint(keys)
     tenant = None if what is None else what.tenant
     return lambda _, of: tenant in (None, of)
 
@@ -264,12 +264,14 @@ class BucketState:
         """Keep what is on its way of an erasure invisible. An uploader that has a page deletes it
         again."""
         names = selects(what)
+        if not any(names(job.run.keys, job.run.tenant) for job in self._left):
+            return
         namespace = self.namespace if what is not None and what.is_everything else None
 
         def is_gone(upload: Upload) -> bool:
             if namespace not in (None, upload.namespace):
                 return False
-            return names(upload.key, upload.job.run.tenant)
+            return names((upload.key,), upload.job.run.tenant)
 
         for upload in self.uploading:
             if is_gone(upload):

@@ -501,6 +501,31 @@ class Unsearched(dict[str, int]):
         raise AssertionError("all records were gone through, with lookups waiting")
 
 
+def test_a_forget_of_others_walks_no_staged_page(
+    make_engine: MakeEngine, make_run: MakeRun
+) -> None:
+    """Lookups wait meanwhile."""
+
+    class Unwalked(dict[Any, None]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all staged pages were gone through, with lookups waiting")
+
+    a, run = make_engine(num_connections=1), make_run(1, PAGES)
+    gate = Gate(a, "put")
+    job = a.submit_store(run)
+    assert gate.reached.wait(TIMEOUT_S)
+    with a._state.lock:
+        staged, a._state.uploads = a._state.uploads, Unwalked(a._state.uploads)
+    try:
+        erased = [a.erase(Erasure.of([N])), a.erase(Erasure(tenant=A))]
+    finally:
+        with a._state.lock:
+            a._state.uploads = staged
+        gate.opened.set()
+    assert set(finished(job)) == {Reason.OK}
+    assert all(is_true(each, TIMEOUT_S) for each in erased)
+
+
 def test_a_record_keeps_lookups_waiting_for_no_walk(make_engine: MakeEngine) -> None:
     """Through all records that were ever written."""
     a = make_engine()
