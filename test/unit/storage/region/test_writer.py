@@ -154,6 +154,17 @@ def test_a_full_readonly_disk_fails_only_the_store(
     assert bench.engine.stats().num_pages == 14
 
 
+@pytest.mark.parametrize(("code", "num_evicted"), [(errno.ENOSPC, 12), (errno.EIO, 0)])
+def test_full_disk_gives_a_region_for_an_erasure(bench: Bench, code: int, num_evicted: int) -> None:
+    """What is not on disk comes back with the next start. Other errors cost no page."""
+    for seed in (1, 2):
+        assert bench.store(seed, 12) == [Reason.OK] * 12
+    bench.fail("replace_file", error=code)
+    named = Erasure.of([bench.make_run(3, [1]).keys[0]])
+    assert is_true(bench.engine.erase(named), TIMEOUT_S) == (code == errno.ENOSPC)
+    assert bench.engine.stats().num_pages_evicted == num_evicted
+
+
 def test_an_irremovable_file_keeps_its_room(bench: Bench) -> None:
     calls = bench.device.calls
     bench.device.faults = [
