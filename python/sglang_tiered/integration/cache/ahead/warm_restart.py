@@ -157,9 +157,10 @@ class WarmHost:
             keys = self._keys.get(chain.keys)
             if keys is None:
                 return True
-            pages = known.get(chain) or chain_of(self._cache, chain.token_ids(), *keys)
-            self._pages[chain] = pages
-            return is_erased(pages)
+            if chain not in self._pages:
+                pages = known.get(chain) or chain_of(self._cache, chain.token_ids(), *keys)
+                self._pages[chain] = pages
+            return is_erased(self._pages[chain])
 
         self._list.drop_chains(is_gone)
         self._waiting = deque(named for named in self._waiting if not is_gone(named.chain))
