@@ -26,8 +26,8 @@ def begin_checksum(namespace: bytes, key: bytes) -> xxhash.xxh3_64:
 
 
 def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Any]) -> int:
-    """Hash the bytes of a page with its full key and namespace: one that is read by a wrong index
-    entry, or passed off as another on its way, fails here exactly as a damaged one does."""
+    """Hash the bytes of a page with its full key and namespace. So a page that a wrong index entry
+    names, or that is passed off as another, fails exactly as a damaged one does."""
     state = begin_checksum(namespace, key)
     for segment in segments:
         state.update(segment)

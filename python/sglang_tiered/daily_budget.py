@@ -19,9 +19,9 @@ class DailyBudget:
     is no bound.
 
     A window can use what the bucket held at its start and what flowed in since, so the two shares
-    add up to one day: the bucket (the largest burst) is a tenth, and nine tenths flow in evenly.
-    The bucket starts full, so each restart may add a tenth. More may be spent than is available:
-    it then goes below zero, until the excess has flowed in again. One thread spends at a time.
+    add up to one day. The bucket (the largest burst) is a tenth, and nine tenths flow in evenly.
+    The bucket starts full, so each restart may add a tenth. More may be spent than is available: it
+    then goes below zero, until the excess has flowed in again. One thread spends at a time.
     """
 
     def __init__(self, per_day: float | None, clock: Callable[[], float]) -> None:

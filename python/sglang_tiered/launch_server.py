@@ -232,7 +232,7 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as Python does, but for what clears its modules away: Triton's library takes
+    """End this process as Python does, but do not clear its modules away. Triton's library takes
     those that it finds then for leaks, and reports forty lines of them below a clean end."""
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001

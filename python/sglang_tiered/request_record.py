@@ -5,7 +5,7 @@ it, and ``scripts/write_tables.py`` writes the table of ``docs/requests.md`` fro
 here. Nothing in it is of a prompt's text, tokens or keys; a tenant is its digest.
 
 A field whose name ends in ``at_s`` is a moment, in seconds after the request arrived at the
-scheduler; another ``_s`` is a duration; a field that has its default is left out of the line. A
+scheduler; another ``_s`` is a duration. A field that has its default is left out of the line. A
 change of what a field means, or of its name, is another ``VERSION``; a new field is not.
 """
 

@@ -1,8 +1,8 @@
 """What the tiers do, seen in some two minutes.
 
-Starts the demo server, asks more prompts than device and host memory hold, asks them again, kills
-the server with ``kill -9``, starts it on the same directory and asks again. Then one table: how
-soon the first token came, and from which tier the prompt's tokens.
+Starts the demo server and asks more prompts than device and host memory hold, twice. Then kills the
+server with ``kill -9``, starts it on the same directory and asks again. Then one table: how soon
+the first token came, and from which tier the prompt's tokens.
 """
 
 from __future__ import annotations

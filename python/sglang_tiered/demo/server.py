@@ -176,10 +176,10 @@ def add_model_flag(parser: Parser) -> None:
 
 
 def demo_model(name: str) -> tuple[str, Path]:
-    """Name and folder, made once under the user's cache and again where it is damaged.
-    In place of a trained one that cannot be had it is the random one, with a sentence why.
-    In place of a cache that cannot be written it is a folder for temporary files, and so for what
-    this process starts: SGLang and torch keep there what they compile."""
+    """Name and folder, made once under the user's cache and again where it is damaged. In place of
+    a trained one that cannot be had it is the random one, with a sentence why. In place of a cache
+    that cannot be written it is a folder for temporary files. It is so for all that this process
+    starts: SGLang and torch keep there what they compile."""
     if name not in (TRAINED, RANDOM):
         raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
     cache = cache_directory() / "sglang-tiered"

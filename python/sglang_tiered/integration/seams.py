@@ -1,6 +1,6 @@
 """Every seam of SGLang that this package relies on, compared with the SGLang that is installed.
 
-Where ``compat`` stops a server at the first difference, this lists all: each signature of
+Where ``compat`` stops a server at the first difference, this lists all. It has each signature of
 ``compat`` and of the parts that only some servers load, and each name that ``integration`` imports.
 ``python -m sglang_tiered.integration.seams`` prints them as JSON, for ``scripts/compat``; it loads
 the plugin too, as every process of a server does.

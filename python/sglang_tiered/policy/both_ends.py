@@ -2,7 +2,7 @@
 
 Cake (Jin et al., ICML 2025, arXiv 2410.03065): of ``P`` seconds of prefill and ``L`` of loading the
 two need ``P * L / (P + L)``. The back is cut into segments, which are read from the last to the
-first; the front is computed in chunks, each up to where the two are expected to meet. Whatever the
+first. The front is computed in chunks, each up to where the two are expected to meet. Whatever the
 prices were, they move towards each other, so a wrong one costs a segment that is both read and
 computed, or the wait for one.
 
@@ -132,8 +132,8 @@ def _front_s(costs: CostModel, start: int, end: int) -> float:
 
 
 class BackLeft:
-    """What is still to come of the back: ``starts`` of its segments, ascending, of which each ends
-    where the next begins, the last at ``end``; ``left`` tokens by tier of each."""
+    """What is still to come of the back. ``starts`` of its segments ascend; each ends where the
+    next begins, the last at ``end``. ``left`` are the tokens by tier of each."""
 
     def __init__(self, starts: Sequence[int], end: int, left: Sequence[Sequence[int]]) -> None:
         self.starts = starts

@@ -1,11 +1,11 @@
 """The cost of computing a prefix against the cost of loading it: the basis of each decision.
 
 Prefill of ``n`` tokens behind ``c`` others takes a fixed time, one per token (the matrix products)
-and one per pair of a new token and a token it attends to: ``n * (c + n / 2)``. A load takes a fixed
-time and one per byte. ``OnlineCost`` estimates both in the running server, so that a busy disk, a
-faster GPU or another model needs no tuning. Fetching wherever it is cheaper than prefill follows
-Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065); where
-the two meet in the middle is in ``both_ends``.
+and one per pair. A pair is a new token and one it attends to: ``n * (c + n / 2)``. A load takes a
+fixed time and one per byte. ``OnlineCost`` estimates both in the running server, so that a busy
+disk, a faster GPU or another model needs no tuning. Fetching wherever it is cheaper than prefill
+follows Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake, ICML 2025, arXiv 2410.03065);
+where the two meet in the middle is in ``both_ends``.
 
 A prefix may lie in several tiers (this server's disk, other servers', an object store), each with
 a cost of its own. Tiers are numbered, nearest first. They are read at the same time, so a load
@@ -102,10 +102,10 @@ class OnlineCost:
 
     The level follows the last few observations, in logarithms: a disk that becomes a hundred times
     slower is believed after two or three, and a recovery as soon. The prices say how the parts
-    compare (the fixed part with the part per byte) and move slowly, by least squares with
-    exponential forgetting (Haykin, Adaptive Filter Theory) on relative errors and with no price
-    below zero. Both start from a prior, which keeps deciding about parts that no observation
-    contains. An observation takes about 50 microseconds.
+    compare (the fixed part with the part per byte) and move slowly. They follow least squares with
+    exponential forgetting (Haykin, Adaptive Filter Theory) on relative errors, with no price below
+    zero. Both start from a prior, which keeps deciding about parts that no observation contains. An
+    observation takes about 50 microseconds.
 
     ``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary case:
     together they give the share of each price. An observation counts half for the level after
@@ -287,8 +287,8 @@ class TransferCost:
 class LoadPlan:
     """How much of a prefix to load: ``parts`` are tokens by tier, nearest first. ``load_s`` is the
     time until all has arrived, queue included; ``saved_s`` the prefill that it replaces.
-    ``least_s`` is this request's time from its turn on by the plan that is best for it alone, and
-    ``total_s`` that time by this plan, with what it holds up others."""
+    ``least_s`` is this request's time from its turn on by the plan that is best for it alone.
+    ``total_s`` is that time by this plan, with what it holds up others."""
 
     parts: tuple[int, ...]
     load_s: float
@@ -376,9 +376,10 @@ class CostModel:
         tier. Tokens that arrive while the request waits anyway (``queue_wait_s``) cost nothing.
 
         A prefill holds up ``num_others`` requests, whose decodes run or who wait for their turn,
-        and a load none of them. So of the lengths that cost this request at most ``MAX_OWN_LOSS``
-        more than the best one, that is chosen with which all of them together wait the least; and
-        of equal ones the longest. Lengths are whole pages; 0 means that everything is computed.
+        and a load none of them. So lengths count that cost this request at most ``MAX_OWN_LOSS``
+        more than the best one. Of those the one is chosen with which all of them together wait the
+        least, and of equal ones the longest. Lengths are whole pages; 0 means that everything is
+        computed.
         """
         num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
         everything = self.prefill.seconds(num_new, num_before)
@@ -422,7 +423,7 @@ class CostModel:
     def should_wait(
         self, *, num_saved: int, num_before: int, left_s: float, num_others: int = 0
     ) -> bool:
-        """Return whether a request that could start now should wait ``left_s`` for a load that
+        """Return whether a request that could start now should wait ``left_s`` for a load. The load
         saves the prefill of ``num_saved`` tokens behind ``num_before`` others, and ``num_others``
         requests the time of it."""
         saved_s = self.prefill.saved_seconds(num_saved, num_saved, num_before)

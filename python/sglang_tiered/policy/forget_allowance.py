@@ -1,9 +1,9 @@
 """``ForgetAllowance``: how many pages a server forgets in an hour.
 
-What is forgotten stays in the memory of every server that shares a bucket, for a week, up to a
-number of keys beyond which a server hides what it never was asked to. Nobody can tell whether
-another server holds a page, so a request may name pages that never were; it must not take what the
-other tenants have.
+Forgotten keys stay in the memory of every server that shares a bucket, for a week, up to a number
+of keys. Beyond that number a server hides pages that it never was asked to hide. Nobody can tell
+whether another server holds a page, so a request may name pages that never were; it must not take
+what the other tenants have.
 
 Pure: not thread-safe, and the caller says what time it is.
 """

@@ -1,9 +1,9 @@
 """``HintQueue``: which conversations are loaded to host memory before a request asks for them.
 
 A hint says that a conversation is about to be used. Hints are served in the order in which they
-came, a piece at a time, so that a request finds at most one short piece ahead of its own load. All
-hints together may have so many tokens in host memory that nobody has used yet: what they load takes
-the place of what was used least recently, and nobody has paid for it with a request. A hint's share
+came, a piece at a time, so that a request finds at most one short piece ahead of its own load. The
+tokens in host memory that all hints loaded and nobody has used yet have a limit. They take the
+place of what was used least recently, and nobody has paid for them with a request. A hint's share
 is free again once its conversation is used, or at the end of its life.
 
 A hint that is dropped before it was loaded says why for one more life, to whoever asks again.
@@ -77,8 +77,9 @@ def piece_length(
 
 
 def short_piece(lengths: Sequence[int], plan_of: Callable[[int], LoadPlan]) -> int:
-    """Return how much to load at once of what pays as a whole: of the ``lengths`` that a piece may
-    have, ascending, the longest that takes no longer than a piece may; longer if that pays not."""
+    """Return how much to load at once of what pays as a whole. Of the ``lengths`` that a piece may
+    have, ascending, it is the longest that takes no longer than a piece may; longer if that pays
+    not."""
     bound_s = max(MAX_PIECE_S, 2 * plan_of(lengths[0]).load_s)
     num_short = bisect_right(lengths, bound_s, key=lambda length: plan_of(length).load_s)
     place = max(0, num_short - 1)

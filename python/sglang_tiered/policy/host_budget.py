@@ -2,7 +2,7 @@
 
 What is shared out is what the host tier holds beyond device memory, since a prefix on the device
 keeps its host copy. Of that loads may fill one half, residents keep one third, and nodes that wait
-for their store pin one sixth, so that running requests find at least a sixth for what they write.
+for their store pin one sixth. So running requests find at least a sixth for what they write.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """``PageAccounting``: for every host page, whether NVMe holds it, and if not, why not.
 
-Every page of a radix node's host copy is in one state, and when the tree evicts it the state
+Every page of a radix node's host copy is in one state. When the tree evicts the page, the state
 says in which counter it ends: clean, or lost for one reason. A page that is lost is not wrong and
 not an error; it is a prefill to come, and the counters say which limit caused it.
 
 One byte a page. States of pages in the tree are set by the scheduler thread (written, loaded,
 freed) and by the storage thread (stored, or not). Both work on different pages at any time, since
-SGLang keeps the pages of a store allocated until the scheduler has taken its result; each counter
+SGLang keeps the pages of a store allocated until the scheduler has taken its result. Each counter
 is written by one thread only. Nothing blocks.
 """
 
@@ -61,7 +61,7 @@ _DROPPED_AS = {
 def store_outcomes(
     ok: Sequence[bool], num_admitted: int, why: Outcome | None
 ) -> list[EvictionOutcome]:
-    """Return what a store made of its pages, of which admission let the leading ones in; ``why`` is
+    """Return what a store made of its pages, of which admission let the leading ones in. ``why`` is
     None where stores were refused, since the pages are of weights that were replaced."""
     clean, failed = EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED
     outcomes = [clean if is_ok else failed for is_ok in ok[:num_admitted]]

@@ -1,9 +1,9 @@
 """How long a request waits for its admission: what is ahead of it, and how fast that goes.
 
-The prefill of the requests ahead says how much there is to do, but not how long it takes: several
+The prefill of the requests ahead says how much there is to do, but not how long it takes. Several
 are computed in one batch, running decodes take their turns, and memory or rows may be lacking. So
-the time per second of such prefill is measured on requests that waited for nothing else, and so
-is the wait of those that found nobody ahead, but a batch running.
+the time per second of such prefill is measured on requests that waited for nothing else. So is the
+wait of those that found nobody ahead, but a batch running.
 
 Pure: not thread-safe, and the caller says what time it is.
 """

@@ -1,16 +1,16 @@
 """``ResidentSet``: which host copies stay when more comes back than the host tier holds.
 
-Least-recently-used order serves nothing once the conversations that return in turn exceed the
-tier: each is evicted just before it is wanted (thrashing). The classic remedy keeps a part of the
-cache out of the rotation, so that this part at least is hit every time (adaptive insertion,
-Qureshi et al., ISCA 2007, doi 10.1145/1250662.1250709). ``ResidentSet`` is that part.
+Least-recently-used order serves nothing once the conversations that return in turn exceed the tier:
+each is evicted just before it is wanted (thrashing). The classic remedy keeps a part of the cache
+out of the rotation, so that this part at least is hit every time. (Adaptive insertion, Qureshi et
+al., ISCA 2007, doi 10.1145/1250662.1250709.) ``ResidentSet`` is that part.
 
-What a resident is worth, per token, is how often it is used times what it costs to bring back: its
-cost over the time since its last use (cost-aware replacement after Cao and Irani, "Cost-Aware WWW
-Proxy Caching Algorithms", USITS 1997, with recency for frequency). A chain that NVMe does not hold
-must be computed again, so it stays longer than one that can be loaded. A chain that returns takes
-the place of residents worth less than itself; of chains never seen before, every eighth takes the
-place of one that was never used. The least valuable is looked for among the ``NUM_CANDIDATES``
+A resident's worth, per token, is how often it is used times what it costs to bring back: its cost
+over the time since its last use. This is cost-aware replacement after Cao and Irani, "Cost-Aware
+WWW Proxy Caching Algorithms", USITS 1997, with recency for frequency. A chain that NVMe does not
+hold must be computed again, so it stays longer than one that can be loaded. A chain that returns
+takes the place of residents worth less than itself; of chains never seen before, every eighth takes
+the place of one that was never used. The least valuable is looked for among the ``NUM_CANDIDATES``
 that were used least recently: constant work, and exact while all cost the same.
 
 A chain's pages keep those of its beginnings too. So a chain that becomes a resident takes the place

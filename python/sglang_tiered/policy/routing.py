@@ -13,7 +13,7 @@ those that come before the queue is empty again, ``busy / (1 - busy) * (1 + queu
 them in a queue with Poisson arrivals (M/G/1: what a busy period lasts for the work that it began
 with). Without it each request takes the shortest queue and hits are lost when they count most.
 
-Every term is the least over the plans' lengths of a sum that no load and no price lowers, so a
+Every term is the least over the plans' lengths of a sum that no load and no price lowers. So a
 request that was sent to a server, more load or a slower tier never lower its score. A server's own
 plan is another one where its prefill holds up others: it may take a quarter longer than the least,
 and a longer queue may shorten it. So what is expected of the server comes from that plan, and the
@@ -69,9 +69,9 @@ TIE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Tokens of a prompt by the tier that holds them, in prefix order: ``host`` counts what lies
-    beyond ``device``, ``nvme`` what lies beyond both, ``peer`` what only other servers' NVMe and
-    ``object`` what only a bucket holds beyond that."""
+    """Tokens of a prompt by the tier that holds them, in prefix order. ``host`` counts what lies
+    beyond ``device``, and ``nvme`` what lies beyond both. ``peer`` counts what only other servers'
+    NVMe and ``object`` what only a bucket holds beyond that."""
 
     device: int = 0
     host: int = 0
@@ -92,9 +92,9 @@ NOTHING_HELD = Held()
 class ServerState:
     """What the router knows of a server. ``free_s`` is when its queue is expected to be empty, on
     the caller's clock: what it reported last, and the work that was sent since. ``busy`` is the
-    share of the last seconds in which it prefilled, ``ahead`` the tokens of loads under way by
-    tier, ``slowdown`` the learnt quotient of seen and predicted times to the first token,
-    ``service_s`` the mean work of its requests, ``num_others`` how many of them a prefill holds
+    share of the last seconds in which it prefilled, and ``ahead`` the tokens of loads under way by
+    tier. ``slowdown`` is the learnt quotient of seen and predicted times to the first token.
+    ``service_s`` is the mean work of its requests, ``num_others`` how many of them a prefill holds
     up, and ``always_loads`` whether it loads all that it holds."""
 
     costs: CostModel
@@ -141,8 +141,8 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """``ttft_s`` is the expected time to the first token, ``work_s`` the prefill that the request
-    adds to the server, ``loaded`` the tokens that it loads: all by the server's own plan."""
+    """By the server's own plan ``ttft_s`` is the expected time to the first token, ``work_s`` the
+    prefill that the request adds to the server, and ``loaded`` the tokens that it loads."""
 
     score_s: float
     ttft_s: float
@@ -370,7 +370,7 @@ def choose_decode(
     """Choose where a prompt that was computed elsewhere is decoded; ``None`` without candidates.
 
     Of the servers with room for ``num_tokens + max_new`` and a step within ``tpot_s`` the one that
-    has the prompt soonest (``held`` tokens need no handoff) and then steps fastest; if none has
+    has the prompt soonest (``held`` tokens need no handoff) and then steps fastest. If none has
     room or is fast enough, the one that is least full.
     """
     need = num_tokens + max_new

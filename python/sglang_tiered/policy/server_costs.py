@@ -59,7 +59,7 @@ Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
 
 class PrefillPrices(msgspec.Struct, frozen=True):
     """Seconds per batch, per new token, per pair of a new token and one it attends to, and per
-    token copied from host memory to the device; learnt from ``observed`` batches (0: a prior)."""
+    token copied from host memory to the device. Learnt from ``observed`` batches (0: a prior)."""
 
     prices: tuple[Price, Price, Price, Price]
     observed: Count
@@ -92,9 +92,9 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """The running batch. ``moments`` are SGLang's sums over decode steps since the start (1, b, t,
-    b*b, b*t, g with batch size b, microseconds t, tokens g): the differences of two records give
-    the regression of a step's time on the size of its batch."""
+    """The running batch. ``moments`` are SGLang's sums over decode steps since the start: 1, b, t,
+    b*b, b*t, g with batch size b, microseconds t, tokens g. The differences of two records give the
+    regression of a step's time on the size of its batch."""
 
     requests: Count
     max_requests: Count

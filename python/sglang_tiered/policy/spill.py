@@ -8,12 +8,12 @@ begins. While the disk is idle that is the same moment. Under load three rules a
   doubles whenever the disk ran dry and halves when a store waited longer, like the congestion
   window of TCP, within ``MIN_SHARE`` and ``MAX_SHARE`` of the host tier.
 - **Loads first.** While loads are under way, stores hold until the waiting tokens pass the low
-  watermark or the oldest has waited ``MAX_HOLD_S``, then go one at a time, and above the high
+  watermark or the oldest has waited ``MAX_HOLD_S``. Then they go one at a time, and above the high
   watermark as fast as without loads.
-- **What came back goes first**, then what waited longest. On the Mooncake conversation trace, with
-  a host tier of 1% of its blocks and a disk that can take 0.3 of the writes, 22.5% of the blocks
-  are hits with this order, 17.9% in order of arrival, 18.9% newest first and 21.8% longest first;
-  with 0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than
+- **What came back goes first**, then what waited longest. Take the Mooncake conversation trace, a
+  host tier of 1% of its blocks and a disk that can take 0.3 of the writes. Then 22.5% of the blocks
+  are hits with this order, 17.9% in order of arrival, 18.9% newest first and 21.8% longest first.
+  With 0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than
   0.3.
 
 Preferred survivors: waiting nodes are pinned up to a limit that the caller gives, so that host

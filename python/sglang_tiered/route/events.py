@@ -1,7 +1,7 @@
 """``follow``: the KV events of one server (one data-parallel replica), from its replay on.
 
 SGLang numbers its batches and replays the last ten thousand. After a gap that no replay fills, what
-the server holds in device and host memory is forgotten, since removals may have been missed; pages
+the server holds in device and host memory is forgotten, since removals may have been missed. Pages
 on disks change slowly, and are looked up by the server itself before they count.
 """
 

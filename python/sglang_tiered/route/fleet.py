@@ -238,7 +238,7 @@ class Fleet:
             replica.place = NOWHERE  # what it still answers teaches no heir
 
     def _write(self) -> None:
-        """Tell Envoy. A server whose role is not known yet is not among them; one that drains or
+        """Tell Envoy. A server whose role is not known yet is not among them. One that drains or
         died stays until the source drops it, as Envoy looks at its health by itself."""
         if self._directory is None:
             return

@@ -2,7 +2,7 @@
 
 A page's name in KV events is 64 bits of a SHA-256 chain over its tokens, as SGLang computes it.
 With ``extra_key`` or ``cache_salt`` it is hashed once more with both, as in the events' format
-``dynamo``: so tenants are apart, and of a server with the other format their pages are not known.
+``dynamo``. So tenants are apart, and of a server with the other format their pages are not known.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_program(program: Callable[[], int]) -> int:
-    """Run a command line program to its exit code: one sentence on stderr and 2 for what it cannot
-    use, 130 for Ctrl-C, and silence when its output is no longer read."""
+    """Run a command line program to its exit code. For what it cannot use it prints one sentence on
+    stderr and returns 2; for Ctrl-C 130. It is silent when its output is no longer read."""
     code = _run(program)
     try:
         if sys.stdout is not None:

@@ -43,7 +43,7 @@ _CURSOR = re.compile(r"r[0-9]{1,18}|p[in].+", re.DOTALL)
 class CallError(ValueError):
     """Raised for a call that is refused. Its text is one sentence.
 
-    status: 400 what the caller sent, 404 what is not known, 409 beyond a bound, 500 a failure in a
+    status: 400 what the caller sent, 404 what is not known, 409 beyond a bound. 500 a failure in a
     scheduler, 503 what may go well if it is asked again.
     """
 

@@ -285,7 +285,7 @@ def _waiting(scheduler: Any) -> list[Any]:
 
 
 def _holds_kv(scheduler: Any, cache: TieredRadixCache, request: Any) -> bool:
-    """Whether a request that waits has KV of its own, which goes into the tree by its key: that KV
+    """Whether a request that waits has KV of its own, which goes into the tree by its key. That KV
     is from before, and by a new key it would be stored and served. A session's record was only lent
     to one that waits, and the next match takes it back; decode has written into it already."""
     kv = request.kv

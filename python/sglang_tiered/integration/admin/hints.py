@@ -1,7 +1,7 @@
 """Hints that a conversation is about to be used, in a scheduler process, for ``service``.
 
-Every rank gets the same messages in the same order, so a hint begins on all of them in one step,
-with the same tokens to load: the least that any rank's tiers hold. What then becomes of it is
+Every rank gets the same messages in the same order, so a hint begins on all of them in one step.
+All load the same tokens: the least that any rank's tiers hold. What then becomes of it is
 ``Hints``' affair; a later question is answered from what that noted.
 """
 

@@ -150,7 +150,7 @@ def _rank() -> int:
 
 def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
     """Return the newest request of each conversation, and all that have none, of those that a tier
-    can hold: a check of health, or a first word, has no whole page."""
+    can hold. A check of health, or a first word, has no whole page."""
     seen: set[str | None] = set()
     found = {}
     for recent in recents:

@@ -38,9 +38,10 @@ NOT_LOGGED = (
 def newest_requests(
     config: RequestLogConfig | None, limit: int, *, now: float | None = None
 ) -> dict[str, Any]:
-    """Return ``requests``: the fields of the last ``limit`` lines with ``why``, the newest first;
-    and ``minute``: the sources of the prompt tokens of the requests that ended in the last minute.
-    Its ``is_whole`` is false where that minute has more lines than are read.
+    """Return ``requests`` and ``minute``. ``requests`` are the fields of the last ``limit`` lines
+    with ``why``, the newest first. ``minute`` has the sources of the prompt tokens of the requests
+    that ended in the last minute. Its ``is_whole`` is false where that minute has more lines than
+    are read.
 
     ``now`` is Unix time. Reads at most ``TAIL_BYTES``. Raises ``CallError`` (404)
     where no lines are written.

@@ -133,8 +133,8 @@ def pinned_prefixes(
     extra_key: str | None,
     cache_salt: str | None,
 ) -> list[tuple[str, Selector]]:
-    """Return the stored names and prefixes of a conversation's pins, the latest first: those of the
-    first rank, on all ranks, since a rank may borrow the pages that another has pinned."""
+    """Return the stored names and prefixes of a conversation's pins, the latest first. All ranks
+    return those of the first rank, since a rank may borrow the pages that another has pinned."""
     storage = cache.storage
     own = [] if storage is None else _noted(storage, tenant, conversation)
     told = first_ranks(cache, msgspec.msgpack.encode(own))

@@ -1,6 +1,6 @@
 """``TierService``: asks the schedulers what a call wants, and makes one answer of theirs.
 
-It runs on any asyncio loop of the process that has SGLang's tokenizer manager, and knows no HTTP:
+It runs on any asyncio loop of the process that has SGLang's tokenizer manager. It knows no HTTP:
 ``http_api`` is one caller, a program with an engine of its own another.
 """
 
@@ -199,8 +199,8 @@ class TierService:
 
 
 def _later(body: Answer) -> Answer:
-    """Return what a later question repeats: a prompt or hashes may be long, and every scheduler
-    knows the call by its number then; it does not where it knows no such ``rid``."""
+    """Return what a later question repeats. A prompt or hashes may be long, and every scheduler
+    knows the call by its number then, but where it knows no such ``rid``."""
     return {} if body.keys() & {"input_ids", "hashes"} else body
 
 

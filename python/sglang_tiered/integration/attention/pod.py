@@ -1,17 +1,17 @@
 """SGLang attention backend ``pod``: prefill and decode rows of a mixed batch in one launch.
 
 With ``--enable-mixed-chunk`` SGLang puts the running requests' next tokens behind a prefill chunk
-and runs the whole as EXTEND, so its own backends treat every decode row as a prefill of one token:
-a full query tile per head, and no split over the keys. POD-Attention (arXiv 2410.18038) gives
-decode rows decode tiles and runs them beside the prefill tiles, which want the tensor cores while
-decode wants the memory bus. The kernels, the tables they read and the gate that decides between one
-fused launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
+and runs the whole as EXTEND. Its own backends treat every decode row as a prefill of one token: a
+full query tile per head, and no split over the keys. POD-Attention (arXiv 2410.18038) gives decode
+rows decode tiles and runs them beside the prefill tiles, which want the tensor cores while decode
+wants the memory bus. The kernels, the tables they read and the gate that decides between one fused
+launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
 
-``PodAttention`` is a mixin before a backend that does everything else: on CUDA SGLang's default, if
-that is FlashAttention 3 (``pod_flash``) or FlashInfer (``pod_flashinfer``), or its Triton backend
-(``pod_triton``), on a CPU this package's ``reference`` (``pod_reference``). It takes a forward only
-if there are decode rows in an extend, and a layer only if the kernels compute it; the parent
-computes the rest, so every model that the parent serves runs.
+``PodAttention`` is a mixin before a backend that does everything else. On CUDA that is SGLang's
+default, if it is FlashAttention 3 (``pod_flash``) or FlashInfer (``pod_flashinfer``), or its Triton
+backend (``pod_triton``). On a CPU that is this package's ``reference`` (``pod_reference``). It
+takes a forward only if there are decode rows in an extend, and a layer only if the kernels compute
+it. The parent computes the rest, so every model that the parent serves runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PodForward:
     """Tensors and plans that the layers of one extend with decode rows share.
 
     indptr: [rows + 1] int32. slots: where layers without a sliding window read, [sum of lengths],
-    every row's keys from its first token to its last new one; sliding: the same where the layers
+    every row's keys from its first token to its last new one. sliding: the same where the layers
     with one read, and the same tensor where they share the pool. plans: by shape and window, with
     the reason in place of a plan that cannot be made.
     """

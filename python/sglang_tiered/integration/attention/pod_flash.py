@@ -33,8 +33,8 @@ class FlashPodAttnBackend(pod_device.DevicePod, FlashAttentionBackend):  # type:
 
     @property
     def serves(self) -> bool:
-        """Not latent attention, which has kernels of its own; not where a rank holds a share of the
-        keys or of the queries; not local attention, and not what has no keys in the pool; not
+        """Not latent attention, which has kernels of its own. Not where a rank holds a share of the
+        keys or of the queries. Not local attention, and not what has no keys in the pool. Not
         deterministic inference, since the batch decides how a mixed launch splits its keys."""
         return not (
             get_exec().deterministic.enable_deterministic_inference

@@ -36,10 +36,10 @@ class FlashInferPodAttnBackend(pod_device.DevicePod, FlashInferAttnBackend):  # 
 
     @property
     def serves(self) -> bool:
-        """Not deterministic inference, since the batch decides how a mixed launch splits its keys;
-        not what has a mask of its own (several items, diffusion); not behind an encoder, whose keys
-        come first; not where a rank holds a share of the queries, nor 4-bit caches, nor windows in
-        another pool than the runner's."""
+        """Not deterministic inference, since the batch decides how a mixed launch splits its keys.
+        Not what has a mask of its own (several items, diffusion), and not behind an encoder, whose
+        keys come first. Not where a rank holds a share of the queries, nor 4-bit caches, nor
+        windows in another pool than the runner's."""
         return not (
             self.enable_deterministic
             or self.enable_mis

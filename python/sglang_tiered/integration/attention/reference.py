@@ -204,8 +204,9 @@ def _create(runner: ModelRunner) -> ReferenceAttnBackend:
 def always_absorb(name: str) -> None:
     """Send every MLA forward of the backend ``name`` through the absorbed form.
 
-    For an unknown backend DeepSeek's dispatcher borrows Triton's choice, which expands K and V for
-    a prefill without prefix and expects the backend to attend to those instead of the latent cache.
+    For an unknown backend DeepSeek's dispatcher borrows Triton's choice. That choice expands K and
+    V for a prefill without prefix, and expects the backend to attend to those instead of the latent
+    cache.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,

@@ -70,8 +70,8 @@ def _create(runner: ModelRunner) -> Any:
 
 
 def _parent_of(runner: ModelRunner) -> str:
-    """The backend below, by its name: what SGLang takes on this device where none is asked for, if
-    that is FlashAttention 3 or FlashInfer and serves the runner, else its Triton backend."""
+    """The backend below, by its name. It is SGLang's own choice for this device, if that is
+    FlashAttention 3 or FlashInfer and serves the runner, else its Triton backend."""
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
     from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 

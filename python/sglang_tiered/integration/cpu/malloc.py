@@ -1,8 +1,8 @@
 """Keeps the memory that a forward pass frees in the process, on a machine without a GPU.
 
 A prefill allocates and frees megabytes per layer. glibc returns freed blocks to the kernel once
-they pass thresholds that it adjusts by itself, depending on what else the process has freed: one
-server kept its memory and the next, with the same model, took 14,000 page faults (40 ms of a
+they pass thresholds that it adjusts by itself, depending on what else the process has freed. One
+server kept its memory, and the next, with the same model, took 14,000 page faults (40 ms of a
 prefill of 1,536 tokens) per request. With the thresholds set, it took 40.
 """
 

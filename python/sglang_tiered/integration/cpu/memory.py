@@ -1,9 +1,9 @@
 """One budget for device and host memory on a machine whose device is its CPU.
 
 SGLang sizes the device pool by a fraction that suits a GPU's own memory, and then the host tier by
-what is left of the machine's: on a CPU both come out of the same memory, and the first leaves the
+what is left of the machine's. On a CPU both come out of the same memory, and the first leaves the
 second none. Here the device pool takes a share of the allocatable memory once the weights are
-loaded; SGLang then sizes the host tier at twice the device pool, or at what its own check of the
+loaded. SGLang then sizes the host tier at twice the device pool, or at what its own check of the
 remaining memory allows (``mem_cache.hicache_auto_size``). Allocatable is what the machine and the
 memory control group of this process leave, less the reserve.
 

@@ -1,9 +1,9 @@
 """The format a model computes in on a CPU where nobody chose one.
 
 SGLang makes float16 of a float32 checkpoint, since GPUs compute fast in it. CPUs do not, or have no
-instructions for it: a product of 512 rows ran at 8 to 9 billion operations a second in float16, 30
-in float32 and 90 to 105 in bfloat16 (two-core AMD EPYC VM with AVX-512 BF16, busy, 2026-11-26);
-with the instructions of older processors bfloat16 was no slower than float16. It takes as little
+instructions for it. A product of 512 rows ran at 8 to 9 billion operations a second in float16, 30
+in float32 and 90 to 105 in bfloat16. (Two-core AMD EPYC VM with AVX-512 BF16, busy, 2026-11-26.)
+With the instructions of older processors bfloat16 was no slower than float16. It takes as little
 memory. A checkpoint in float16, or ``--dtype``, stays what it is.
 """
 

@@ -94,7 +94,7 @@ def _copy(
 
 
 class _Numbers(threading.local):
-    """Page numbers of the indices that a thread saw last: SGLang hands the same tensors over for
+    """Page numbers of the indices that a thread saw last. SGLang hands the same tensors over for
     every layer, and looking at each of their slots takes longer than a launch."""
 
     def __init__(self) -> None:

@@ -7,10 +7,10 @@ and the request fails. SGLang can have prefill compute a prompt again, for weigh
 without the request's adapter, grammar, images and log probabilities, so that does not help here.
 
 So here the load comes first. It begins when the request comes, beside the handshake with prefill,
-and obeys the rules of every other load: as much as pays, deferred while others fill the window,
-agreed on by all ranks in the next step, abandoned when waiting no longer pays. The request is held
-back until its load has ended, and then promised what device and host memory hold. The host copies
-are locked until they are on their way to the device.
+and obeys the rules of every other load. It loads as much as pays, is deferred while others fill the
+window, agreed on by all ranks in the next step, and abandoned when waiting no longer pays. The
+request is held back until its load has ended, and then promised what device and host memory hold.
+The host copies are locked until they are on their way to the device.
 
 Hooks of ``DecodePreallocQueue`` and ``DecodeTransferQueue``, on the scheduler's thread. Every rank
 runs them in the same order over the same requests.

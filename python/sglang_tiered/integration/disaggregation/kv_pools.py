@@ -127,7 +127,8 @@ def _buffers(addresses: list[int], sizes: list[int], page_bytes: list[int]) -> l
 
 def _layer_ids(args: Any, *, is_mla: bool) -> list[int]:
     """A layer number per buffer: SGLang's own if it gives them, else counted from the rank's first
-    layer in SGLang's order (all K, then all V; one buffer per layer for latent attention)."""
+    layer in SGLang's order. That order is all K, then all V, and one buffer per layer for latent
+    attention."""
     num_buffers, num_draft = len(args.kv_data_ptrs), int(args.num_draft_entries or 0)
     if args.kv_layer_ids:
         return list(args.kv_layer_ids)

@@ -2,9 +2,9 @@
 
 A client, as a rule a router, draws one number and sends it with the request to both instances.
 SGLang takes it for the room as it is, and gives it to every sample of ``n`` as well. Here the room
-is made of the number, of what is asked and of the sample: every sample has one of its own, and two
-clients who draw the same number meet only if they ask for the same, whose KV is the same too. That
-is not relied on: the ends of a room compare digests of their tokens (``tokens_of``).
+is made of the number, of what is asked and of the sample. Every sample has a room of its own, and
+two clients who draw the same number meet only if they ask for the same, whose KV is the same too.
+That is not relied on: the ends of a room compare digests of their tokens (``tokens_of``).
 
 The room leaves the same remainder as the client's number by every number of replicas up to 16:
 SGLang finds a request's replica by it, and so may a router. It is made where a request is

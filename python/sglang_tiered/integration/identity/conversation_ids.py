@@ -1,9 +1,9 @@
 """The conversation that a request belongs to, carried from the HTTP process to the schedulers.
 
-SGLang takes a ``conversation_id`` and does not pass it on. What it passes on untouched, for tiers
-alone to read, are a request's KV hints: the id travels as one of those, so every rank knows it and
-any number of tokenizer processes will do. ``session_id``, which SGLang passes on itself, serves
-where there is no other, and so does the id of a streaming session.
+SGLang takes a ``conversation_id`` and does not pass it on. It passes on a request's KV hints
+untouched, for tiers alone to read. The id travels as one of those, so every rank knows it and any
+number of tokenizer processes will do. ``session_id``, which SGLang passes on itself, serves where
+there is no other, and so does the id of a streaming session.
 """
 
 from __future__ import annotations

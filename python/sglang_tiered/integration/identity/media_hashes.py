@@ -2,8 +2,9 @@
 
 SGLang lets a request state the hashes of its images (``mm_hashes``, or fields of an image given as
 an object), for routers whose page keys must equal SGLang's. A client that states the hash of
-another user's image gives that image the KV of its own: in memory until it is evicted, in the tiers
-permanently, and on every server that shares them. Without these hashes SGLang computes its own.
+another user's image gives that image the KV of its own. It stays in memory until it is evicted, in
+the tiers permanently, and on every server that shares them. Without these hashes SGLang computes
+its own.
 
 In a page key an image is a run of numbers beyond every vocabulary, made from its hash. SGLang
 accepts such numbers in ``input_ids`` too, from any client that knows the image, so they are

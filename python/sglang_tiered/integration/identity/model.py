@@ -93,8 +93,8 @@ def identify_model(
     """Return the files of the weights that ``path`` names. Call it once they are loaded.
 
     A hub name is resolved to its snapshot on this machine, as SGLang does: first in
-    ``download_dir``, then in the hub's own cache. If the weights cannot be identified, because no
-    file of them is found, they are random (``--load-format dummy``) or come from elsewhere, the
+    ``download_dir``, then in the hub's own cache. Weights cannot be identified if no file of them
+    is found, or if they are random (``--load-format dummy``) or come from elsewhere. Then the
     identity is unique to this process: no page is shared across restarts, rather than shared
     wrongly.
     """

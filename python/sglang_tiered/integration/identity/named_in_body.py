@@ -1,7 +1,7 @@
 """Names of a tenant or a conversation in a request's body that an endpoint of SGLang drops.
 
-SGLang's own endpoints and OpenAI's know ``extra_key``, ``cache_salt``, ``session_id`` and ``rid``;
-those of Anthropic's and Ollama's API build SGLang's request without them, so a salted prompt would
+SGLang's own endpoints and OpenAI's know ``extra_key``, ``cache_salt``, ``session_id`` and ``rid``.
+Those of Anthropic's and Ollama's API build SGLang's request without them, so a salted prompt would
 share pages with everybody's. ``conversation_id`` is known to ``/generate`` alone. All of them hand
 the HTTP request on to the tokenizer manager, where what its body names is put back. So are what a
 gateway says in headers (``x-override-*``), which SGLang reads at ``/generate`` and for chats only.

@@ -166,7 +166,7 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
 
 def handoff_identity(declared: str | None, kv_format: str, *, with_draft: bool) -> dict[str, Any]:
     """Return what gives KV its meaning on its way to another server, whose ranks may be cut
-    otherwise; as ``server_identity``, without geometry, which the handoff compares by itself, and
+    otherwise. It is ``server_identity`` without geometry, which the handoff compares by itself, and
     without adapters, which go with the requests that use them.
 
     ``declared``: a name that stands for the model at the operator's word (``--transfer-model``).

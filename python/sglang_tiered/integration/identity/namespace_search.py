@@ -4,8 +4,8 @@ The namespace is a digest of the bytes of the weights. If their digests are reme
 at once, and weights of a few gigabytes are read in the time that a start may wait. Larger ones are
 read on a thread while the server serves, with no page loaded and none stored. The tiers are open
 meanwhile: under the namespace of the last weights that looked the same, which proves right unless a
-few numbers were edited; without any, under the last namespace found for the shard. Its pages are
-indexed, and hidden until the answer confirms it.
+few numbers were edited. Without any such weights, they are open under the last namespace found for
+the shard. Its pages are indexed, and hidden until the answer confirms it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
 
 def short_key(key: str | None) -> str | None:
     """Return an ``extra_key`` or ``cache_salt`` as the tree, the tiers and the tenant's digest have
-    it: a digest of a long one, and of one that reads as such a digest."""
+    it. A long one, and one that reads as such a digest, becomes a digest."""
     if key is None or (len(key) * 4 <= MAX_KEY_BYTES and not key.startswith(_LONG)):
         return key
     data = key.encode(errors="surrogatepass")

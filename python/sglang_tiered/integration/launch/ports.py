@@ -1,6 +1,6 @@
 """Refuses ports that are in use before a model is loaded.
 
-SGLang binds its ports late, and where one is taken it hangs, prints a traceback, or goes on: a
+SGLang binds its ports late, and where one is taken it hangs, prints a traceback, or goes on. A
 second prefill server with the same bootstrap port registers its ranks over those of the first.
 """
 

@@ -1,6 +1,6 @@
 """``resolve``: the flags of this package beside SGLang's, turned into configuration.
 
-``resolve`` is pure but for reading the machine's free memory and disk: it refuses every bad
+``resolve`` is pure but for reading the machine's free memory and disk. It refuses every bad
 combination with one sentence before anything is touched, and returns the configuration and the
 argument list for SGLang.
 """

@@ -22,7 +22,7 @@ def holdings(cache: Any) -> dict[str, Holding]:
     only; the scheduler's thread.
 
     Bytes are this rank's, and tokens those of its replica, of which every rank has a part. A token
-    counts with the bytes it has in host memory, which is exact for models with one pool; where
+    counts with the bytes it has in host memory, which is exact for models with one pool. Where
     others lie beside it (sliding windows, states, drafts), tokens in the tiers are estimates.
     """
     group = cache.cache_controller.mem_pool_host

@@ -2,17 +2,17 @@
 
 SGLang publishes what enters and leaves device memory (medium ``GPU``) and host memory
 (``CPU_PINNED``) with ``--kv-events-config``, for routers of prompts. This adds ``DISK`` for the
-NVMe tier and ``EXTERNAL`` for the object tier to the same stream: a ``BlockStored`` when a page
-becomes readable from the tier, a ``BlockRemoved`` when it no longer is. SGLang's own recorder makes
-the blocks, hashes and fields from the tokens and hashes of the radix nodes, so they equal those of
-the events for device and host memory. The nodes themselves are out of reach: SGLang's tree is in
-Rust by default.
+NVMe tier and ``EXTERNAL`` for the object tier to the same stream. A ``BlockStored`` says that a
+page became readable from the tier, a ``BlockRemoved`` that it no longer is. SGLang's own recorder
+makes the blocks, hashes and fields from the tokens and hashes of the radix nodes, so they equal
+those of the events for device and host memory. The nodes themselves are out of reach: SGLang's tree
+is in Rust by default.
 
 A page is announced when a node that holds it is stored, or is matched and loaded: the event must
 carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
 tier are therefore announced at their first use here. Announced pages are remembered up to a bound:
 beyond it the oldest is announced as removed, which costs a router a hit and never misleads it. A
-thread looks the remembered pages up repeatedly, so a page lost in any way (reclaim, erasing, flaws,
+thread looks the remembered pages up repeatedly. So a page lost in any way (reclaim, erasing, flaws,
 a sick disk) is noticed within seconds without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.

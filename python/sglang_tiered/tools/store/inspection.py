@@ -1,7 +1,7 @@
 """Looks at region files without owning them: nothing is locked, written, sealed or removed.
 
-For tools that run beside a server. A region may be written, sealed or unlinked while it is read:
-what was placed and not synced yet is no damage when it does not verify, and a file that was
+For tools that run beside a server. A region may be written, sealed or unlinked while it is read. A
+page that was placed and not synced yet is no damage when it does not verify, and a file that was
 unlinked meanwhile is reported as gone. What a view lists is what recovery would find.
 """
 
