@@ -213,7 +213,7 @@ class Returns:
         cache, scheduler = self._scheduler.tree_cache, self._scheduler
         host = cache.cache_controller.mem_pool_host
         allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-        returns, planner = cache.tiering.returns, cache.tiering.planner
+        planner = cache.tiering.planner
         held = {
             "locked tokens": cache.protected_size(),
             "device tokens": allocator.size - allocator.available_size(),
@@ -223,8 +223,7 @@ class Returns:
             "loading tokens": cache.cache_controller.prefetch_tokens_occupied,
             "loaded spans": len(cache.prefetch_loaded_tokens_by_reqid),
             "unsettled hits": len(cache._storage_prefetch_hit_remaining_by_reqid),
-            "returns": len(returns._returns) + len(returns._owners),
-            "planned requests": len(planner._books) + len(planner._loads) + planner.num_waiting,
+            "planned requests": len(planner.loads) + planner.num_waiting,
             "waiting requests": len(scheduler.waiting_queue),
         }
         return {name: number for name, number in held.items() if number}

@@ -36,7 +36,7 @@ from slow_reads import SlowReads  # noqa: E402
 from world_waits import BoundedWaits  # noqa: E402
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
-from sglang_tiered.integration.cache.load_planner import _Load  # noqa: E402
+from sglang_tiered.integration.cache.loads import Load  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
 from sglang_tiered.policy import both_ends  # noqa: E402
 from sglang_tiered.policy.cost_model import LoadPlan  # noqa: E402
@@ -412,7 +412,7 @@ class SchedulingWorld:
         assert self.rows.available_size() == MAX_RUNNING
         assert not cache.ongoing_prefetch, cache.ongoing_prefetch
         assert controller.prefetch_tokens_occupied == 0, controller.prefetch_tokens_occupied
-        assert not cache.tiering.returns._returns and not cache.tiering.returns._owners
+        assert not cache.tiering.planner.loads
         assert not cache.prefetch_loaded_tokens_by_reqid, cache.prefetch_loaded_tokens_by_reqid
         assert not cache._storage_prefetch_hit_remaining_by_reqid
         self.empty_memory()
@@ -437,18 +437,18 @@ class RandomPrices:
         planner.plan_segments = self.plan_segments
 
     def plan_segments(self, request: Any, *, num_ahead: int) -> list[int] | None:
-        books = self._planner._books.get(request)
-        if not self.is_on or books is None or self._rnd.random() > self._share:
+        record = self._planner.loads.get(request)
+        if not self.is_on or record.prefix is None or self._rnd.random() > self._share:
             return None
         bounds = both_ends.segment_bounds(
-            books.prefix["num_before"], books.prefix["num_held"], PAGE
+            record.prefix["num_before"], record.prefix["num_held"], PAGE
         )
         if bounds:
             self.num_planned += 1
             num_back = bounds[-1] - bounds[0]
             saved_s = self._planner.costs.prefill.seconds(num_back, bounds[0])
             plan = LoadPlan((num_back,), saved_s / 2, saved_s)
-            self._planner._loads[request] = _Load(plan, is_back=True)
+            record.load = Load(plan, is_back=True)
         return bounds or None
 
 

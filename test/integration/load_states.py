@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sglang_tiered.integration.cache as room
+from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
 
 if TYPE_CHECKING:
@@ -121,32 +122,23 @@ class LoadWatch:
     def state_of(self, handle: CacheRequestHandle) -> str:
         """The state of a request. All tables that the page names for it agree on it."""
         cache, tiering = self._cache, self._cache.tiering
-        loads, planner, rid = tiering.loads, tiering.planner, handle.rid
+        loads, planner = tiering.loads, tiering.planner
         window, info = loads._window, cache.ongoing_prefetch.get(handle)
-        if handle in tiering.returns:
-            return "BOTH_ENDS"
-        waits = planner.knows(handle)
-        assert waits == (handle in planner._books)
-        is_put_off, is_locked = window.is_put_off(rid), handle in loads._num_loaded
-        is_declined = handle in loads.declined._waiting
-        assert is_put_off + (info is not None) + is_declined <= 1, "of two states"
-        assert is_locked == (handle in loads._locks) == (handle in loads._loaded_at)
+        record = planner.loads.get(handle)
+        state = record.state
+        assert (state is State.BOTH_ENDS) == (handle in tiering.returns)
+        if state is State.BOTH_ENDS:
+            return state.name
+        is_put_off = state in (State.ASKED, State.DEFERRED)
+        assert is_put_off == (record.put_off in window._order)
+        assert (info is not None) == (state is State.LOADING)
+        if record.place is None:
+            assert state is State.WAITING and handle not in loads._locks
+            return "GONE"
         if info is not None:
-            planned = planner._loads[handle]
-            assert waits and planned.queued_at is not None
-            assert handle in loads._loading_keys and rid in loads._look_numbers
+            assert record.load.queued_at is not None
             return "QUEUED" if info.operation.host_indices is None else "READING"
-        assert rid not in loads._look_numbers
         if is_put_off:
-            assert waits
-            return "DEFERRED" if window.num_tokens(rid) else "ASKED"
-        if is_declined:
-            assert waits
-            return "DECLINED"
-        if is_locked:
-            assert waits
-            return "LANDED"
-        if waits:
-            return "WAITING"
-        assert handle not in planner._loads
-        return "GONE"
+            assert (state is State.DEFERRED) == (record.put_off.num_tokens > 0)
+        is_landed = state is State.WAITING and handle in loads._locks
+        return "LANDED" if is_landed else str(state.name)

@@ -247,7 +247,7 @@ def test_waiting_costs_the_same_beside_many_loads() -> None:
     for number in range(3):
         arrive(planner, f"r{number}", 3200, 3200)
         planner.begins(f"r{number}")
-    planner._loads = NeverWalked(planner._loads)
+    planner.loads._records = NeverWalked(planner.loads._records)
     planner.should_wait("r0", num_missing=3200, num_before=0, num_ahead=64, is_read=True)
     planner.gains_by_its_turn("r1", num_ahead=64)
     arrive(planner, "another", 3200, 3200)
@@ -267,7 +267,8 @@ def test_loads_in_flight_are_counted_exactly(
             planner.begins(request)
         else:
             planner.leaves(request)
-        begun = {name: load for name, load in planner._loads.items() if load.queued_at is not None}
+        loads = {name: record.load for name, record in planner.loads._records.items()}
+        begun = {name: load for name, load in loads.items() if load and load.queued_at is not None}
         for name in [None, *begun]:
             parts = [load.plan.parts for other, load in begun.items() if other != name]
             expected = [sum(each) for each in zip(*parts, strict=True)] or [0] * len(TIERS)

@@ -266,10 +266,12 @@ class Hooks:
             return
         tiering = cache.tiering
         tiering.notes.arrives(scheduler, req)
-        tiering.loads.comes(req, get_memory().hicache_storage_prefetch_retry_max_attempts)
-        if scheduler.enable_priority_scheduling:
-            rank = scheduler.policy.priority_sign * (req.priority or 0)
-            tiering.loads.ranks(req.cache_request_handle, rank)
+        has_rank = scheduler.enable_priority_scheduling
+        tiering.loads.comes(
+            req,
+            get_memory().hicache_storage_prefetch_retry_max_attempts,
+            scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
+        )
         self._yielding.comes(scheduler, req, tiering.returns)
 
     def after_flush_of_update(

@@ -15,9 +15,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import chain, filterfalse
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["PrefetchWindow"]
+__all__ = ["PrefetchWindow", "PutOff"]
 
 Request = TypeVar("Request")
 
@@ -29,11 +29,18 @@ MAX_IGNORED_TURNS = 4
 admission, or may be attempted no more."""
 
 
-@dataclass(slots=True)
-class _PutOff:
+@dataclass(slots=True, eq=False)
+class PutOff(Generic[Request]):
+    """Describes a postponed load; its request keeps this as long as it is postponed."""
+
+    request: Request
     num_tokens: int
     rank: tuple[int, int]
     num_turns: int = 0  # since its last attempt
+
+
+def _rank(put_off: PutOff[Any]) -> tuple[int, int]:
+    return put_off.rank
 
 
 class PrefetchWindow(Generic[Request]):
@@ -43,9 +50,8 @@ class PrefetchWindow(Generic[Request]):
         if limit <= 0:
             raise ValueError(f"a prefetch window of {limit} tokens lets nothing load")
         self._limit = limit
-        self._put_off: dict[Request, _PutOff] = {}
-        self._ready: set[Request] = set()  # that could have started since the last turns
-        self._order: list[Request] = []  # of the turns
+        self._ready: set[PutOff[Request]] = set()  # that could have started since the last turns
+        self._order: list[PutOff[Request]] = []  # of the turns
         self._num_tokens = 0  # of those that take turns
 
     def has_room(self, num_tokens: int, num_taken: int) -> bool:
@@ -72,50 +78,31 @@ class PrefetchWindow(Generic[Request]):
         rank: tuple[int, int] = (0, 0),
         *,
         rests: bool = False,
-    ) -> None:
+    ) -> PutOff[Request]:
         """Postpone a load of ``num_tokens`` that found no room, until it is attempted again. Those
         with a smaller ``rank`` come first, and of equal ones those that were put off first.
         ``rests``: it takes no turn before its request could start."""
-        self.withdraw_load(request)
-        num_turns = MAX_IGNORED_TURNS if rests else 0
-        self._put_off[request] = _PutOff(num_tokens, rank, num_turns)
+        put_off = PutOff(request, num_tokens, rank, MAX_IGNORED_TURNS if rests else 0)
         self._num_tokens += num_tokens * (not rests)
-        insort(self._order, request, key=self._rank)
+        insort(self._order, put_off, key=_rank)
+        return put_off
 
-    def _rank(self, request: Request) -> tuple[int, int]:
-        return self._put_off[request].rank
-
-    def is_put_off(self, request: Request) -> bool:
-        return request in self._put_off
-
-    def has_waited(self, request: Request) -> bool:
-        """Return whether a request is postponed for lack of room."""
-        return self.is_put_off(request) and self._put_off[request].num_tokens > 0
-
-    def could_start(self, request: Request) -> None:
+    def could_start(self, put_off: PutOff[Request]) -> None:
         """Note that a postponed request waits for nothing but its load, until the next turns."""
-        self._ready.add(request)
-        put_off = self._put_off[request]
+        self._ready.add(put_off)
         if put_off.num_turns >= MAX_IGNORED_TURNS:  # it is attempted after all
             put_off.num_turns = 0
             self._num_tokens += put_off.num_tokens
 
-    def first_ready(self) -> Request | None:
+    def first_ready(self) -> PutOff[Request] | None:
         """Return the first of the requests that could start."""
-        return min(self._ready, key=self._rank, default=None)
+        return min(self._ready, key=_rank, default=None)
 
-    def num_tokens(self, request: Request) -> int:
-        """Return how many tokens a postponed request is going to load."""
-        return self._put_off[request].num_tokens
-
-    def withdraw_load(self, request: Request) -> None:
-        """Drop a request whose load begins or that was aborted. Unknown ones are ignored."""
-        if request not in self._put_off:
-            return
-        first = bisect_left(self._order, self._rank(request), key=self._rank)
-        del self._order[self._order.index(request, first)]
-        self._ready.discard(request)
-        put_off = self._put_off.pop(request)
+    def withdraw_load(self, put_off: PutOff[Request]) -> None:
+        """Postpone no more: the load begins, or its request was aborted."""
+        first = bisect_left(self._order, put_off.rank, key=_rank)
+        del self._order[self._order.index(put_off, first)]
+        self._ready.discard(put_off)
         if put_off.num_turns < MAX_IGNORED_TURNS:
             self._num_tokens -= put_off.num_tokens
 
@@ -126,8 +113,7 @@ class PrefetchWindow(Generic[Request]):
         found: list[Request] = []
         ready, self._ready = self._ready, set()
         others = () if only_ready else filterfalse(ready.__contains__, self._order)
-        for request in chain(sorted(ready, key=self._rank), others):
-            put_off = self._put_off[request]
+        for put_off in chain(sorted(ready, key=_rank), others):
             if put_off.num_turns >= MAX_IGNORED_TURNS:
                 continue
             if len(found) >= MAX_TURNS or not self.has_room(put_off.num_tokens, num_taken):
@@ -136,15 +122,10 @@ class PrefetchWindow(Generic[Request]):
             put_off.num_turns += 1
             if put_off.num_turns == MAX_IGNORED_TURNS:
                 self._num_tokens -= put_off.num_tokens
-            found.append(request)
+            found.append(put_off.request)
         return found
 
     def clear(self) -> None:
-        self._put_off.clear()
         self._ready.clear()
         self._order.clear()
         self._num_tokens = 0
-
-    @property
-    def num_put_off(self) -> int:
-        return len(self._put_off)

@@ -11,19 +11,14 @@ Pure: not thread-safe, and the caller says what time it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-__all__ = ["QueueWait"]
-
-Request = TypeVar("Request")
+__all__ = ["Place", "QueueWait"]
 
 HALF_LIFE = 16
 """Admissions after which one counts half."""
 
 PRIOR_AHEAD_S = 0.05
 """The weight of the first guess, that prefills follow each other and nothing else happens."""
-
-MAX_WAITING = 100_000
 
 
 @dataclass(slots=True)
@@ -36,7 +31,9 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
+    """Describes where a request waits, which keeps this."""
+
     arrived_at: float
     ahead_s: float  # prefill of those ahead when it arrived
     was_busy: bool
@@ -44,15 +41,19 @@ class _Place:
     own_s: float
     rank: int
     number: int
-    counts: bool = True  # it waits for nothing but its turn
+    counts: bool = True  # it waits for nothing but its turn, so something is learnt from it
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The rank, and how many arrived before."""
+        return self.rank, self.number
 
 
-class QueueWait(Generic[Request]):
+class QueueWait:
     """Follows the waiting queue of one scheduler, in which those of a smaller rank go first, and of
     equal ones those that came first. Times are seconds."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Request, _Place] = {}
         self._ranks: dict[int, _Rank] = {}
         self._num_arrived = 0
         self._kept = 0.5 ** (1 / HALF_LIFE)
@@ -60,26 +61,12 @@ class QueueWait(Generic[Request]):
         self._first_s, self._num_first = 0.0, 0.0  # of those with nobody ahead
         self._own_s, self._num_own = 0.0, 0.0  # prefill of those that were admitted
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._waiting
-
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(rank.num_waiting for rank in self._ranks.values())
 
-    def own_s(self, request: Request) -> float:
-        """The prefill of a request; 0 if it does not wait."""
-        place = self._waiting.get(request)
-        return 0.0 if place is None else place.own_s
-
-    def order(self, request: Request) -> tuple[int, int]:
-        """The rank of a request that waits, and how many arrived before it."""
-        place = self._waiting.get(request)
-        return (0, self._num_arrived) if place is None else (place.rank, place.number)
-
-    def seconds(self, request: Request | None = None, *, is_busy: bool, rank: int = 0) -> float:
+    def seconds(self, place: Place | None = None, *, is_busy: bool, rank: int = 0) -> float:
         """The time until a request that waits is admitted, or one of ``rank`` that arrives now
         (``None``). ``is_busy``: a batch runs, for whose end even the first one waits."""
-        place = None if request is None else self._waiting.get(request)
         return self._wait_behind(self._ahead_of(rank, place), is_busy=is_busy)
 
     def longest_s(self, *, is_busy: bool) -> float:
@@ -95,7 +82,7 @@ class QueueWait(Generic[Request]):
     def _wait_behind(self, ahead_s: float, *, is_busy: bool) -> float:
         return self._turn_s * is_busy + ahead_s * self._waited_s / self._ahead_s
 
-    def _ahead_of(self, rank: int, place: _Place | None) -> float:
+    def _ahead_of(self, rank: int, place: Place | None) -> float:
         """The prefill ahead of a place, or of one of ``rank`` that is taken now."""
         rank = rank if place is None else place.rank
         ahead_s = sum(each.total_s for of, each in self._ranks.items() if of < rank)
@@ -113,20 +100,14 @@ class QueueWait(Generic[Request]):
         return self._first_s / self._num_first if self._num_first else 0.0
 
     def arrives(
-        self, request: Request, own_s: float, now: float, *, is_busy: bool, rank: int = 0
-    ) -> None:
+        self, place: Place | None, own_s: float, now: float, *, is_busy: bool, rank: int = 0
+    ) -> Place:
         """Note a request with ``own_s`` of prefill that arrived, while a batch ran or not; or that
-        was looked at again, and keeps its place."""
-        place = self._waiting.get(request)
-        if place is not None:
-            equals = self._ranks[place.rank]
-            equals.total_s += own_s - place.own_s
-            equals.gone_s -= own_s - place.own_s  # for those behind, which counted it as it was
-            place.own_s = own_s
-        elif len(self._waiting) < MAX_WAITING:
+        was looked at again, and keeps its ``place``. Returns its place."""
+        if place is None:
             ahead_s = self._ahead_of(rank, None)
             equals = self._ranks.setdefault(rank, _Rank())
-            self._waiting[request] = _Place(
+            place = Place(
                 arrived_at=now,
                 ahead_s=ahead_s,
                 was_busy=is_busy,
@@ -138,18 +119,16 @@ class QueueWait(Generic[Request]):
             self._num_arrived += 1
             equals.num_waiting += 1
             equals.total_s += own_s
+            return place
+        equals = self._ranks[place.rank]
+        equals.total_s += own_s - place.own_s
+        equals.gone_s -= own_s - place.own_s  # for those behind, which counted it as it was
+        place.own_s = own_s
+        return place
 
-    def waits_for_more(self, request: Request) -> None:
-        """Note that a request waits for more than its turn, so that nothing is learnt from it."""
-        place = self._waiting.get(request)
-        if place is not None:
-            place.counts = False
-
-    def admitted(self, request: Request, now: float) -> None:
-        """Note that a request's turn has come. Unknown ones are ignored."""
-        place = self._remove(request)
-        if place is None:
-            return
+    def admitted(self, place: Place, now: float) -> None:
+        """Note that a request's turn has come."""
+        self.leaves(place)
         self._own_s = self._own_s * self._kept + place.own_s
         self._num_own = self._num_own * self._kept + 1.0
         if not place.counts:
@@ -162,22 +141,15 @@ class QueueWait(Generic[Request]):
             self._first_s = self._first_s * self._kept + waited_s
             self._num_first = self._num_first * self._kept + 1.0
 
-    def drop(self, request: Request) -> None:
-        """Drop a request that was aborted. Unknown ones are ignored."""
-        self._remove(request)
-
-    def _remove(self, request: Request) -> _Place | None:
-        place = self._waiting.pop(request, None)
-        if place is not None:
-            equals = self._ranks[place.rank]
-            equals.num_waiting -= 1
-            equals.total_s -= place.own_s
-            equals.gone_s += place.own_s
-            if equals.num_waiting == 0:
-                del self._ranks[place.rank]  # and with it what rounding left over
-        return place
+    def leaves(self, place: Place) -> None:
+        """Note that a request waits no more, whose turn need not have come."""
+        equals = self._ranks[place.rank]
+        equals.num_waiting -= 1
+        equals.total_s -= place.own_s
+        equals.gone_s += place.own_s
+        if equals.num_waiting == 0:
+            del self._ranks[place.rank]  # and with it what rounding left over
 
     def clear(self) -> None:
         """Drop all requests, but not how fast they went."""
-        self._waiting.clear()
         self._ranks.clear()

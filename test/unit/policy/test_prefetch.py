@@ -11,13 +11,11 @@ def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     assert window.has_room(600, num_taken=400)
     assert not window.has_room(601, num_taken=400)
-    window.put_off_load("a", 600)
-    assert window.is_put_off("a")
+    put_off = window.put_off_load("a", 600)
     assert window.turns(401) == []
     assert window.turns(400) == ["a"]
-    window.withdraw_load("a")
-    window.withdraw_load("a")
-    assert not window.is_put_off("a")
+    window.withdraw_load(put_off)
+    assert window.turns(0) == []
 
 
 def test_prompt_larger_than_the_window_still_loads() -> None:
@@ -35,7 +33,7 @@ def test_flush_forgets_waiting_requests() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(10)
     window.put_off_load("a", 600)
     window.clear()
-    assert window.num_put_off == 0
+    assert window.turns(0) == [] and not window.waits_for_room
 
 
 def test_request_without_a_load_waits_for_none() -> None:
@@ -60,39 +58,41 @@ def test_no_small_load_overtakes_a_large_one() -> None:
 def test_load_that_is_never_attempted_blocks_nobody() -> None:
     """Its request waits for another server, or was attempted as often as it may be."""
     window: PrefetchWindow[str] = PrefetchWindow(1000)
-    window.put_off_load("stuck", 900)
-    window.put_off_load("next", 200)
+    stuck = window.put_off_load("stuck", 900)
+    following = window.put_off_load("next", 200)
     assert [window.turns(0) for _ in range(MAX_IGNORED_TURNS)] == [["stuck"]] * MAX_IGNORED_TURNS
     assert window.turns(0) == ["next"]
-    window.withdraw_load("next")
+    window.withdraw_load(following)
     assert window.has_room_for_next(1000, num_taken=0)
-    window.could_start("stuck")
+    window.could_start(stuck)
     assert window.turns(100) == ["stuck"]
-    window.put_off_load("stuck", 900)  # it was attempted after all
+    window.withdraw_load(stuck)
+    stuck = window.put_off_load("stuck", 900)  # it was attempted after all
     assert not window.has_room_for_next(100, num_taken=0)
     assert window.turns(0) == ["stuck"]
-    window.withdraw_load("stuck")
+    window.withdraw_load(stuck)
     assert window.has_room_for_next(1000, num_taken=0)
 
 
 def test_request_that_could_start_goes_first() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
-    for number, name in enumerate(["far", "large", "small"]):
-        window.put_off_load(name, 900 if name == "large" else 100, (0, number))
-    window.could_start("small")
-    window.could_start("large")
-    assert window.first_ready() == "large"
+    window.put_off_load("far", 100, (0, 0))
+    large = window.put_off_load("large", 900, (0, 1))
+    small = window.put_off_load("small", 100, (0, 2))
+    window.could_start(small)
+    window.could_start(large)
+    assert window.first_ready() is large
     assert window.turns(200) == []  # "small" passes it no more than "far" does
-    window.could_start("small")
+    window.could_start(small)
     assert window.turns(800) == ["small", "far"]
     assert window.turns(800, only_ready=True) == []
 
 
 def test_load_that_gave_way_rests() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
-    window.put_off_load("gave way", 900, rests=True)
+    put_off = window.put_off_load("gave way", 900, rests=True)
     assert window.turns(0) == [] and not window.waits_for_room
-    window.could_start("gave way")
+    window.could_start(put_off)
     assert window.waits_for_room
     assert window.turns(0) == ["gave way"]
 
@@ -101,8 +101,9 @@ def test_turns_follow_the_ranks() -> None:
     window: PrefetchWindow[str] = PrefetchWindow(1000)
     window.put_off_load("low", 100, (1, 0))
     window.put_off_load("late", 100, (-1, 2))
-    window.put_off_load("early", 100, (-1, 1))
+    early = window.put_off_load("early", 100, (-1, 1))
     assert window.turns(0) == ["early", "late", "low"]
+    window.withdraw_load(early)
     window.put_off_load("early", 100, (-1, 1))  # attempted, and put off again
     assert window.turns(0) == ["early", "late", "low"]
 
@@ -116,12 +117,12 @@ def test_step_looks_at_few_of_many() -> None:
             return int(self) < other
 
     window: PrefetchWindow[str] = PrefetchWindow(1000)
-    for number in range(1000):
-        window.put_off_load(f"{number}", 900, (0, Rank(number)))
-    window.could_start("7")
+    put_off = [window.put_off_load(f"{number}", 900, (0, Rank(number))) for number in range(1000)]
+    window.could_start(put_off[7])
     Rank.num_looks = 0
-    assert window.first_ready() == "7"
+    assert window.first_ready() is put_off[7]
     assert window.turns(0) == ["7"]
+    window.withdraw_load(put_off[7])
     window.put_off_load("7", 900, (0, Rank(7)))  # attempted, and put off again
     assert window.turns(0) == ["0"]
     assert Rank.num_looks < 50

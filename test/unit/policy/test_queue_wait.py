@@ -6,102 +6,100 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.queue_wait import HALF_LIFE, QueueWait
+from sglang_tiered.policy.queue_wait import HALF_LIFE, Place, QueueWait
 
 
 def test_first_guess_is_one_prefill_after_another() -> None:
-    queue: QueueWait[str] = QueueWait()
+    queue = QueueWait()
+    places: list[Place] = []
     for number in range(5):
         assert queue.seconds(is_busy=True) == pytest.approx(0.1 * number)
-        queue.arrives(str(number), 0.1, now=0.0, is_busy=True)
-    queue.admitted("0", 0.0)
-    assert queue.seconds("3", is_busy=True) == pytest.approx(0.2)  # of 1 and 2
+        places.append(queue.arrives(None, 0.1, now=0.0, is_busy=True))
+    queue.admitted(places[0], 0.0)
+    assert queue.seconds(places[3], is_busy=True) == pytest.approx(0.2)  # of 1 and 2
 
 
 @pytest.mark.parametrize("slowness", [0.25, 8.0])
 def test_queue_that_moves_at_another_speed_is_noticed(slowness: float) -> None:
     """Batches hold several requests; full memory or running decodes hold all of them up."""
-    queue: QueueWait[str] = QueueWait()
+    queue = QueueWait()
     now = 0.0
-    for number in range(8 * HALF_LIFE):
-        queue.arrives(str(number), 0.1, now, is_busy=True)
-        queue.arrives(f"{number}/behind", 0.1, now, is_busy=True)
-        queue.admitted(str(number), now)
+    for _ in range(8 * HALF_LIFE):
+        first = queue.arrives(None, 0.1, now, is_busy=True)
+        behind = queue.arrives(None, 0.1, now, is_busy=True)
+        queue.admitted(first, now)
         now += 0.1 * slowness
-        queue.admitted(f"{number}/behind", now)
-    queue.arrives("ahead", 0.1, now, is_busy=True)
+        queue.admitted(behind, now)
+    queue.arrives(None, 0.1, now, is_busy=True)
     assert queue.seconds(is_busy=True) == pytest.approx(0.1 * slowness, rel=0.1)
 
 
 def test_running_batch_delays_even_the_first() -> None:
-    queue: QueueWait[str] = QueueWait()
+    queue = QueueWait()
     for number in range(HALF_LIFE):
-        queue.arrives(str(number), 0.1, float(number), is_busy=True)
-        queue.admitted(str(number), number + 0.5)
+        queue.admitted(queue.arrives(None, 0.1, float(number), is_busy=True), number + 0.5)
     assert queue.seconds(is_busy=True) == pytest.approx(0.5)
     assert queue.seconds(is_busy=False) == 0.0
 
 
 def test_a_request_adds_what_those_before_it_did() -> None:
-    queue: QueueWait[int] = QueueWait()
+    queue = QueueWait()
     assert queue.service_s == 0.0
     for number in range(8 * HALF_LIFE):
-        queue.arrives(2 * number, 0.1 if number % 2 else 0.3, 0.0, is_busy=False)
-        queue.arrives(2 * number + 1, 9.0, 0.0, is_busy=False)
-        queue.admitted(2 * number, 0.0)
-        queue.drop(2 * number + 1)  # aborted
+        place = queue.arrives(None, 0.1 if number % 2 else 0.3, 0.0, is_busy=False)
+        aborted = queue.arrives(None, 9.0, 0.0, is_busy=False)
+        queue.admitted(place, 0.0)
+        queue.leaves(aborted)
         assert 0.1 <= queue.service_s <= 0.3
     assert queue.service_s == pytest.approx(0.2, rel=0.05)
 
 
 def test_priority_that_nobody_has_any_more_costs_nothing() -> None:
-    queue: QueueWait[str] = QueueWait()
-    queue.arrives("stays", 0.1, 0.0, is_busy=True)
+    queue = QueueWait()
+    queue.arrives(None, 0.1, 0.0, is_busy=True)
     for rank in range(1, 100):
-        queue.arrives("passes", 0.1, 0.0, is_busy=True, rank=rank)
-        queue.admitted("passes", 0.0)
+        queue.admitted(queue.arrives(None, 0.1, 0.0, is_busy=True, rank=rank), 0.0)
     assert list(queue._ranks) == [0]
-    queue.arrives("behind", 0.1, 0.0, is_busy=True, rank=5)
-    assert queue._ahead_of(5, queue._waiting["behind"]) == pytest.approx(0.1)
+    behind = queue.arrives(None, 0.1, 0.0, is_busy=True, rank=5)
+    assert queue._ahead_of(5, behind) == pytest.approx(0.1)
 
 
 def test_wait_for_a_load_teaches_nothing() -> None:
-    queue: QueueWait[str] = QueueWait()
-    queue.arrives("loads", 0.1, 0.0, is_busy=True)
-    queue.waits_for_more("loads")
-    queue.admitted("loads", 60.0)
+    queue = QueueWait()
+    loads = queue.arrives(None, 0.1, 0.0, is_busy=True)
+    loads.counts = False
+    queue.admitted(loads, 60.0)
     assert queue.seconds(is_busy=True) == 0.0
 
 
 def test_higher_priority_waits_for_its_equals_alone() -> None:
-    queue: QueueWait[str] = QueueWait()
-    queue.arrives("low", 5.0, 0.0, is_busy=True, rank=1)
-    queue.arrives("high", 0.1, 0.0, is_busy=True, rank=-1)
-    queue.arrives("middle", 0.2, 0.0, is_busy=True)
+    queue = QueueWait()
+    low = queue.arrives(None, 5.0, 0.0, is_busy=True, rank=1)
+    high = queue.arrives(None, 0.1, 0.0, is_busy=True, rank=-1)
+    middle = queue.arrives(None, 0.2, 0.0, is_busy=True)
     assert queue.seconds(is_busy=False, rank=-1) == pytest.approx(0.1)
-    assert queue.seconds("high", is_busy=False) == 0.0
-    assert queue.seconds("low", is_busy=False) == pytest.approx(0.3)
-    assert queue.order("high") < queue.order("middle") < queue.order("low")
+    assert queue.seconds(high, is_busy=False) == 0.0
+    assert queue.seconds(low, is_busy=False) == pytest.approx(0.3)
+    assert high.order < middle.order < low.order
 
 
 def test_idle_server_says_nothing_of_a_busy_one() -> None:
-    queue: QueueWait[str] = QueueWait()
+    queue = QueueWait()
     for number in range(64):
         busy = number % 4 == 0
-        queue.arrives(str(number), 0.1, float(number), is_busy=busy)
-        queue.admitted(str(number), number + (0.5 if busy else 1e-4))
+        place = queue.arrives(None, 0.1, float(number), is_busy=busy)
+        queue.admitted(place, number + (0.5 if busy else 1e-4))
     assert queue.seconds(is_busy=True) == pytest.approx(0.5)
 
 
 def test_place_that_became_shorter_is_shorter_for_all() -> None:
     """A request that was going to compute loads instead."""
-    queue: QueueWait[str] = QueueWait()
-    for name in "abc":
-        queue.arrives(name, 10.0, 0.0, is_busy=True)
-    queue.arrives("a", 0.1, 0.0, is_busy=True)
-    assert queue.seconds("c", is_busy=False) == pytest.approx(10.1)
-    queue.admitted("a", 0.0)
-    assert queue.seconds("b", is_busy=False) == pytest.approx(0.0)
+    queue = QueueWait()
+    first, second, third = (queue.arrives(None, 10.0, 0.0, is_busy=True) for _ in range(3))
+    assert queue.arrives(first, 0.1, 0.0, is_busy=True) is first
+    assert queue.seconds(third, is_busy=False) == pytest.approx(10.1)
+    queue.admitted(first, 0.0)
+    assert queue.seconds(second, is_busy=False) == pytest.approx(0.0)
 
 
 @example(events=[("arrives", 0, 0.3), ("arrives", 1, 0.1), ("arrives", 0, 0.1)], has_ranks=False)
@@ -117,24 +115,25 @@ def test_place_that_became_shorter_is_shorter_for_all() -> None:
     st.booleans(),
 )
 def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ranks: bool) -> None:
-    queue: QueueWait[int] = QueueWait()
-    waiting: dict[int, float] = {}
+    queue = QueueWait()
+    places: dict[int, Place] = {}
+    own: dict[int, float] = {}
     for now, (event, request, own_s) in enumerate(events):
         if event == "arrives":
             rank = request % 3 if has_ranks else 0
-            queue.arrives(request, own_s, float(now), is_busy=now % 2 > 0, rank=rank)
-            waiting[request] = own_s
-        elif event == "admitted":
-            queue.admitted(request, float(now))
-            waiting.pop(request, None)
-        else:
-            queue.drop(request)
-            waiting.pop(request, None)
-        assert len(queue) == len(waiting)
-        assert all(queue.own_s(each) == own for each, own in waiting.items())
+            place = places.get(request)
+            places[request] = queue.arrives(place, own_s, now, is_busy=now % 2 > 0, rank=rank)
+            own[request] = own_s
+        elif request in places and event == "admitted":
+            queue.admitted(places.pop(request), float(now))
+        elif request in places:
+            queue.leaves(places.pop(request))
+        assert len(queue) == len(places)
+        assert all(place.own_s == own[each] for each, place in places.items())
         bound_s = queue.longest_s(is_busy=True)
         assert queue.seconds(is_busy=True, rank=9) == pytest.approx(bound_s)
-        assert all(0 <= queue.seconds(each, is_busy=True) <= bound_s + 1e-9 for each in waiting)
-    for request in list(waiting):
-        queue.drop(request)
+        waits_s = [queue.seconds(place, is_busy=True) for place in places.values()]
+        assert all(0 <= wait_s <= bound_s + 1e-9 for wait_s in waits_s)
+    for place in places.values():
+        queue.leaves(place)
     assert queue.longest_s(is_busy=False) == 0.0

@@ -3,8 +3,9 @@ each other of where a load ends."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from sglang_tiered.integration.cache.loads import State
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
@@ -44,31 +45,22 @@ class DeclinedLoads(Generic[Request]):
 
     def __init__(self, planner: LoadPlanner[Request]) -> None:
         self._planner = planner
-        self._waiting: OrderedDict[Request, None] = OrderedDict()  # by turn
-        self._num_attempts: dict[Request, int] = {}
+        self._loads = planner.loads
         self._asked: Request | None = None  # of whom all ranks told their plan
         self._num_steps = 0
         self._prices_move = False
 
     def add(self, request: Request) -> None:
         """Note that all ranks together declined a load, though the tiers of each hold a prefix."""
-        has_place = self._planner.knows(request) and len(self._waiting) < MAX_DECLINED
-        if has_place and self._num_attempts.get(request, 0) < MAX_ATTEMPTS:
-            self._waiting[request] = None
-
-    def withdraw(self, request: Request) -> None:
-        """Plan a load no more: its request arrived again."""
-        self._waiting.pop(request, None)
-
-    def drop(self, request: Request) -> None:
-        """Drop a request that waits no more."""
-        self.withdraw(request)
-        self._num_attempts.pop(request, None)
+        has_place = self._loads.num_in(State.DECLINED) < MAX_DECLINED
+        record = self._loads.get(request)
+        if has_place and record.place is not None and record.num_attempts < MAX_ATTEMPTS:
+            self._loads.move(request, State.DECLINED)
 
     def clear(self) -> None:
-        """Drop all requests."""
-        self._waiting.clear()
-        self._num_attempts.clear()
+        """Plan none again."""
+        for request in self._loads.in_state(State.DECLINED):
+            self._loads.move(request, State.WAITING)
         self._asked = None
 
     def expect_prices(self) -> None:
@@ -84,17 +76,17 @@ class DeclinedLoads(Generic[Request]):
         self._num_steps += 1
         asked, self._asked = self._asked, None
         attempts = [] if asked is None else self._ask(asked, DECLINED, agreement)
-        if self._waiting and (self._prices_move or self._num_steps % LOOK_STEPS == 0):
+        request = self._loads.first_in(State.DECLINED)
+        if request is not None and (self._prices_move or self._num_steps % LOOK_STEPS == 0):
             self._prices_move = False
-            request = next(iter(self._waiting))
-            self._waiting.move_to_end(request)
+            self._loads.move(request, State.DECLINED)  # its next turn is the last
             end = self._planner.end_by_now(request, num_ahead=num_ahead)
             attempts += self._ask(request, DECLINED if end is None else told_end(end), agreement)
         return attempts
 
     def _ask(self, request: Request, own: int, agreement: RankAgreement) -> list[Request]:
         """Return the request if its load gains on all ranks; nothing until they say."""
-        if request not in self._waiting:
+        if self._loads.get(request).state is not State.DECLINED:
             return []
         end = agreement.ask_ranks(request, own)
         if end is None:
@@ -103,6 +95,6 @@ class DeclinedLoads(Generic[Request]):
         if end < 0:
             agreement.drop_question(request)
             return []
-        self.withdraw(request)
-        self._num_attempts[request] = self._num_attempts.get(request, 0) + 1
+        self._loads.move(request, State.WAITING)
+        self._loads.get(request).num_attempts += 1
         return [request]

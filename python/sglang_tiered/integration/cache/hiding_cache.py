@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.cache.planned_hits import Prefetch
+    from sglang_tiered.integration.cache.loads import Prefetch
 
 __all__ = ["SEEN", "HidingCache"]
 

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
+from sglang_tiered.integration.cache.loads import State
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
+    from sglang_tiered.integration.cache.loads import Loads
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = ["HostCopies"]
@@ -41,21 +44,21 @@ class HostCopies:
     def __init__(
         self,
         cache: HidingCache,
+        loads: Loads[CacheRequestHandle],
         *,
         patience_s: Callable[[Any], float],
         waiting_stores: Callable[[], Iterable[int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
+        self._loads = loads
         self._patience_s = patience_s
         self._waiting_stores = waiting_stores
         self._clock = clock
         self._skipped: OrderedDict[int, None] = OrderedDict()
         self._pause_steps = self._next_pause = 0
         self.num_skipped = self.num_recovered = 0
-        # In a small host tier: until when a request's load waits for room, and what is counted when
-        # it is asked for and something was copied or stored since.
-        self._waits_for_room: dict[CacheRequestHandle, float] = {}
+        # In a small host tier; None until counted, when something was copied or stored since.
         self._must_stay: int | None = None
         self._paths: dict[int, bool] = {}  # copies to make: True; tried in this step: False
 
@@ -181,9 +184,10 @@ class HostCopies:
         in_the_way = min(min(num_tokens, host_tokens) + taken - host_tokens, must_stay)
         if in_the_way <= 0:
             return 0
-        now = self._clock()
-        until = self._waits_for_room.setdefault(request, now + self._patience_s(request))
-        return in_the_way if now < until else 0
+        now, record = self._clock(), self._loads.get(request)
+        if record.room_until is None:
+            record.room_until = now + self._patience_s(request)
+        return in_the_way if now < record.room_until else 0
 
     def _tokens_that_must_stay(self) -> int:
         """Count the tokens of copies that are being made, wait to be stored, or are being
@@ -199,14 +203,10 @@ class HostCopies:
 
     def _loads_go_first(self) -> bool:
         """Whether a load waits for host memory, which no skipped copy may take before it."""
-        if not self._waits_for_room:
+        if not self._cache.has_small_host:
             return False
         now = self._clock()
-        return any(now < until for until in self._waits_for_room.values())
-
-    def stops_waiting(self, request: CacheRequestHandle) -> None:
-        """Let a request wait for room no longer. Unknown requests are ignored."""
-        self._waits_for_room.pop(request, None)
+        return any(now < (record.room_until or 0.0) for record in self._loads)
 
     def copied(self) -> None:
         """Note that a copy was begun."""
@@ -222,15 +222,15 @@ class HostCopies:
     def note_room(self) -> None:
         """Once per step: end the wait of loads that got their host memory, or what there was of it,
         and count anew what must stay."""
-        for request in self._waits_for_room:
-            info = self._cache.ongoing_prefetch.get(request)
-            if info is not None and info.operation.host_indices is not None:
-                self._waits_for_room[request] = 0.0
         self._must_stay = None
+        if self._cache.has_small_host:
+            for request in self._loads.in_state(State.LOADING):
+                info = self._cache.ongoing_prefetch.get(request)
+                if info is not None and info.operation.host_indices is not None:
+                    self._loads.get(request).room_until = 0.0
 
     def clear(self) -> None:
-        """Drop all nodes and requests: the tree was emptied."""
+        """Drop all nodes: the tree was emptied."""
         self._skipped.clear()
         self._paths.clear()
-        self._waits_for_room.clear()
         self._must_stay = None

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 __all__ = ["HostLocks"]
 
 Reason = TypeVar("Reason")
 
 
-class LockingCache(Protocol):
-    """The part of SGLang's cache that this uses."""
-
-    def inc_host_lock_ref(self, node_id: int) -> Any: ...
-    def dec_host_lock_ref(self, node_id: int, params: DecLockRefParams) -> Any: ...
-
-
 class HostLocks(Generic[Reason]):
     """Holds at most one lock for each reason, on the scheduler thread. A locked node keeps its
     ancestors, since only leaves are evicted."""
 
-    def __init__(self, cache: LockingCache) -> None:
+    def __init__(self, cache: UnifiedRadixCache) -> None:
         self._cache = cache
         self._locks: dict[Reason, tuple[int, DecLockRefParams]] = {}
 

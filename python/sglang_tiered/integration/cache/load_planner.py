@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from sglang_tiered.integration.cache.loads import Load, Loads, RequestLoad
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
@@ -55,29 +55,6 @@ YIELD_SHARE = 0.05
 batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
 
-@dataclass(slots=True)
-class _Books:
-    """Holds what is said of a waiting request's tokens when it leaves."""
-
-    num_held: int  # in the tiers, when it came
-    prefix: dict[str, Any]  # the arguments of its last plan
-    least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
-    num_loaded: int = 0
-    num_rest: int = 0  # that it is to compute
-
-
-@dataclass(slots=True)
-class _Load:
-    """Describes a load under way. Times are of the planner's clock."""
-
-    plan: LoadPlan
-    is_back: bool = False  # read from its end, while its request computes the front
-    is_ahead: bool = False  # no request waits for it
-    queued_at: float | None = None
-    begun_at: float | None = None  # when its reads were first seen under way
-    left_to_begin_s: float = 0.0
-
-
 class LoadPlanner(Generic[Request]):
     """Plans the loads of one scheduler. Scheduler thread, but for ``begin_read`` and
     ``end_read``."""
@@ -103,14 +80,12 @@ class LoadPlanner(Generic[Request]):
         }
         self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
         self._clock = clock
-        self._loads: dict[Request, _Load] = {}
+        self.loads: Loads[Request] = Loads(clock)
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
-        self._queue: QueueWait[Request] = QueueWait()
-        self._books: dict[Request, _Books] = {}
+        self._queue = QueueWait()
         self._num_running = self._num_running_now = 0  # in the step before, and since
         self.num_both_ends = 0  # requests that computed their front while their back was loaded
         self.num_waiting_tokens = 0  # that those which wait are to compute
-        self._yielding: dict[Request, float] = {}  # since when
         self._deadline_is_due = False
 
     # ---- What things take ----
@@ -190,10 +165,6 @@ class LoadPlanner(Generic[Request]):
 
     # ---- From arrival to admission ----
 
-    def knows(self, request: Request) -> bool:
-        """Whether a request has arrived and has not left."""
-        return request in self._queue
-
     @property
     def queue_wait_s(self) -> float:
         """Return how long a request that arrives now is expected to wait for its admission."""
@@ -209,10 +180,6 @@ class LoadPlanner(Generic[Request]):
         """Return what a request adds to the wait of those behind it, on average."""
         return self._queue.service_s
 
-    def order(self, request: Request) -> tuple[int, int]:
-        """Return the rank of a waiting request, and how many arrived before it."""
-        return self._queue.order(request)
-
     @property
     def num_waiting(self) -> int:
         """Return how many requests have arrived and not been admitted."""
@@ -227,13 +194,9 @@ class LoadPlanner(Generic[Request]):
         """Note that a batch runs now, while so many requests have been admitted."""
         self._num_running_now = num_running
 
-    def waits_for_more(self, request: Request) -> None:
-        """Note that a request waits for more than its turn in the queue."""
-        self._queue.waits_for_more(request)
-
-    def num_others(self, request: Request | None = None) -> int:
+    def num_others(self, record: RequestLoad | None = None) -> int:
         """Return how many requests a prefill holds up, beside this one."""
-        is_among_them = request is not None and request in self._queue
+        is_among_them = record is not None and record.place is not None
         return self.num_running + len(self._queue) - is_among_them
 
     def tokens_ahead(self, num_ahead: int) -> tuple[int, ...]:
@@ -257,21 +220,21 @@ class LoadPlanner(Generic[Request]):
         so many tokens (empty: NVMe holds all). A load may end after any page, or where ``ends``
         says. Requests of a smaller ``rank`` are admitted first. Returns how many tokens to load."""
         self.learn()
-        is_new = not self.knows(request)
-        self._drop_load(request)
-        prefix = {
+        record = self.loads.of(request)
+        is_new = record.place is None
+        self._drop_load(record)
+        record.prefix = {
             "num_held": num_held,
             "num_new": num_new,
             "num_before": num_before,
             "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
             "ends": ends,
         }
-        plan = self._plan(None if is_new else request, prefix, num_ahead, rank)
+        record.least = plan = self._plan(record, num_ahead, rank)
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
-        self._go_by(request, plan, prefix, rank)
-        if request in self._books:
-            self._books[request].least = plan
+            record.num_held = num_held
+        self._go_by(record, plan, rank)
         return plan.num_tokens
 
     def agreed(
@@ -281,12 +244,11 @@ class LoadPlanner(Generic[Request]):
         (again), whatever was planned here, behind ``num_ahead`` tokens of other loads: what it
         waits for, and what it is to compute, follow from that. ``is_back``: they are the last ones
         of its prefix, and read from the end."""
-        load, books = self._loads.get(request), self._books.get(request)
-        num_planned = 0 if load is None else load.plan.num_tokens
-        was_back = load is not None and load.is_back
-        if books is None or (num_tokens == num_planned and is_back == was_back):
+        record = self.loads.get(request)
+        load, prefix = record.load, record.prefix
+        planned = (0, False) if load is None else (load.plan.num_tokens, load.is_back)
+        if prefix is None or (num_tokens, is_back) == planned:
             return
-        prefix = books.prefix
         plan = LoadPlan((num_tokens,), 0.0, 0.0)
         if not (self._always or self.follows):
             plan = self.costs.plan_of(
@@ -296,122 +258,122 @@ class LoadPlanner(Generic[Request]):
                 ahead=remote_first(num_ahead, self._loading),
                 spans=prefix["spans"],
             )
-        self._go_by(request, plan, prefix, is_back=is_back)
+        self._go_by(record, plan, is_back=is_back)
 
     def _go_by(
-        self,
-        request: Request,
-        plan: LoadPlan,
-        prefix: dict[str, Any],
-        rank: int = 0,
-        *,
-        is_back: bool = False,
+        self, record: RequestLoad, plan: LoadPlan, rank: int = 0, *, is_back: bool = False
     ) -> None:
         """Expect the load of a plan, and the prefill of what it leaves."""
-        self._drop_load(request)
+        self._drop_load(record)
+        prefix = record.prefix
+        assert prefix is not None
         if plan.num_tokens:
-            self._loads[request] = _Load(plan, is_back=is_back)
+            record.load = Load(plan, is_back=is_back)
         rest = prefix["num_new"] - plan.num_tokens
         own_s = self.costs.prefill.seconds(rest, prefix["num_before"] + plan.num_tokens)
         is_busy = self.num_running > 0
-        self._queue.arrives(request, own_s, self._clock(), is_busy=is_busy, rank=rank)
-        if request not in self._queue:
-            return
-        books = self._books.setdefault(request, _Books(prefix["num_held"], prefix))
-        books.prefix = prefix
-        self.num_waiting_tokens += rest - books.num_rest
-        books.num_rest = rest
+        record.place = self._queue.arrives(
+            record.place, own_s, self._clock(), is_busy=is_busy, rank=rank
+        )
+        self.num_waiting_tokens += rest - record.num_rest
+        record.num_rest = rest
 
     def plan_segments(self, request: Request, *, num_ahead: int) -> list[int] | None:
         """Return the bounds of the segments of a waiting request's prefix to load from its back,
         while its front is computed; None if one of the two alone is as good."""
-        books = self._books.get(request)
-        if books is None or self._always:
+        record = self.loads.get(request)
+        if record.prefix is None or self._always:
             return None
-        prefix = books.prefix
+        prefix = record.prefix
         plan = plan_segments(
             self.costs,
             num_held=prefix["num_held"],
             num_new=prefix["num_new"],
             num_before=prefix["num_before"],
             spans=prefix["spans"],
-            least=books.least,
+            least=record.least,
             ahead=remote_first(num_ahead, self._loading),
-            queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0),
-            num_others=self.num_others(request),
+            queue_wait_s=self._queue.seconds(record.place, is_busy=self.num_running > 0),
+            num_others=self.num_others(record),
         )
         if plan is None:
             return None
-        self._loads[request] = _Load(plan.load, is_back=True)
+        record.load = Load(plan.load, is_back=True)
         return plan.bounds
 
     def back_ended(self, request: Request, num_given_up: int) -> None:
         """Note that a load from the back has ended, of which so many tokens were not waited for.
         Unknown ones are ignored."""
-        self._drop_load(request)
         self.tokens[LoadDecision.GAVE_UP] += num_given_up
+        record = self.loads.get(request)
+        self._drop_load(record)
+        if record.place is None and record.arrived_at is None:  # nor did it come again
+            self.loads.drop(request)
 
-    def _plan(
-        self, request: Request | None, prefix: dict[str, Any], num_ahead: int, rank: int = 0
-    ) -> LoadPlan:
-        """Plan the load of a waiting request, or of one of ``rank`` that arrives now (``None``)."""
+    def _plan(self, record: RequestLoad, num_ahead: int, rank: int = 0) -> LoadPlan:
+        """Plan the load of a request that waits, or, of ``rank``, has no place in the queue yet."""
+        prefix = record.prefix
+        assert prefix is not None
         if self._always or self.follows:
             return LoadPlan((prefix["num_held"],), 0.0, 0.0)
         return self.costs.plan(
             **prefix,
             ahead=remote_first(num_ahead, self._loading),
-            queue_wait_s=self._queue.seconds(request, is_busy=self.num_running > 0, rank=rank),
-            num_others=self.num_others(request),
+            queue_wait_s=self._queue.seconds(record.place, is_busy=self.num_running > 0, rank=rank),
+            num_others=self.num_others(record),
         )
 
     def end_by_now(self, request: Request, *, num_ahead: int) -> int | None:
         """Return after how many tokens of its prompt the load of a waiting request would end that
         is planned now, as it was when it arrived last, behind ``num_ahead`` tokens of other loads;
         None if it gains nothing."""
-        books = self._books.get(request)
-        if books is None:
+        record = self.loads.get(request)
+        if record.prefix is None:
             return None
-        num_tokens = self._plan(request, books.prefix, num_ahead).num_tokens
-        return books.prefix["num_before"] + num_tokens if num_tokens else None
+        num_tokens = self._plan(record, num_ahead).num_tokens
+        return record.prefix["num_before"] + num_tokens if num_tokens else None
 
     def leaves(self, request: Request) -> None:
         """Note that a request was admitted. Unknown ones are ignored."""
-        self._queue.admitted(request, self._clock())
-        load = self._loads.get(request)
-        if load is not None and load.is_back and load.queued_at is not None:  # see ``back_ended``
-            self._leave(request)
+        record = self.loads.get(request)
+        if record.place is not None:
+            self._queue.admitted(record.place, self._clock())
+            record.place = None
+        self.loads.admitted(record)
+        load = record.load
+        if load is not None and load.is_back and load.queued_at is not None:
+            self._settle(record)
+            self.loads.keep_back(request)  # see ``back_ended``
         else:
             self.drop(request)
 
     def drop(self, request: Request) -> None:
         """Drop a request that was admitted or aborted. Unknown ones are ignored."""
-        self._drop_load(request)
-        self._leave(request)
+        record = self.loads.get(request)
+        if record.place is not None:
+            self._queue.leaves(record.place)
+        self._drop_load(record)
+        self._settle(record)
+        self.loads.drop(request)
 
-    def _leave(self, request: Request) -> None:
-        self._yielding.pop(request, None)
-        self._settle(self._books.pop(request, None))
-        self._queue.drop(request)
+    def _settle(self, record: RequestLoad) -> None:
+        self.tokens[LoadDecision.DECLINED] += max(0, record.num_held - record.num_loaded)
+        self.num_waiting_tokens -= record.num_rest
 
-    def _settle(self, books: _Books | None) -> None:
-        if books is not None:
-            self.tokens[LoadDecision.DECLINED] += max(0, books.num_held - books.num_loaded)
-            self.num_waiting_tokens -= books.num_rest
-
-    def _drop_load(self, request: Request) -> None:
-        load = self._loads.pop(request, None)
+    def _drop_load(self, record: RequestLoad) -> None:
+        load, record.load = record.load, None
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
 
     def begins(self, request: Request) -> None:
         """Note that a request's load was queued."""
-        load = self._loads.get(request)
+        record = self.loads.get(request)
+        load = record.load
         if load is not None:
             self.tokens[LoadDecision.LOAD] += load.plan.num_tokens
-            books = self._books.get(request)
-            if books is not None:
-                books.num_loaded += load.plan.num_tokens
-            self._queue.waits_for_more(request)
+            record.num_loaded += load.plan.num_tokens
+            if record.place is not None:
+                record.place.counts = False
             if load.queued_at is None:
                 self._count(load, 1)
             load.queued_at = self._clock()
@@ -464,7 +426,8 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        self._loads[request] = load = _Load(plan, is_ahead=True, queued_at=self._clock())
+        load = Load(plan, is_ahead=True, queued_at=self._clock())
+        self.loads.of(request).load = load
         self._count(load, 1)
         if plan.num_remote and not self._always:
             self.far_deadline_s = max(self.far_deadline_s, plan.useful_s)
@@ -477,7 +440,8 @@ class LoadPlanner(Generic[Request]):
     def _set_deadline(self) -> None:
         """Bound reads of remote tiers: any of them is useless once no request would wait for it any
         more, not even the last one in the queue."""
-        begun = (load for load in self._loads.values() if load.queued_at is not None)
+        loads = (record.load for record in self.loads if record.load is not None)
+        begun = (load for load in loads if load.queued_at is not None)
         useful = [load.plan.useful_s for load in begun if load.plan.num_remote]
         longest_s = max(useful, default=0.0) + self._longest_wait_s
         self.far_deadline_s = max(MIN_FAR_DEADLINE_S, longest_s)
@@ -486,11 +450,11 @@ class LoadPlanner(Generic[Request]):
     def _longest_wait_s(self) -> float:
         return self._queue.longest_s(is_busy=self.num_running > 0)
 
-    def _count(self, load: _Load, sign: int) -> None:
+    def _count(self, load: Load, sign: int) -> None:
         for tier, num_tokens in enumerate(load.plan.parts):
             self._loading[tier] += sign * num_tokens
 
-    def _loading_but(self, load: _Load | None) -> list[int]:
+    def _loading_but(self, load: Load | None) -> list[int]:
         """Return the tokens of other loads under way, by tier."""
         others = self._loading[:]
         if load is not None and load.queued_at is not None:
@@ -501,7 +465,7 @@ class LoadPlanner(Generic[Request]):
     def left_s(self, request: Request) -> float:
         """Return the seconds until a load is expected to end; infinite if it is far too late, or if
         there is no load."""
-        load = self._loads.get(request)
+        load = self.loads.get(request).load
         if load is None or load.queued_at is None or load.is_ahead:
             return math.inf
         left_s = load.plan.load_s - (self._clock() - load.queued_at)
@@ -510,26 +474,33 @@ class LoadPlanner(Generic[Request]):
     def yields(self, request: Request, left_s: float) -> bool:
         """Whether a request that could start now lets a load of another, expected in ``left_s``,
         arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
-        patience_s = YIELD_SHARE * self._queue.own_s(request)
+        record = self.loads.get(request)
+        if record.place is None:
+            return False
+        patience_s = YIELD_SHARE * record.place.own_s
         if left_s > patience_s:
             return False
         now = self._clock()
-        return now - self._yielding.setdefault(request, now) < patience_s
+        if record.yields_since is None:
+            record.yields_since = now
+        return now - record.yields_since < patience_s
 
-    def gains_by_its_turn(self, request: Request, *, num_ahead: int, held_s: float = 0.0) -> bool:
-        """Whether a request whose load was put off, and which could have started ``held_s`` ago,
-        should go on waiting for it, behind ``num_ahead`` tokens of other loads."""
-        load = self._loads.get(request)
+    def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
+        """Whether a request whose load was put off should go on waiting for it, behind
+        ``num_ahead`` tokens of other loads."""
+        record = self.loads.get(request)
+        load = record.load
         if load is None or self._always or self.follows:
             return load is not None
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
         load_s = self.costs.load_seconds(plan.parts, ahead)
-        return self.costs.gains(held_s + load_s, plan.saved_s, self.num_others(request))
+        wait_s = self.loads.held_s(record) + load_s
+        return self.costs.gains(wait_s, plan.saved_s, self.num_others(record))
 
     def patience_s(self, request: Request) -> float:
         """Return how long a load may wait for host memory and still gain."""
-        load = self._loads.get(request)
+        load = self.loads.get(request).load
         if load is None:
             return 0.0
         gain_s = load.plan.saved_s - load.plan.load_s
@@ -544,11 +515,10 @@ class LoadPlanner(Generic[Request]):
         num_ahead: int,
         is_read: bool,
         num_lost: int = 0,
-        held_s: float = 0.0,
     ) -> bool:
-        """Whether a request that could have started ``held_s`` ago waits for the ``num_missing``
-        tokens that its load lacks, behind ``num_before`` that are there; of these ``num_lost``
-        would be lost without. It never waits longer in all than it was to gain.
+        """Whether a request waits for the ``num_missing`` tokens that its load lacks, behind
+        ``num_before`` that are there; of these ``num_lost`` would be lost without. It never waits
+        longer in all than it was to gain.
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
@@ -558,7 +528,8 @@ class LoadPlanner(Generic[Request]):
         if self._always or self.follows:
             return True
         now = self._clock()
-        load = self._loads.get(request)
+        record = self.loads.get(request)
+        load = record.load
         missing = remote_first(num_missing, (0,) if load is None else load.plan.parts)
         ahead = remote_first(num_ahead, self._loading_but(load))
         left_s = self.costs.load_seconds(missing, ahead)
@@ -566,7 +537,8 @@ class LoadPlanner(Generic[Request]):
             if load.begun_at is None:
                 load.begun_at, load.left_to_begin_s = now, left_s
             left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
-        num_saved, num_others = num_missing + num_lost, self.num_others(request)
+        num_saved, num_others = num_missing + num_lost, self.num_others(record)
+        held_s = self.loads.held_s(record)
         is_late = load is not None and not self.costs.gains(held_s, load.plan.saved_s, num_others)
         wait = not is_late and self.costs.should_wait(
             num_saved=num_saved,
@@ -580,10 +552,8 @@ class LoadPlanner(Generic[Request]):
 
     def clear(self) -> None:
         """Drop all requests."""
-        self._loads.clear()
+        for record in self.loads:
+            self._settle(record)
+        self.loads.clear()
         self._loading = [0] * len(TIERS)
-        self._yielding.clear()
         self._queue.clear()
-        for books in self._books.values():
-            self._settle(books)
-        self._books.clear()

@@ -30,8 +30,9 @@ from sglang_tiered.integration.cache.declined_loads import (
     told_end,
 )
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.planned_hits import (
+from sglang_tiered.integration.cache.loads import (
     Planned,
+    State,
     allocate_now,
     held_pages,
     restorable_ends,
@@ -42,12 +43,15 @@ from sglang_tiered.policy.prefetch import PrefetchWindow
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.planned_hits import Backs, LoadingCache, Prefetch
+    from sglang_tiered.integration.cache.loads import Prefetch
+    from sglang_tiered.integration.cache.returns import Returns
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.request_record import Why
     from sglang_tiered.storage.stack.tiers import Span
 
@@ -82,11 +86,11 @@ class LoadScheduler:
 
     def __init__(
         self,
-        cache: LoadingCache,
+        cache: HidingCache,
         planner: LoadPlanner[CacheRequestHandle],
         agreement: RankAgreement,
         copies: HostCopies,
-        backs: Backs,
+        backs: Returns,
         *,
         window_tokens: int,
         notes: RequestNotes = NO_NOTES,
@@ -95,28 +99,21 @@ class LoadScheduler:
         get_storage_hash_str(array("q", [0]), page_size=1)
         self._cache = cache
         self.planner = planner
+        self._requests = planner.loads
         self.agreement = agreement
         self._copies = copies
         self._backs = backs
         self._notes = notes
-        self._window: PrefetchWindow[str] = PrefetchWindow(window_tokens)  # by rid
+        self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
-        self._ranked: tuple[CacheRequestHandle | None, int] = None, 0  # of the next plan
-        self._own_attempts: set[str] = set()  # that SGLang was asked for here, by rid
-        self._last_attempts: set[str] = set()  # requests that SGLang attempts no more
         self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         self._num_looks_left = 0
         self._num_steps = 0
         self._is_served: bool | None = None  # whether the tiers serve loads; None until asked
         self._num_begun = 0
-        self._look_numbers: dict[str, int] = {}  # of loads under way, by rid
         self._num_unused: int | None = None  # host tokens that were loaded; None until counted
-        # What was or will be loaded for a request that was not admitted yet: the prefix while it
-        # loads, then how many tokens came, whose host copies are locked.
-        self._loading_keys: dict[CacheRequestHandle, RadixKey] = {}
-        self._num_loaded: dict[CacheRequestHandle, int] = {}
-        self._loaded_at: dict[CacheRequestHandle, int] = {}  # in which step
+        # Of what was loaded for requests that were not admitted yet.
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self.declined = DeclinedLoads(planner)
 
@@ -133,10 +130,11 @@ class LoadScheduler:
         together than half the host tier holds.
         """
         cache, request, tokens = self._cache, call.request, call.new_input_tokens
-        is_new = not self.planner.knows(request)
-        has_waited = self._window.has_waited(request.rid)
-        self._window.withdraw_load(request.rid)
-        self.declined.withdraw(request)
+        record = self._requests.get(request)
+        is_new = record.place is None and not record.has_run  # which is in the middle of a step
+        has_waited = record.state is State.DEFERRED
+        self._withdraw(request)
+        self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
         hashes, spans = held_pages(cache, call, storage)
         num_new = len(tokens) + 1
@@ -156,7 +154,7 @@ class LoadScheduler:
             num_ahead=num_ahead,
             spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
             ends=None if ends is None else [end * cache.page_size for end in ends],
-            rank=self._rank_of(request),
+            rank=record.rank,
         )
         has_back = self._backs.pays(call, num_held, ends)
         if has_back:
@@ -228,77 +226,92 @@ class LoadScheduler:
             return
         self._notes.begun(request)
         self.planner.begins(request)
-        self._look_numbers[request.rid] = self._num_begun
+        self._requests.move(request, State.LOADING)
+        record = self._requests.get(request)
+        record.look_number = self._num_begun
         self._num_begun += 1
         whole = array("q", call.matched_prefix_tokens or ()) + array("q", call.new_input_tokens)
-        self._loading_keys[request] = RadixKey(
-            whole, extra_key=call.extra_key, cache_salt=call.cache_salt
-        )
+        record.key = RadixKey(whole, extra_key=call.extra_key, cache_salt=call.cache_salt)
         if is_new and self._cache.decides_alone:
             # Between two steps; a repeated attempt may be in the middle of one.
             allocate_now(self._cache)
 
-    def ranks(self, request: CacheRequestHandle, rank: int) -> None:
-        """Take note that a request, whose load is planned next, goes before those of larger ranks;
-        without, all have rank 0."""
-        self._ranked = request, rank
+    def comes(self, req: Any, max_attempts: int, rank: int = 0) -> None:
+        """Take note of SGLang's request whose load is planned next, and that goes before those of
+        larger ranks. An attempt that was asked for here is none of the ``max_attempts`` of SGLang's
+        own, after which it makes none at all."""
+        record = self._requests.of(req.cache_request_handle)
+        req.storage_prefetch_retry_attempts -= record.is_own_attempt
+        record.is_own_attempt = False
+        record.is_last_attempt = req.storage_prefetch_retry_attempts >= max_attempts
+        record.rank = rank
 
-    def _rank_of(self, request: CacheRequestHandle) -> int:
-        return self._ranked[1] if self._ranked[0] == request else 0
-
-    def comes(self, req: Any, max_attempts: int) -> None:
-        """Take note of SGLang's request whose load is planned next. An attempt that was asked for
-        here is none of the ``max_attempts`` of SGLang's own, after which it makes none at all."""
-        if req.rid in self._own_attempts:
-            self._own_attempts.discard(req.rid)
-            req.storage_prefetch_retry_attempts -= 1
-        self._last_attempts.discard(req.rid)
-        if req.storage_prefetch_retry_attempts >= max_attempts:
-            self._last_attempts.add(req.rid)
-
-    def _attempt(self, rid: str) -> None:
+    def _attempt(self, request: CacheRequestHandle) -> None:
         """Have SGLang ask for a load with a fresh match, in its next pass."""
-        self._own_attempts.add(rid)
-        self._cache.storage_prefetch_retries.refetch(rid)
+        self._requests.get(request).is_own_attempt = True
+        self._cache.storage_prefetch_retries.refetch(request.rid)
 
     def _put_off(self, request: CacheRequestHandle, num_tokens: int, why: Why) -> None:
-        if request.rid in self._last_attempts:
+        record = self._requests.get(request)
+        if record.is_last_attempt:
             self._notes.given_up(request, "turn", num_tokens)
             self._drop_questions(request)
             return
         self._notes.put_off(request, why)
-        self.planner.waits_for_more(request)
-        self._window.put_off_load(request.rid, num_tokens, self.planner.order(request))
+        put_off = self._defer(request, num_tokens)
         if why == "copies":  # which the next step makes
-            self._window.could_start(request.rid)
+            self._window.could_start(put_off)
+
+    def _defer(
+        self, request: CacheRequestHandle, num_tokens: int, *, rests: bool = False
+    ) -> PutOff[CacheRequestHandle]:
+        self._withdraw(request)
+        self._requests.move(request, State.DEFERRED if num_tokens else State.ASKED)
+        record = self._requests.get(request)
+        assert record.place is not None
+        record.place.counts = False
+        record.put_off = self._window.put_off_load(
+            request, num_tokens, record.place.order, rests=rests
+        )
+        return record.put_off
+
+    def _withdraw(self, request: CacheRequestHandle) -> None:
+        """Put the load of a request off no longer."""
+        record = self._requests.get(request)
+        if record.put_off is not None:
+            self._window.withdraw_load(record.put_off)
+            record.put_off = None
+            self._requests.move(request, State.WAITING)
 
     def _attempt_put_off(self) -> None:
         """Let SGLang attempt the put-off loads whose turn has come, in this step: their requests
         may be far from their own admission. Where loads wait for stores too, that is asked at the
         admission alone."""
         if (first := self._window.first_ready()) is not None:
-            self._make_room(self._window.num_tokens(first))
-        for rid in self._window.turns(self.num_tokens(), only_ready=self._cache.has_small_host):
-            self._attempt(rid)
+            self._make_room(first.num_tokens)
+        for request in self._window.turns(self.num_tokens(), only_ready=self._cache.has_small_host):
+            self._attempt(request)
 
     def _make_room(self, num_tokens: int) -> None:
         """Have ended loads of requests that nobody can admit give way. What they brought may be
         evicted, and if so is loaded again once its request could start."""
-        for request in list(reversed(self._loaded_at)):
+        for request in reversed(list(self._locks)):
             if self._window.has_room(num_tokens, self.num_tokens()):
                 return
-            if self._num_steps - self._loaded_at[request] < GIVES_WAY_STEPS:
+            record = self._requests.get(request)
+            is_recent = self._num_steps - record.landed_at < GIVES_WAY_STEPS
+            # It may have lost a part, which loads again.
+            if is_recent or record.state in (State.LOADING, State.BOTH_ENDS):
                 continue
-            num_loaded, order = self._num_loaded[request], self.planner.order(request)
             self.unlock_loaded(request)
             self._cache.pop_prefetch_loaded_span(request)
-            if request.rid not in self._last_attempts:
-                self._window.put_off_load(request.rid, num_loaded, order, rests=True)
+            if not record.is_last_attempt:
+                self._defer(request, record.num_landed, rests=True)
 
     def _attempt_declined(self) -> None:
         """Let SGLang attempt a declined load that gains by now, as it does those put off."""
         for request in self.declined.step(self.agreement, num_ahead=self._backs.num_ahead()):
-            self._attempt(request.rid)
+            self._attempt(request)
 
     def _stores_in_the_way(
         self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
@@ -356,7 +369,8 @@ class LoadScheduler:
     def num_tokens(self) -> int:
         """Return the host tokens of loads in flight and of loads not yet used by their request."""
         if self._num_unused is None:
-            unused = {**self._cache.prefetch_loaded_tokens_by_reqid, **self._num_loaded}
+            landed = {each: self._requests.get(each).num_landed for each in self._locks}
+            unused = {**self._cache.prefetch_loaded_tokens_by_reqid, **landed}
             self._num_unused = sum(unused.values())
         return int(self._cache.cache_controller.prefetch_tokens_occupied) + self._num_unused
 
@@ -375,29 +389,30 @@ class LoadScheduler:
     def rests(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
         what all ranks know: the order of the questions and of the loads."""
-        rid = request.rid
-        if self._window.is_put_off(rid):
+        record = self._requests.get(request)
+        if record.put_off is not None:
             # What waits only for the other ranks' answer must not wait behind loads.
-            loads = self._window.num_tokens(rid) > 0
+            loads = record.put_off.num_tokens > 0
             if self._num_asks_left[loads] > 0:
                 self._num_asks_left[loads] -= 1
                 return False
-            stride = self._window.num_put_off // MAX_ASKS_PER_STEP
-            return not loads or self._has_no_turn(self.planner.order(request)[1], stride)
-        number = self._look_numbers.get(rid)
-        if number is None:
+            stride = self._requests.num_in(State.ASKED, State.DEFERRED) // MAX_ASKS_PER_STEP
+            return not loads or self._has_no_turn(record.put_off.rank[1], stride)
+        if record.state is not State.LOADING:
             return False
         if self._num_looks_left > 0:
             self._num_looks_left -= 1
             return False
-        return self._has_no_turn(number, len(self._look_numbers) // MAX_LOOKS_PER_STEP)
+        return self._has_no_turn(
+            record.look_number, self._requests.num_in(State.LOADING) // MAX_LOOKS_PER_STEP
+        )
 
     def _has_no_turn(self, number: int, stride: int) -> bool:
         return stride > 1 and (number + self._num_steps) % stride > 0
 
     def is_put_off(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits for the other ranks, or for its load's turn."""
-        return self._window.is_put_off(request.rid)
+        return self._requests.get(request).put_off is not None
 
     def yields(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits a moment for loads of others that are nearly there."""
@@ -412,27 +427,25 @@ class LoadScheduler:
             ]
             self._soonest_load_s = min(under_way, default=math.inf)
         yields = self.planner.yields(request, self._soonest_load_s)
-        if yields and request in self._loaded_at:  # it could be admitted, so it keeps its room
-            self._loaded_at[request] = self._num_steps
+        if yields:  # it could be admitted, so it keeps its room
+            self._requests.get(request).landed_at = self._num_steps
         return yields
 
-    def stays_put_off(
-        self, request: CacheRequestHandle, storage: TieredStorage, *, held_s: float
-    ) -> bool:
-        """Whether a request whose load was put off, and which could have started ``held_s`` ago,
-        goes on waiting."""
-        num_tokens = self._window.num_tokens(request.rid)
-        if num_tokens == 0:  # it waits for the other ranks alone
-            self._attempt(request.rid)
+    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
+        """Whether a request whose load was put off goes on waiting."""
+        put_off = self._requests.get(request).put_off
+        num_tokens = 0 if put_off is None else put_off.num_tokens
+        if put_off is None or num_tokens == 0:  # it waits for the other ranks alone
+            self._attempt(request)
             return True
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
-        if not self._gains_by_its_turn(request, in_the_way, storage, held_s):
+        if not self._gains_by_its_turn(request, in_the_way, storage):
             self._notes.given_up(request, "turn", num_tokens)
-            self._window.withdraw_load(request.rid)
+            self._withdraw(request)
             self._drop_questions(request)
             return False
         if not in_the_way:
-            self._window.could_start(request.rid)
+            self._window.could_start(put_off)
         return True
 
     def _gains_by_its_turn(
@@ -440,13 +453,12 @@ class LoadScheduler:
         request: CacheRequestHandle,
         num_stored_first: int,
         storage: TieredStorage,
-        held_s: float,
     ) -> bool:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
         gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
-            request, num_ahead=self._backs.num_ahead() + num_stored_first, held_s=held_s
+            request, num_ahead=self._backs.num_ahead() + num_stored_first
         )
         question = _gain_of(request)
         answer = self.agreement.ask_ranks(question, int(gains))
@@ -454,7 +466,7 @@ class LoadScheduler:
             self.agreement.drop_question(question)
         return answer != 0
 
-    def starts_without(self, operation: Any, storage: TieredStorage, *, held_s: float) -> bool:
+    def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, the request
         was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
         if not self._serves_loads(storage):
@@ -478,7 +490,6 @@ class LoadScheduler:
             num_ahead=0 if is_read else max(0, occupied - num_planned),
             is_read=is_read,
             num_lost=operation.completed_tokens if is_all_or_nothing else 0,
-            held_s=held_s,
         )
         if not waits:
             self._notes.given_up(operation.handle, "late", num_missing)
@@ -495,63 +506,53 @@ class LoadScheduler:
     def revoked(self, request: CacheRequestHandle) -> None:
         """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
-        self._look_numbers.pop(request.rid, None)
+        self._requests.waits_again(request, State.LOADING)
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
         """Keep in host memory what a load brought until its request is admitted. In a long queue
         the loads of later requests would evict it before."""
         self._notes.load_ended(request, num_loaded)
-        key = self._loading_keys.pop(request, None)
-        self._look_numbers.pop(request.rid, None)
         self.declined.expect_prices()
         self.unlock_loaded(request)
-        if key is None or num_loaded == 0:
+        was_loading = self._requests.waits_again(request, State.LOADING)
+        if not was_loading or num_loaded == 0:
             return
-        node_id = self._cache.match_prefix(MatchPrefixParams(key=key)).best_match_node
+        record = self._requests.get(request)
+        node_id = self._cache.match_prefix(MatchPrefixParams(key=record.key)).best_match_node
         core = self._cache.tree_core
         if not core.is_root(node_id) and core.is_backuped(node_id):
-            self._num_loaded[request] = num_loaded
-            self._loaded_at[request] = self._num_steps
+            record.num_landed, record.landed_at = num_loaded, self._num_steps
             self._locks.lock(request, node_id)
 
     def unlock_loaded(self, request: CacheRequestHandle) -> None:
-        """Unlock what was loaded for a request: it was admitted, and the copy to the device locks
-        it."""
-        self._num_loaded.pop(request, None)
-        self._loaded_at.pop(request, None)
+        """Let what was loaded for a request be evicted."""
         self._num_unused = None
         self._locks.unlock(request)
 
     def unlock_last_loaded(self) -> bool:
         """Let what was loaded last be evicted before its request is admitted; return False if
         nothing is locked."""
-        if not self._num_loaded:
-            return False
-        self.unlock_loaded(next(reversed(self._num_loaded)))
-        return True
+        last = next(reversed(list(self._locks)), None)
+        if last is not None:
+            self.unlock_loaded(last)
+        return last is not None
 
     def leaves(self, request: CacheRequestHandle) -> None:
-        """Load nothing more for a request, which was admitted."""
+        """Load nothing more for a request, which was admitted: the copy to the device locks what
+        was loaded."""
         self._notes.admitted(request)
-        self.planner.leaves(request)
         self._stop(request)
-
-    def _stop(self, request: CacheRequestHandle) -> None:
-        self._window.withdraw_load(request.rid)
-        self._own_attempts.discard(request.rid)
-        self._last_attempts.discard(request.rid)
-        self._loading_keys.pop(request, None)
-        self._look_numbers.pop(request.rid, None)
-        self._num_unused = None
-        self._copies.stops_waiting(request)
-        self.declined.drop(request)
-        self._drop_questions(request)
+        self.planner.leaves(request)
 
     def drop(self, request: CacheRequestHandle) -> None:
         """Drop a request that was aborted, or a load that no request waits for."""
         self._notes.aborted(request)
-        self.planner.drop(request)
         self._stop(request)
+        self.planner.drop(request)
+
+    def _stop(self, request: CacheRequestHandle) -> None:
+        self._withdraw(request)
+        self._drop_questions(request)
         self.unlock_loaded(request)
 
     def has_room_ahead(self, num_tokens: int) -> bool:
@@ -574,18 +575,13 @@ class LoadScheduler:
 
     def detached(self) -> None:
         """End all waiting for turns."""
-        self._window.clear()
+        for request in self._requests.in_state(State.ASKED, State.DEFERRED):
+            self._withdraw(request)
         self.declined.clear()
         self.agreement.drop_all()
 
     def clear(self) -> None:
         """Drop all loads: the tree was emptied, and no request is left."""
-        self._loading_keys.clear()
-        self._look_numbers.clear()
-        self._num_loaded.clear()
-        self._loaded_at.clear()
-        self._own_attempts.clear()
-        self._last_attempts.clear()
         self._num_unused = None
         self._locks.clear()
         self._num_asks_left = [0, 0]

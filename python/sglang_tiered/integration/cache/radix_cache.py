@@ -35,7 +35,7 @@ from sglang_tiered.integration.cache.host_size import (
     least_of_ranks,
     target_host_bytes,
 )
-from sglang_tiered.integration.cache.planned_hits import Prefetch
+from sglang_tiered.integration.cache.loads import Prefetch
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
@@ -287,7 +287,7 @@ class TieredRadixCache(HidingCache):
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
         if self.tiering is not None:
-            self.tiering.admitted(request)
+            self.tiering.loads.leaves(request)
         super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:

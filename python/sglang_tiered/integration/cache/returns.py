@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -25,7 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.load_planner import TIERS
-from sglang_tiered.integration.cache.planned_hits import allocate_now
+from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
+    from sglang_tiered.integration.cache.loads import Planned, Prefetch
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
 
 __all__ = ["Returns"]
@@ -51,40 +50,6 @@ ATTEMPT = -1
 """Of the handles of segments: those of requests, whose names are their clients', count from 0."""
 FAR = 1 << 40
 """In place of where a chunk ends: nowhere."""
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A part of the back. Positions are tokens of the prompt."""
-
-    handle: CacheRequestHandle
-    start: int
-    end: int
-    parts: list[int]  # tokens by tier
-    num_arrived: int = 0
-    has_ended: bool = False
-
-    def left(self, info: Any) -> list[int]:
-        """Return the tokens by tier that have not arrived."""
-        if self.has_ended:
-            return [0] * len(self.parts)
-        done = info.operation.completed_tokens if info is not None else 0
-        share = 1 - done / (self.end - self.start)
-        return [round(num_tokens * share) for num_tokens in self.parts]
-
-
-@dataclass(slots=True)
-class _Return:
-    """A request that computes its front. ``segments`` are not in the tree yet, ascending."""
-
-    request: CacheRequestHandle
-    segments: list[_Segment]
-    begun_at: float
-    expected_s: float  # until all segments have arrived, as it was priced when they began
-    end: int
-    handles: list[CacheRequestHandle]  # of all segments that were ever begun
-    req: Any = None
-    reach: int | None = None  # how far the tree holds the prompt, while the request waits again
 
 
 def _has_place(scheduler: Any) -> bool:
@@ -109,35 +74,43 @@ class Returns:
         self._cache = cache
         self._notes = notes
         self._planner = planner
+        self._loads = planner.loads
         self._clock = clock
-        self._returns: dict[CacheRequestHandle, _Return] = {}
-        self._owners: dict[CacheRequestHandle, CacheRequestHandle] = {}  # by handle of a segment
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self._inserting: CacheRequestHandle | None = None
         self._numbers = itertools.count()
-        self._allowed: CacheRequestHandle | None = None
-        self._has_run: CacheRequestHandle | None = None
 
     def __contains__(self, request: CacheRequestHandle) -> bool:
-        return request in self._returns
+        return self._of(request) is not None
+
+    def _of(self, request: CacheRequestHandle) -> Back | None:
+        return self._loads.get(request).back
+
+    def _all(self) -> list[Back]:
+        found = map(self._of, self._loads.in_state(State.BOTH_ENDS))
+        return [record for record in found if record is not None]
+
+    def _segment(self, handle: CacheRequestHandle) -> tuple[Back, Segment] | None:
+        """Return a segment that is not in the tree yet, and whose it is."""
+        if handle.rid.startswith(HANDLE_PREFIX):
+            for record in self._all():
+                for segment in record.segments:
+                    if segment.handle == handle:
+                        return record, segment
+        return None
 
     # ---- It begins ----
 
     def comes(self, request: CacheRequestHandle, *, may_yield: bool, has_run: bool) -> None:
         """Take note of a request whose load is planned next: whether it may be computed in chunks
         of ours, and whether it comes again, with less than it had."""
-        self._allowed = request if may_yield else None
-        self._has_run = request if has_run else None
-
-    def has_run(self, request: CacheRequestHandle) -> bool:
-        """Whether a request whose load is planned has run, so that this is in the middle of a
-        step."""
-        return bool(request == self._has_run)
+        load = self._loads.of(request)
+        load.may_yield, load.has_run = may_yield, has_run
 
     def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
         this rank knows. Where a load may end at some places only (``ends``) it cannot be cut."""
-        if ends is not None or call.request != self._allowed:
+        if ends is not None or not self._loads.get(call.request).may_yield:
             return False
         if self._planner.follows:  # the rank with the tiers has the prices
             return bool(segment_bounds(call.num_before, num_held, self._cache.page_size))
@@ -149,7 +122,7 @@ class Returns:
         occupied: int = self._cache.cache_controller.prefetch_tokens_occupied
         arrived = sum(
             segment.end - segment.start
-            for record in self._returns.values()
+            for record in self._all()
             for segment in record.segments
             if segment.has_ended
         )
@@ -167,7 +140,7 @@ class Returns:
         bounds = segment_bounds(base, planned.num_back, page_size)
         spans = [(TIERS.index(span.tier), span.num_pages * page_size) for span in planned.spans]
         num_tiers = len(TIERS)
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         handles: list[CacheRequestHandle] = []
         ahead = self._planner.tokens_ahead(self.num_ahead())
         for start, end in reversed(list(zip(bounds, bounds[1:], strict=False))):
@@ -192,17 +165,16 @@ class Returns:
                 cache.storage_prefetch_retries.cancel(handle.rid)
                 break
             parts = parts_of(spans_between(spans, start - base, end - base), num_tiers)
-            segments.insert(0, _Segment(handle, start, end, parts))
+            segments.insert(0, Segment(handle, start, end, parts))
         if not segments:
             self._planner.back_ended(call.request, 0)
             return
         totals = [sum(parts) for parts in zip(*(each.parts for each in segments), strict=True)]
         expected_s = self._planner.costs.load_seconds(totals, ahead)
-        self._returns[call.request] = _Return(
+        self._loads.get(call.request).back = Back(
             call.request, segments, self._clock(), expected_s, segments[-1].end, handles
         )
-        for segment in segments:
-            self._owners[segment.handle] = call.request
+        self._loads.move(call.request, State.BOTH_ENDS)
         self._notes.begun(call.request)
         self._planner.begins(call.request)
         self._planner.num_both_ends += 1
@@ -213,29 +185,26 @@ class Returns:
 
     def arrived(self, operation: Any) -> bool:
         """Note that a load has ended. Returns whether it is a segment that waits for its front."""
-        handle = operation.handle
-        owner = self._owners.get(handle)
-        if owner is None or handle == self._inserting:
+        found = self._segment(operation.handle)
+        if found is None or operation.handle == self._inserting:
             return False
-        for segment in self._returns[owner].segments:
-            if segment.handle == handle:
-                segment.has_ended, segment.num_arrived = True, operation.completed_tokens
+        _, segment = found
+        segment.has_ended, segment.num_arrived = True, operation.completed_tokens
         return True
 
     def revoked(self, handle: CacheRequestHandle) -> None:
         """Note that a segment was given up."""
-        owner = self._owners.pop(handle, None)
-        record = self._returns.get(owner) if owner is not None else None
-        if record is not None:
-            record.segments = [each for each in record.segments if each.handle != handle]
+        if (found := self._segment(handle)) is not None:
+            record, segment = found
+            record.segments.remove(segment)
 
     def step(self) -> None:
         """Hang what has arrived for requests that wait again into the tree."""
-        for record in list(self._returns.values()):
+        for record in self._all():
             if record.reach is not None:
                 record.reach = self._insert_arrived(record, record.reach)
 
-    def _insert_arrived(self, record: _Return, reach: int) -> int:
+    def _insert_arrived(self, record: Back, reach: int) -> int:
         """Hang the segments that have arrived below the first ``reach`` tokens, which the tree
         holds. Returns how far it holds the prompt now."""
         cache, parent = self._cache, None
@@ -256,7 +225,6 @@ class Returns:
                 self._drop(record, segment)
                 break
             record.segments.remove(segment)
-            self._owners.pop(segment.handle)
             cache.storage_prefetch_retries.cancel(segment.handle.rid)
             self._move_loaded(segment.handle, record.request)
             end = segment.start + segment.num_arrived
@@ -269,7 +237,7 @@ class Returns:
                 break
         return reach
 
-    def _insert(self, record: _Return, segment: _Segment, parent: int) -> bool:
+    def _insert(self, record: Back, segment: Segment, parent: int) -> bool:
         """Hang a segment below the node at which it begins; False if it is of another tenant."""
         cache = self._cache
         info = cache.ongoing_prefetch[segment.handle]
@@ -303,7 +271,7 @@ class Returns:
             loaded[request] = loaded.get(request, 0) + num_loaded
             cache.prefetch_loaded_storage_start_by_reqid.setdefault(request, start or 0)
 
-    def _node_at(self, record: _Return, num_tokens: int) -> int | None:
+    def _node_at(self, record: Back, num_tokens: int) -> int | None:
         """Return the node at which so many tokens of the prompt end, if it is in host memory."""
         req = record.req
         tokens = req.full_untruncated_fill_ids[:num_tokens]
@@ -315,17 +283,16 @@ class Returns:
         core = self._cache.tree_core
         return node if core.is_root(node) or core.is_backuped(node) else None
 
-    def _drop(self, record: _Return, segment: _Segment) -> None:
+    def _drop(self, record: Back, segment: Segment) -> None:
         record.segments.remove(segment)
-        self._owners.pop(segment.handle, None)
         self._cache.release_aborted_request(segment.handle)
 
     # ---- The front ----
 
     def may_start(self, request: CacheRequestHandle) -> bool:
         """Whether a request may be admitted now: it can compute, or what it waits for is there."""
-        record = self._returns[request]
-        if record.reach is None:
+        record = self._of(request)
+        if record is None or record.reach is None:
             return True
         first = record.segments[0] if record.segments else None
         if first is None or first.start > record.reach or first.has_ended:
@@ -334,7 +301,7 @@ class Returns:
 
     def end_of_chunk(self, req: Any, start: int) -> int | None:
         """Return where a chunk of a request that begins at ``start`` ends at the latest."""
-        record = self._returns.get(req.cache_request_handle)
+        record = self._of(req.cache_request_handle)
         if record is None:
             return None
         record.req = req
@@ -342,7 +309,7 @@ class Returns:
         end = self._least(end)
         return None if end == FAR else end
 
-    def _own_end(self, record: _Return, start: int) -> int:
+    def _own_end(self, record: Back, start: int) -> int:
         end = end_of_chunk(self._planner.costs, self._left(record), start)
         return FAR if end is None else end
 
@@ -354,7 +321,7 @@ class Returns:
     def chunk_ended(self, scheduler: Any, req: Any) -> None:
         """Go on, or yield: what comes next has arrived, or is sooner loaded than computed. Called
         when the tree has taken over what a chunk computed."""
-        record = self._returns.get(req.cache_request_handle)
+        record = self._of(req.cache_request_handle)
         if record is None:
             return
         begin = req.kv.cache_protected_len
@@ -386,7 +353,7 @@ class Returns:
 
     def admitted(self, req: Any, *, is_chunked: bool) -> None:
         """Note that a part of a request runs, the last one if it is not ``is_chunked``."""
-        record = self._returns.get(req.cache_request_handle)
+        record = self._of(req.cache_request_handle)
         if record is None:
             return
         if is_chunked:
@@ -394,7 +361,7 @@ class Returns:
         else:
             self.drop(record.request)
 
-    def _yield(self, scheduler: Any, record: _Return) -> None:
+    def _yield(self, scheduler: Any, record: Back) -> None:
         req, cache = record.req, self._cache
         req.storage_prefetch_last_match_len = req.kv.cache_protected_len
         req.storage_hit_length, req.storage_hit_start = 0, None  # of the part that has run
@@ -402,7 +369,7 @@ class Returns:
         scheduler.chunked_req = None
         scheduler.waiting_queue.insert(0, req)
 
-    def _left(self, record: _Return) -> BackLeft:
+    def _left(self, record: Back) -> BackLeft:
         infos = self._cache.ongoing_prefetch
         return BackLeft(
             [segment.start for segment in record.segments],
@@ -410,7 +377,7 @@ class Returns:
             [segment.left(infos.get(segment.handle)) for segment in record.segments],
         )
 
-    def _computes_next(self, record: _Return, start: int, num_others: int) -> bool:
+    def _computes_next(self, record: Back, start: int, num_others: int) -> bool:
         """Whether to compute what comes next, as any rank would that has the prices."""
         storage = self._cache.storage
         is_served = storage is not None and storage.serves_loads
@@ -432,8 +399,10 @@ class Returns:
         """Drop what is still to come for a request, or one of its segments. Unknown ones are
         ignored."""
         self.revoked(request)
-        record = self._returns.pop(request, None)
+        record = self._of(request)
         if record is not None:
+            self._loads.get(request).back = None
+            self._loads.move(request, State.WAITING)
             num_given_up = sum(each.end - each.start for each in record.segments)
             if num_given_up:
                 self._notes.given_up(request, "late", num_given_up)
@@ -446,11 +415,9 @@ class Returns:
 
     def drop_all(self) -> None:
         """Drop what is still to come for every request: nobody may use it any more."""
-        for request in list(self._returns):
-            self.drop(request)
+        for record in self._all():
+            self.drop(record.request)
 
     def clear(self) -> None:
         """Drop all: the tree was emptied."""
-        self._returns.clear()
-        self._owners.clear()
         self._locks.clear()

@@ -19,12 +19,11 @@ from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-from sglang_tiered.integration.cache.planned_hits import Planned, Prefetch
+from sglang_tiered.integration.cache.loads import Planned, Prefetch
 from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
-from sglang_tiered.integration.cache.timing.waits import AdmissionWaits
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
@@ -76,6 +75,7 @@ class Tiering:
         self.notes = notes
         self.copies = HostCopies(
             cache,
+            planner.loads,
             patience_s=planner.patience_s,
             waiting_stores=self._waiting_stores,
             clock=clock,
@@ -116,7 +116,6 @@ class Tiering:
             if warms
             else ColdStart(storage.notes)
         )
-        self.waits = AdmissionWaits(clock)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
@@ -156,31 +155,19 @@ class Tiering:
     def begin_load(self, call: Prefetch) -> bool | None:
         """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
         if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
-            self.waits.arrives(call.request)
+            self.planner.loads.arrives(call.request)
         self.warm.name_keys(call.extra_key, call.cache_salt)
         self.returns.drop(call.request)
         storage = self._cache.storage
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
         if planned is None:
             return None
-        if storage is not None:
-            self.waits.has_load(call.request)
-        if self.returns.has_run(call.request):
-            planned = planned._replace(is_new=False)
         if planned.num_back:
             self.returns.begin(planned)
             return None
         result: bool | None = self._cache.begin_load(planned.call, planned.hashes)
         self.loads.begun(planned)
         return result
-
-    def load_waits(self, request: CacheRequestHandle) -> bool | None:
-        """Whether a request waits for its load; None to ask SGLang."""
-        if request in self.returns:
-            return not self.returns.may_start(request)
-        if self.loads.rests(request):
-            return True
-        return self.stays_put_off(request) if self.loads.is_put_off(request) else None
 
     def may_start(self, request: CacheRequestHandle, has_loaded: bool) -> bool:
         """Whether a request whose turn has come starts."""
@@ -192,18 +179,18 @@ class Tiering:
         self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
     ) -> bool:
         """Whether a request whose turn has come need not wait for its load."""
-        waits = self.load_waits(request)
-        has_loaded = bool(ask_sglang(request)) if waits is None else not waits
-        if not has_loaded:
-            self.waits.held_up(request)
-        return has_loaded
-
-    def stays_put_off(self, request: CacheRequestHandle) -> bool:
-        """Whether a request whose load was put off goes on waiting."""
         storage = self._cache.storage
-        return storage is not None and self.loads.stays_put_off(
-            request, storage, held_s=self.waits.held_s(request)
-        )
+        if request in self.returns:
+            has_loaded = self.returns.may_start(request)
+        elif self.loads.rests(request):
+            has_loaded = False
+        elif self.loads.is_put_off(request):
+            has_loaded = storage is None or not self.loads.stays_put_off(request, storage)
+        else:
+            has_loaded = bool(ask_sglang(request))
+        if not has_loaded:
+            self.planner.loads.held_up(request)
+        return has_loaded
 
     def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
         """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
@@ -214,19 +201,10 @@ class Tiering:
             self.notes.given_up(operation.handle, "deadline", num_missing)
         if is_overdue or storage is None:
             return is_overdue
-        return self.loads.starts_without(
-            operation, storage, held_s=self.waits.held_s(operation.handle)
-        )
-
-    def admitted(self, request: CacheRequestHandle) -> None:
-        """Note that a request waits no longer: the copy to the device locks what was loaded."""
-        self.waits.admitted(request)
-        self.loads.leaves(request)
-        self.loads.unlock_loaded(request)
+        return self.loads.starts_without(operation, storage)
 
     def aborted(self, request: CacheRequestHandle) -> None:
         """Drop a request that was aborted."""
-        self.waits.drop(request)
         self.returns.drop(request)
         self.loads.drop(request)
 
@@ -451,7 +429,7 @@ def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> Pro
         tiering.planner.stats(),
         spill,
         tiering.hints.stats(),
-        tiering.waits.stats(),
+        tiering.planner.loads.wait_stats(),
         held,
         request_log_dropped=tiering.notes.num_dropped,
     )

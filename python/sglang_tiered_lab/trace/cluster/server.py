@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 from sglang_tiered.policy.prefill_work import PrefillWork
-from sglang_tiered.policy.queue_wait import QueueWait
+from sglang_tiered.policy.queue_wait import Place, QueueWait
 from sglang_tiered_lab.trace.cluster.tree import HostMemory, Nodes, NodeTier, SharedBlocks
 from sglang_tiered_lab.trace.replay.disk import Disk
 from sglang_tiered_lab.trace.replay.lru import LruTier, lengths_of
@@ -161,7 +161,8 @@ class Server:
         self._shared = SharedBlocks()  # of that, what several requests use
         self._running_s = 0.0  # what it takes alone, and what it is expected to take
         self._expected_s = 0.0
-        self.queue: QueueWait[int] = QueueWait()
+        self.queue = QueueWait()
+        self._places: dict[int, Place] = {}  # in it, by number of a job
         self._work = PrefillWork()
         self.waiting_tokens = 0  # that those which wait are expected to compute
         self.used_tokens = 0  # by what runs, answers to their ends included
@@ -279,7 +280,9 @@ class Server:
         job.load_stop = job.load_start + loaded // self._unit_tokens
         job.rest = new - loaded
         own_s = self.costs.prefill.seconds(job.rest, before + loaded)
-        self.queue.arrives(job.number, own_s, self.last_s, is_busy=is_busy, rank=job.priority)
+        self._places[job.number] = self.queue.arrives(
+            self._places.get(job.number), own_s, self.last_s, is_busy=is_busy, rank=job.priority
+        )
         self.waiting_tokens += job.rest
         self._hold_loaded(loaded)
         return parts
@@ -350,7 +353,7 @@ class Server:
                     return None
                 del self.waiting[position]
                 return job
-            self.queue.waits_for_more(job.number)
+            self._places[job.number].counts = False
         return None
 
     def pick_beside(self) -> Job | None:
@@ -428,7 +431,7 @@ class Server:
         self._batch_s += hardware.prefill_s(new, usable) - hardware.prefill_fixed_s
         self._copied_bytes += (usable - device) * hardware.kv_bytes_per_token
         self._chunk_left -= new
-        self.queue.admitted(job.number, self.last_s)
+        self.queue.admitted(self._places.pop(job.number), self.last_s)
         self._unplan(job)
         prefill = self.costs.prefill
         self._expected_s += prefill.seconds(new, usable)

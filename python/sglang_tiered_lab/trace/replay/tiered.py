@@ -68,6 +68,7 @@ class TieredStack(RadixStack):
         self._residents: ResidentSet[int] = ResidentSet(budget.resident_tokens)
         self._resident_chains: dict[int, tuple[int, ...]] = {}
         self._window: PrefetchWindow[Job] = PrefetchWindow(budget.loading_tokens)
+        self._put_off: dict[Job, int] = {}  # tokens to load
         self._costs = CostModel(
             page_tokens=unit_tokens, bytes_per_token=hardware.kv_bytes_per_token
         )
@@ -186,10 +187,10 @@ class TieredStack(RadixStack):
         stop = start + num_units
         num_tokens = min(held_tokens, plan.num_tokens)
         if not self._window.has_room(num_tokens, self._loading_tokens):
-            if not self._window.is_put_off(job):
+            if job not in self._put_off:
                 totals.loads_put_off += 1
                 self.num_put_off += 1
-            self._window.put_off_load(job, num_tokens)
+            self._put_off[job] = num_tokens
             job.load_start, job.load_stop = start, start  # nothing yet
             job.ready_s = float("inf")
             return
@@ -221,7 +222,7 @@ class TieredStack(RadixStack):
         self._measured_at_s = now_s
 
     def poll(self, job: Job, now_s: float) -> None:
-        if self._window.is_put_off(job):
+        if job in self._put_off:
             start = self._num_in_memory(job.request.units)
             missing = self._tokens_between(job, start, start + self._num_held_of(job, start))
             before = self._tokens_between(job, 0, start)
@@ -246,24 +247,24 @@ class TieredStack(RadixStack):
         return self._num_held(units, start) if start < len(units) else 0
 
     def _withdraw(self, job: Job) -> None:
-        if self._window.is_put_off(job):
-            self._window.withdraw_load(job)
+        if job in self._put_off:
+            del self._put_off[job]
             self.num_put_off -= 1
 
     def retry(self, jobs: Sequence[Job], now_s: float) -> None:
         for job in jobs:
             if not self.num_put_off:
                 return
-            if not self._window.is_put_off(job):
+            if job not in self._put_off:
                 continue
-            num_tokens = self._window.num_tokens(job)
+            num_tokens = self._put_off[job]
             if not self._window.has_room(num_tokens, self._loading_tokens):
                 return  # those behind it wait their turn
             put_off = self._totals.loads_put_off
             self._withdraw(job)
             job.ready_s = now_s
             self.arrive(job, now_s)
-            if self._window.is_put_off(job):
+            if job in self._put_off:
                 self._totals.loads_put_off = put_off  # still the same wait
 
     # ---- Host tier ----

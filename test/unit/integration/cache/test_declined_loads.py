@@ -19,6 +19,7 @@ from sglang_tiered.integration.cache.declined_loads import (
     told_end,
 )
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
+from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
 
@@ -65,7 +66,7 @@ class Rank:
 
     def arrives(self, request: str, num_held: int = NUM_HELD) -> int | None:
         """Where all ranks end its load: unknown yet, declined, or begun."""
-        self.declined.withdraw(request)
+        self.planner.loads.waits_again(request, State.DECLINED)
         num_planned = self.planner.arrives(
             request, num_held=num_held, num_new=NUM_NEW, num_before=0, num_ahead=0
         )
@@ -81,7 +82,6 @@ class Rank:
 
     def leaves(self, request: str) -> None:
         self.planner.leaves(request)
-        self.declined.drop(request)
         self.agreement.drop_question(request)
 
 

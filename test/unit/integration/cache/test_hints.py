@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -79,7 +79,7 @@ class HintWorld:
             or cache.cache_controller.prefetch_tokens_occupied
             or cache.storage_prefetch_retries._pending
             or cache._storage_prefetch_hit_remaining_by_reqid
-            or planner._loads
+            or planner.loads
             or any(planner._loading)
             or planner.num_waiting
             or any(
@@ -544,12 +544,13 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
     loads._window = PrefetchWindow(4 * PAGE)
-    loads._window.put_off_load("someone", 4 * PAGE)
+    someone = CacheRequestHandle("someone", 0)
+    put_off = loads._window.put_off_load(someone, 4 * PAGE)
     hinting.hint(LONG)
     for _ in range(3):
         hinting.cache.check_hicache_events()
     assert not hinting.cache.ongoing_prefetch
-    loads._window.withdraw_load("someone")
+    loads._window.withdraw_load(put_off)
     assert hinting.wait() == DONE
 
 

@@ -10,6 +10,7 @@ from cache_world import PAGE, cache_world, prompt
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import MAX_COPIES_PER_STEP, HostCopies
+from sglang_tiered.integration.cache.loads import Loads, State
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,14 +71,17 @@ class World(SimpleNamespace):
         cache: Any = Cache()
         super().__init__(cache=cache, clock=Clock(100.0), waiting=set())
         self.storage = SimpleNamespace(takes_stores=True)
+        self.loads: Loads[Any] = Loads()
         self.copies = HostCopies(
             cache,
+            self.loads,
             patience_s=lambda request: 3.0,
             waiting_stores=lambda: self.waiting,
             clock=self.clock,
         )
 
     def in_the_way(self, request: str, num_tokens: int) -> int:
+        self.loads.of(request)
         of = self.copies.stores_in_the_way
         return int(of(request, num_tokens, self.storage, num_loading=10))  # type: ignore[arg-type]
 
@@ -223,6 +227,7 @@ def test_skipped_copies_leave_room_to_the_load(small: World) -> None:
     assert small.in_the_way("ours", 60) == 0 and small.copies_wait()
     load = SimpleNamespace(host_indices=None)
     small.cache.ongoing_prefetch["ours"] = SimpleNamespace(operation=load)
+    small.loads.move("ours", State.LOADING)
     small.copies.note_room()
     assert small.copies_wait()
     load.host_indices = object()
@@ -230,13 +235,9 @@ def test_skipped_copies_leave_room_to_the_load(small: World) -> None:
     assert not small.copies_wait()
 
 
-@pytest.mark.parametrize("end", ["stops_waiting", "clear"])
-def test_nothing_is_kept_of_a_load_that_waited(small: World, end: str) -> None:
+def test_nothing_is_kept_of_a_load_that_waited(small: World) -> None:
     assert small.in_the_way("ours", 60) == 30
-    if end == "clear":
-        small.copies.clear()
-    else:
-        small.copies.stops_waiting("ours")  # type: ignore[arg-type]
+    small.loads.drop("ours")
     assert not small.copies_wait()
 
 

@@ -49,7 +49,7 @@ def put_off(world: CacheWorld, name: str) -> Any:
     world.asks(name, SHORT)
     world.cache.check_hicache_events()
     request = world.asks(name, SHORT)
-    assert world.cache.tiering.loads._window.num_tokens(name) == PAGE
+    assert world.cache.tiering.planner.loads.get(request).put_off.num_tokens == PAGE
     return request
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from load_states import LoadWatch, transitions
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_tiered.integration.ranks.rank_consensus import SILENT
 from sglang_tiered.policy.cost_model import PrefillCost
@@ -61,11 +62,11 @@ class RandomRequests:
         for req in list(self.waiting):
             self.cache.release_aborted_request(req.cache_request_handle)
         self.world.until(lambda: not self.cache.has_loads_under_way)
-        assert not self.watch.states()
+        assert not self.watch.states() and not self.cache.tiering.planner.loads
 
     def asks(self, req: Any) -> None:
         self.cache.tiering.loads.comes(req, MAX_ATTEMPTS)
-        req.cache_request_handle = self.world.asks(req.rid, req.prompt)
+        self.world.asks(req.rid, req.prompt)
 
     def comes(self) -> None:
         if len(self.waiting) == MAX_WAITING:
@@ -74,6 +75,7 @@ class RandomRequests:
         tokens = prompt(self.rnd.randrange(NUM_PROMPTS + 1), 3)  # the last one is not stored
         req = SimpleNamespace(
             rid=f"r{self.num_asked}",
+            cache_request_handle=CacheRequestHandle(f"r{self.num_asked}", 0),
             prompt=tokens[: self.rnd.randint(1, 3) * PAGE],
             storage_prefetch_retry_attempts=self.rnd.choice([0, 0, MAX_ATTEMPTS]),
         )
@@ -134,7 +136,7 @@ def test_loads_change_state_as_the_table_says(
         world.store(*(prompt(number, 3) for number in range(NUM_PROMPTS)))
         world.cache.tiering.loads._window = PrefetchWindow(7 * PAGE)
         requests = RandomRequests(world, disk, seed)
-        monkeypatch.setattr(world.cache.tiering.waits, "_clock", lambda: requests.now)
+        monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: requests.now)
         if num_ranks > 1:
             answers = [SILENT] * 9 + [-2, -1, 0]
             world.has_ranks(monkeypatch, lambda _: requests.rnd.choice(answers))

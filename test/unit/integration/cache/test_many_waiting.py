@@ -207,7 +207,7 @@ def test_wait_for_room_ends_when_computing_would(
 ) -> None:
     """The load before it hangs, and that after it would still gain by its turn."""
     now = [0.0]
-    monkeypatch.setattr(world.cache.tiering.waits, "_clock", lambda: now[0])
+    monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: now[0])
     world.cache.tiering.loads._window = PrefetchWindow(PAGE)
     world.asks("first", prompt(0, 1))
     waiting = world.asks("waiting", prompt(1, 1))
@@ -222,7 +222,7 @@ def test_load_ends_when_its_request_waited_enough(
 ) -> None:
     """The disk always seems to be nearly there."""
     now = [0.0]
-    monkeypatch.setattr(world.cache.tiering.waits, "_clock", lambda: now[0])
+    monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: now[0])
     request = world.asks("r", prompt(0, 1))
     for now[0] in (0.0, 0.9 * PAGE):
         assert not pass_of(world, request)
@@ -271,6 +271,24 @@ def test_loads_that_nobody_can_admit_give_way(world: CacheWorld) -> None:
     world.until(lambda: world.cache.load_has_ended(gave_way))
     match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
     assert match.host_hit_length == PAGE
+
+
+def test_load_that_brings_more_gives_no_room_up(world: CacheWorld) -> None:
+    """Its match had shrunk: a part came, and SGLang asked for what it lacked besides."""
+    loads = world.cache.tiering.loads
+    world.disk.set()  # type: ignore[attr-defined]
+    world.store(large := prompt(900, 2))
+    loads._window = PrefetchWindow(2 * PAGE)
+    stuck = world.asks("stuck", large[:PAGE])
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    world.disk.clear()  # type: ignore[attr-defined]
+    world.asks("stuck", large)
+    assert stuck in world.cache.ongoing_prefetch
+    waiting = world.asks("waiting", prompt(2, 1))
+    for _ in range(2 * GIVES_WAY_STEPS):
+        assert not pass_of(world, waiting)
+    assert not loads.is_put_off(stuck)
+    assert world.cache.tiering.loads.num_tokens() == 2 * PAGE
 
 
 def test_request_that_yields_keeps_its_load(

@@ -24,7 +24,7 @@ from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step,
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.planned_hits import Prefetch
+from sglang_tiered.integration.cache.loads import Prefetch
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import HostCopies
+from sglang_tiered.integration.cache.loads import Loads
 from sglang_tiered.integration.cache.spiller import RETRY_S, STORES_S_PER_STEP, Spiller
 from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.storage.admission_gate import StoreGate
@@ -84,7 +85,7 @@ class Tier:
         self.free_pages = list(range(HOST_PAGES))
         cache: Any = self
         self.copies = HostCopies(
-            cache, patience_s=lambda request: 0.0, waiting_stores=list, clock=self.clock
+            cache, Loads(), patience_s=lambda request: 0.0, waiting_stores=list, clock=self.clock
         )
         self.spiller = Spiller(
             cache,

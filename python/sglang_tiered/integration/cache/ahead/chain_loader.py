@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
-from sglang_tiered.integration.cache.planned_hits import (
+from sglang_tiered.integration.cache.loads import (
     Prefetch,
     allocate_now,
     restorable_ends,

@@ -213,7 +213,7 @@ def test_flush_of_a_paused_server_keeps_what_waits(world: CacheWorld, path: Path
     runs(world, req)
     line = lines(world, path)["r"]
     assert line["num_ahead"] == 2 and line["plan"]["decision"] == "absent"
-    assert world.cache.tiering.waits.stats().requests.count == 1
+    assert world.cache.tiering.planner.loads.wait_stats().requests.count == 1
 
 
 def test_load_after_retraction_leaves_first_ones_figures(world: CacheWorld) -> None:

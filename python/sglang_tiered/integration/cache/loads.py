@@ -1,0 +1,337 @@
+"""``RequestLoad``: what is known of a request and its load, from when it comes until it leaves.
+
+``Loads`` holds the records of one scheduler. Those who plan loads, begin them and wait for them
+read and write the record; nobody else keeps a table of requests. The table in this room's README
+says which states follow each other. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_tiered.integration.observe.stats import WaitStats
+from sglang_tiered.metrics.durations import Durations
+from sglang_tiered.policy.cost_model import LoadPlan
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.policy.prefetch import PutOff
+    from sglang_tiered.policy.queue_wait import Place
+    from sglang_tiered.storage.stack.tiers import Span
+
+__all__ = [
+    "Back",
+    "Load",
+    "Loads",
+    "Planned",
+    "Prefetch",
+    "RequestLoad",
+    "Segment",
+    "State",
+    "allocate_now",
+    "held_pages",
+    "restorable_ends",
+]
+
+Request = TypeVar("Request")
+
+
+class State(enum.Enum):
+    """Says what a request waits for."""
+
+    WAITING = enum.auto()  # for its turn
+    DECLINED = enum.auto()  # the same, and its load is planned again meanwhile
+    ASKED = enum.auto()  # for the other ranks, to say where its load ends
+    DEFERRED = enum.auto()  # for its load's turn
+    LOADING = enum.auto()  # for a load that SGLang has
+    BOTH_ENDS = enum.auto()  # for nothing: it may run while the back of its prefix loads
+
+
+class Prefetch(NamedTuple):
+    """Holds the arguments of SGLang's ``prefetch_from_storage``."""
+
+    request: CacheRequestHandle
+    last_host_node_id: int
+    new_input_tokens: list[int] | array[int]
+    last_hash: str | None = None
+    prefix_keys: list[str] | None = None
+    matched_prefix_tokens: list[int] | range | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    storage_hit_end: int | None = None
+
+    @property
+    def num_before(self) -> int:
+        """Return the tokens in memory, which the new ones follow."""
+        return len(self.matched_prefix_tokens or ())
+
+
+class Planned(NamedTuple):
+    """Describes a load that begins now."""
+
+    call: Prefetch
+    is_new: bool  # the request has just come, so this is between two steps
+    hashes: Sequence[str] = ()  # of its pages, as far as the tiers hold them
+    # Of a prefix that is read from its back, while its front is computed:
+    num_back: int = 0  # tokens of it
+    spans: Sequence[Span] = ()
+
+
+@dataclass(slots=True)
+class Load:
+    """Describes a load that is planned or under way. Times are of the planner's clock."""
+
+    plan: LoadPlan
+    is_back: bool = False  # read from its end, while its request computes the front
+    is_ahead: bool = False  # no request waits for it
+    queued_at: float | None = None
+    begun_at: float | None = None  # when its reads were first seen under way
+    left_to_begin_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Segment:
+    """A part of what loads from the back of a prompt. Positions are tokens of it."""
+
+    handle: CacheRequestHandle
+    start: int
+    end: int
+    parts: list[int]  # tokens by tier
+    num_arrived: int = 0
+    has_ended: bool = False
+
+    def left(self, info: Any) -> list[int]:
+        """Return the tokens by tier that have not arrived."""
+        if self.has_ended:
+            return [0] * len(self.parts)
+        done = info.operation.completed_tokens if info is not None else 0
+        share = 1 - done / (self.end - self.start)
+        return [round(num_tokens * share) for num_tokens in self.parts]
+
+
+@dataclass(slots=True)
+class Back:
+    """What loads for a request that computes its front. ``segments`` are not in the tree yet,
+    ascending."""
+
+    request: CacheRequestHandle
+    segments: list[Segment]
+    begun_at: float
+    expected_s: float  # until all segments have arrived, as it was priced when they began
+    end: int
+    handles: list[CacheRequestHandle]  # of all segments that were ever begun
+    req: Any = None
+    reach: int | None = None  # how far the tree holds the prompt, while the request waits again
+
+
+@dataclass(slots=True)
+class RequestLoad:
+    """See the module docstring. Numbers are of tokens."""
+
+    state: State = State.WAITING
+    place: Place | None = None  # in the queue
+    prefix: dict[str, Any] | None = None  # the arguments of its last plan
+    least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
+    load: Load | None = None
+    put_off: PutOff[Any] | None = None  # in the window, in the states ASKED and DEFERRED
+    back: Back | None = None  # of its prefix, in the state BOTH_ENDS
+    # What is said of a waiting request when it leaves:
+    num_held: int = 0  # in the tiers, when it came
+    num_loaded: int = 0
+    num_rest: int = 0  # that it is to compute
+    yields_since: float | None = None
+    rank: int = 0  # those of smaller ranks are admitted first
+    num_attempts: int = 0  # of a load that was declined
+    may_yield: bool = False  # it may be computed in chunks of ours
+    has_run: bool = False  # it comes again, with less than it had
+    is_own_attempt: bool = False  # that SGLang was asked for here
+    is_last_attempt: bool = False  # SGLang makes no more
+    key: RadixKey | None = None  # of all that is in memory once its load has ended
+    look_number: int = 0  # of its load
+    # What its load brought, whose host copies are locked until it is admitted:
+    num_landed: int = 0
+    landed_at: int = 0  # in which step
+    arrived_at: float | None = None
+    held_up_at: float | None = None  # when nothing but its load first kept it
+    room_until: float | None = None  # until when its load waits for stores to leave it room
+
+
+class Loads(Generic[Request]):
+    """See the module docstring. Looks at the clock when a request arrives, when its load first
+    keeps it, and when it is admitted."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waits, self._waits_for_loads = Durations(), Durations()
+        self._records: dict[Request, RequestLoad] = {}
+        self._in_state: dict[State, dict[Request, None]] = {state: {} for state in State}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RequestLoad]:
+        return iter(self._records.values())
+
+    def get(self, request: Request) -> RequestLoad:
+        """Return the record of a request. Of one that has not come, or that has left, it is blank,
+        and nobody remembers what is written in it."""
+        return self._records.get(request) or RequestLoad()
+
+    def of(self, request: Request) -> RequestLoad:
+        """Return the record of a request, which comes if there is none."""
+        record = self._records.get(request)
+        if record is None:
+            record = self._records[request] = RequestLoad()
+            self._in_state[record.state][request] = None
+        return record
+
+    def in_state(self, *states: State) -> list[Request]:
+        """Return the requests in these states, of each first those that came to it first."""
+        return [request for state in states for request in self._in_state[state]]
+
+    def num_in(self, *states: State) -> int:
+        """Return how many requests are in these states."""
+        return sum(len(self._in_state[state]) for state in states)
+
+    def first_in(self, state: State) -> Request | None:
+        """Return the request that came to a state first."""
+        return next(iter(self._in_state[state]), None)
+
+    def move(self, request: Request, state: State) -> None:
+        """Put a request into a state, behind all that are in it. Unknown ones are ignored."""
+        record = self._records.get(request)
+        if record is not None:
+            del self._in_state[record.state][request]
+            record.state = state
+            self._in_state[state][request] = None
+
+    def waits_again(self, request: Request, after: State) -> bool:
+        """Have a request wait for its turn that is in the state ``after``; return whether it
+        was."""
+        was = request in self._in_state[after]
+        if was:
+            self.move(request, State.WAITING)
+        return was
+
+    # ---- How long they wait ----
+
+    def arrives(self, request: Request) -> None:
+        """Note a request that arrived. One that waits already keeps its time."""
+        record = self.of(request)
+        if record.arrived_at is None:
+            record.arrived_at = self._clock()
+
+    def held_up(self, request: Request) -> None:
+        """Note that a request's turn has come, and that it waits for its load."""
+        record = self.get(request)
+        if record.arrived_at is not None and record.held_up_at is None:
+            record.held_up_at = self._clock()
+
+    def held_s(self, record: RequestLoad) -> float:
+        """Return how long nothing but its load has kept a request."""
+        return 0.0 if record.held_up_at is None else self._clock() - record.held_up_at
+
+    def admitted(self, record: RequestLoad) -> None:
+        """Count the waits of a request."""
+        if record.arrived_at is not None:
+            self._waits.record(self._clock() - record.arrived_at)
+            if record.num_loaded:
+                self._waits_for_loads.record(self.held_s(record))
+
+    def wait_stats(self) -> WaitStats:
+        """Take a snapshot."""
+        return WaitStats(self._waits.take(), self._waits_for_loads.take())
+
+    # ---- They leave ----
+
+    def keep_back(self, request: Request) -> None:
+        """Forget all of a request that was admitted but the load of its back."""
+        record = self._records[request]
+        self._records[request] = RequestLoad(record.state, load=record.load, back=record.back)
+
+    def drop(self, request: Request) -> None:
+        """Drop a request that has left. Unknown ones are ignored."""
+        record = self._records.pop(request, None)
+        if record is not None:
+            del self._in_state[record.state][request]
+
+    def clear(self) -> None:
+        """Forget all loads. Of requests that wait, how long they do is kept: SGLang may empty the
+        tree under them."""
+        records, self._records = self._records, {}
+        for requests in self._in_state.values():
+            requests.clear()
+        for request, record in records.items():
+            if record.arrived_at is not None:
+                fresh = self.of(request)
+                fresh.arrived_at, fresh.held_up_at = record.arrived_at, record.held_up_at
+
+
+# ---- What the tiers hold of a load ----
+
+
+def held_pages(
+    cache: UnifiedRadixCache, call: Prefetch, storage: TieredStorage
+) -> tuple[list[str], list[Span]]:
+    """Return the leading pages that the tiers could load now, and from where. Memory only."""
+    page_size = cache.page_size
+    key = RadixKey(
+        call.new_input_tokens,
+        extra_key=call.extra_key,
+        is_bigram=cache.tree_core.is_eagle,
+        cache_salt=call.cache_salt,
+    ).page_aligned(page_size)
+    if len(key) == 0:
+        return [], []
+    hashes: list[str] = get_storage_hash_str(key, call.last_hash, page_size=page_size)
+    spans = storage.lookup_spans(hashes)
+    return hashes[: sum(span.num_pages for span in spans)], spans
+
+
+def restorable_ends(
+    cache: UnifiedRadixCache, node_id: int, hashes: list[str], storage: TieredStorage
+) -> list[int] | None:
+    """Return after how many of these pages below a node a load may end; None if after any. In a
+    model with sliding windows or Mamba, states are stored at some places only."""
+    num_tokens = len(hashes) * cache.page_size
+    states: list[Any] = []
+    for kind in cache.tree_components:
+        if kind is BASE_COMPONENT_TYPE or not hashes:
+            continue
+        staging = cache.components[kind].prepare_prefetch(node_id, prefetch_tokens=num_tokens)
+        if staging.staging_tokens:
+            states += cache.tree_core.build_hicache_transfers(
+                kind,
+                node_id,
+                CacheTransferPhase.PREFETCH,
+                prefetch_tokens=num_tokens,
+                staging_tokens=staging.staging_tokens,
+            )
+    if not states:
+        return None
+    # SGLang loads no state for less than a window, except of a whole prompt.
+    is_root = cache.tree_core.is_root(node_id)
+    shortest = 1 if is_root else max(len(state.keys) for state in states)
+    ends = storage.batch_exists_v2(hashes, states).restorable_prefix_pages
+    return [end for end in ends or () if end >= shortest]
+
+
+def allocate_now(cache: Any) -> None:
+    """Have SGLang allocate host memory for loads that were answered on the spot, so that they begin
+    now and not in the next step. On a lone rank, and not in the middle of a step."""
+    num_answered = cache.cache_controller.prefetch_hit_queue.qsize()
+    cache._drain_storage_control_queues_impl(num_answered, 0, 0, 0, None, False)  # noqa: SLF001
