@@ -431,12 +431,13 @@ def device_pages_freed_before_their_load(world: World) -> None:
 
 @noticed_as("too-many-lessons")
 def prefill_that_teaches_twice(world: World) -> None:
-    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+    from sglang_tiered.integration.cache.load_planner import LoadPlanner
+    from sglang_tiered.policy.cost_model import CostModel
 
-    loads: Any = SimpleNamespace(planner=SimpleNamespace(note_batch=lambda *_: None))
+    planner: Any = SimpleNamespace(costs=CostModel(page_tokens=PAGE, bytes_per_token=1))
     world.computed()
     for _ in range(2):
-        LoadScheduler.note_batch(loads, [(PAGE, 0)], 0.1)
+        LoadPlanner.note_batch(planner, [(PAGE, 0)], 0.1)
 
 
 def main(names: Iterable[str]) -> None:

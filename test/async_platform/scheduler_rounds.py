@@ -96,15 +96,15 @@ def copies_begin_at_once_without_a_fence(scheduler: Any) -> None:
 
 
 def prefills_teach_twice(scheduler: Any) -> None:
-    from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+    from sglang_tiered.integration.cache.load_planner import LoadPlanner
 
-    note = LoadScheduler.note_batch
+    note = LoadPlanner.note_batch
 
     def note_again(self: Any, *arguments: Any) -> None:
         note(self, *arguments)
         note(self, *arguments)
 
-    LoadScheduler.note_batch = note_again  # type: ignore[method-assign]
+    LoadPlanner.note_batch = note_again  # type: ignore[method-assign]
 
 
 MUTATIONS: dict[str, Callable[[Any], None]] = {

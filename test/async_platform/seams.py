@@ -402,7 +402,7 @@ def _storage(module: ModuleType) -> None:
     wrap(module.TieredStorage, "begin_load", loading)
 
 
-def _load_scheduling(module: ModuleType) -> None:
+def _load_planning(module: ModuleType) -> None:
     def counting(original: Any) -> Any:
         def note_batch(self: Any, spans: Any, seconds: float, num_copied: int = 0) -> None:
             BED.report.ran("lesson")
@@ -412,7 +412,7 @@ def _load_scheduling(module: ModuleType) -> None:
 
         return note_batch
 
-    wrap(module.LoadScheduler, "note_batch", counting)
+    wrap(module.LoadPlanner, "note_batch", counting)
 
 
 # ---- Streams ----
@@ -575,5 +575,5 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.disaggregation.decode": _disaggregation_decode,
     "sglang_tiered.integration.disaggregation.manager": _handoff,
     "sglang_tiered.integration.storage.backend": _storage,
-    "sglang_tiered.integration.cache.load_scheduler": _load_scheduling,
+    "sglang_tiered.integration.cache.load_planner": _load_planning,
 }

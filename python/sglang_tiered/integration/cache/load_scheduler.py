@@ -568,11 +568,6 @@ class LoadScheduler:
         """Whether a load is under way or a request waits to be admitted."""
         return bool(self._cache.ongoing_prefetch) or self.planner.num_waiting > 0
 
-    def note_batch(self, spans: list[tuple[int, int]], seconds: float, num_copied: int = 0) -> None:
-        """Note how long a prefill batch of ``(new tokens, tokens before them)`` took, of which
-        ``num_copied`` tokens were copied to the device meanwhile."""
-        self.planner.note_batch(spans, seconds, num_copied)
-
     def detached(self) -> None:
         """End all waiting for turns."""
         for request in self._requests.in_state(State.ASKED, State.DEFERRED):

@@ -90,7 +90,7 @@ class PrefillClock:
     @staticmethod
     def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
         if spans := _prefill_spans(batch):
-            tiering.loads.note_batch(spans, seconds, num_copied)
+            tiering.planner.note_batch(spans, seconds, num_copied)
             # On a CPU a copy is done when its call returns, before the batch runs.
             is_cpu = str(batch.device).startswith("cpu")
             tiering.notes.batch_ran(batch.reqs, spans, seconds, copies_beside=not is_cpu)

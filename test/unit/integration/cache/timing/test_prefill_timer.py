@@ -28,7 +28,6 @@ class Cache(TieredRadixCache):
         self.work = PrefillWork()
         self.begun: list[list[tuple[int, int]]] = []
         self.tiering: Any = SimpleNamespace(
-            loads=self,
             planner=self,
             take_copied=self.take_copied,
             prefill_begins=self.prefill_begins,
