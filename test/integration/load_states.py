@@ -128,6 +128,7 @@ class LoadWatch:
         state = record.state
         assert (state is State.BOTH_ENDS) == (handle in tiering.returns)
         if state is State.BOTH_ENDS:
+            assert record.load.is_back and record.load.queued_at is not None
             return state.name
         is_put_off = state in (State.ASKED, State.DEFERRED)
         assert is_put_off == (record.put_off in window._order)

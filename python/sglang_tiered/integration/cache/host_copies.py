@@ -225,9 +225,11 @@ class HostCopies:
         self._must_stay = None
         if self._cache.has_small_host:
             for request in self._loads.in_state(State.LOADING):
+                record = self._loads.get(request)
                 info = self._cache.ongoing_prefetch.get(request)
-                if info is not None and info.operation.host_indices is not None:
-                    self._loads.get(request).room_until = 0.0
+                has_room = info is not None and info.operation.host_indices is not None
+                if has_room and record.room_until is not None:
+                    record.room_until = 0.0
 
     def clear(self) -> None:
         """Drop all nodes: the tree was emptied."""

@@ -345,6 +345,7 @@ class LoadPlanner(Generic[Request]):
             self._settle(record)
             self.loads.keep_back(request)  # see ``back_ended``
         else:
+            assert record.back is None  # or nobody would end what loads
             self.drop(request)
 
     def drop(self, request: Request) -> None:
@@ -551,7 +552,7 @@ class LoadPlanner(Generic[Request]):
         return wait
 
     def clear(self) -> None:
-        """Drop all requests."""
+        """Drop all loads, and the places of requests in the queue: the tree was emptied."""
         for record in self.loads:
             self._settle(record)
         self.loads.clear()

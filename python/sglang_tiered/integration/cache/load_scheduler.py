@@ -300,12 +300,12 @@ class LoadScheduler:
                 return
             record = self._requests.get(request)
             is_recent = self._num_steps - record.landed_at < GIVES_WAY_STEPS
-            # It may have lost a part, which loads again.
+            # It may have lost a part, which loads again, or is to be planned or attempted.
             if is_recent or record.state in (State.LOADING, State.BOTH_ENDS):
                 continue
             self.unlock_loaded(request)
             self._cache.pop_prefetch_loaded_span(request)
-            if not record.is_last_attempt:
+            if record.state is State.WAITING and not record.is_last_attempt:
                 self._defer(request, record.num_landed, rests=True)
 
     def _attempt_declined(self) -> None:
@@ -434,8 +434,9 @@ class LoadScheduler:
     def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
         """Whether a request whose load was put off goes on waiting."""
         put_off = self._requests.get(request).put_off
-        num_tokens = 0 if put_off is None else put_off.num_tokens
-        if put_off is None or num_tokens == 0:  # it waits for the other ranks alone
+        assert put_off is not None
+        num_tokens = put_off.num_tokens
+        if num_tokens == 0:  # it waits for the other ranks alone
             self._attempt(request)
             return True
         in_the_way = self._stores_in_the_way(request, num_tokens, storage)
@@ -507,6 +508,7 @@ class LoadScheduler:
         """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
         self._requests.waits_again(request, State.LOADING)
+        self._requests.get(request).key = None
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
         """Keep in host memory what a load brought until its request is admitted. In a long queue
@@ -514,11 +516,12 @@ class LoadScheduler:
         self._notes.load_ended(request, num_loaded)
         self.declined.expect_prices()
         self.unlock_loaded(request)
-        was_loading = self._requests.waits_again(request, State.LOADING)
-        if not was_loading or num_loaded == 0:
-            return
+        self._requests.waits_again(request, State.LOADING)
         record = self._requests.get(request)
-        node_id = self._cache.match_prefix(MatchPrefixParams(key=record.key)).best_match_node
+        key, record.key = record.key, None
+        if key is None or num_loaded == 0:
+            return
+        node_id = self._cache.match_prefix(MatchPrefixParams(key=key)).best_match_node
         core = self._cache.tree_core
         if not core.is_root(node_id) and core.is_backuped(node_id):
             record.num_landed, record.landed_at = num_loaded, self._num_steps
@@ -576,7 +579,7 @@ class LoadScheduler:
         self.agreement.drop_all()
 
     def clear(self) -> None:
-        """Drop all loads: the tree was emptied, and no request is left."""
+        """Drop all loads: the tree was emptied."""
         self._num_unused = None
         self._locks.clear()
         self._num_asks_left = [0, 0]

@@ -1,8 +1,11 @@
 """``RequestLoad``: what is known of a request and its load, from when it comes until it leaves.
 
 ``Loads`` holds the records of one scheduler. Those who plan loads, begin them and wait for them
-read and write the record; nobody else keeps a table of requests. The table in this room's README
-says which states follow each other. Scheduler thread only.
+read and write the record. Apart from it are locks, the ranks' questions, and the stories that the
+request log tells. The table in this room's README says which states follow each other.
+
+A record goes when SGLang admits or aborts its request. So there are no more of them than requests
+that SGLang holds, with their tokens, and no bound of ours. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -160,9 +163,9 @@ class RequestLoad:
     has_run: bool = False  # it comes again, with less than it had
     is_own_attempt: bool = False  # that SGLang was asked for here
     is_last_attempt: bool = False  # SGLang makes no more
-    key: RadixKey | None = None  # of all that is in memory once its load has ended
+    key: RadixKey | None = None  # while it loads, of all that is in memory once that has ended
     look_number: int = 0  # of its load
-    # What its load brought, whose host copies are locked until it is admitted:
+    # Of what its load brought, as long as host copies of it are locked:
     num_landed: int = 0
     landed_at: int = 0  # in which step
     arrived_at: float | None = None

@@ -419,5 +419,5 @@ class Returns:
             self.drop(record.request)
 
     def clear(self) -> None:
-        """Drop all: the tree was emptied."""
+        """Drop the locks: the tree was emptied. What loads was dropped with the records."""
         self._locks.clear()

@@ -118,7 +118,9 @@ def test_batch_that_runs_is_in_no_queue(server: Server) -> None:
     planner.note_run(3)
     for name in "abcdefgh":
         planner.arrives(name, num_held=0, num_new=100, num_before=0, num_ahead=0)
-        planner._queue.admitted(name, planner._clock() + 5.0)
+        record = planner.loads.get(name)
+        planner._queue.admitted(record.place, planner._clock() + 5.0)
+        record.place = None
         planner.drop(name)
     planner.arrives("waits", num_held=0, num_new=100, num_before=0, num_ahead=0)
     server.cache.tiering.prefill_begins([(300, 0)], server.now)

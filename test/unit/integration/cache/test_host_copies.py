@@ -235,10 +235,26 @@ def test_skipped_copies_leave_room_to_the_load(small: World) -> None:
     assert not small.copies_wait()
 
 
-def test_nothing_is_kept_of_a_load_that_waited(small: World) -> None:
+@pytest.mark.parametrize("end", ["it leaves", "reset", "reset while it waits"])
+def test_nothing_is_kept_of_a_load_that_waited(small: World, end: str) -> None:
     assert small.in_the_way("ours", 60) == 30
-    small.loads.drop("ours")
+    if end == "it leaves":
+        small.loads.drop("ours")
+    else:
+        if end == "reset while it waits":
+            small.loads.arrives("ours")
+        small.loads.clear()
     assert not small.copies_wait()
+
+
+def test_load_that_needed_no_room_may_wait_later(small: World) -> None:
+    """What it brought gave way to others, and it is asked for again."""
+    load = SimpleNamespace(operation=SimpleNamespace(host_indices=object()))
+    small.cache.ongoing_prefetch["ours"] = load
+    small.loads.of("ours")
+    small.loads.move("ours", State.LOADING)
+    small.copies.note_room()
+    assert small.in_the_way("ours", 60) == 30
 
 
 def test_load_takes_no_device_memory_from_a_batch(

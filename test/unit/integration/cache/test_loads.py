@@ -41,6 +41,15 @@ def test_load_that_kept_nobody_counts_as_none() -> None:
     assert (stats.loads.count, stats.loads.sum_s) == (1, 0.0)
 
 
+def test_aborted_request_leaves_no_wait() -> None:
+    loads: Loads[str] = Loads(Clock())
+    loads.arrives("aborted")
+    loads.get("aborted").num_loaded = 64
+    loads.drop("aborted")
+    loads.admitted(loads.get("aborted"))
+    assert loads.wait_stats().requests.count == loads.wait_stats().loads.count == 0
+
+
 def test_nothing_is_remembered_of_an_unknown_request() -> None:
     loads: Loads[str] = Loads(Clock())
     loads.get("r").num_attempts = 2
@@ -52,7 +61,9 @@ def test_nothing_is_remembered_of_an_unknown_request() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["of", "drop", "clear", "back", *State]), st.integers(0, 4)),
+        st.tuples(
+            st.sampled_from(["of", "arrives", "drop", "clear", "back", *State]), st.integers(0, 4)
+        ),
         max_size=60,
     )
 )
@@ -60,6 +71,7 @@ def test_each_request_is_in_its_state_alone(events: list[tuple[State | str, int]
     """In the order in which they came to it; a state's turns would else be lost or taken twice."""
     loads: Loads[int] = Loads(Clock())
     states: dict[int, State] = {}
+    came: dict[int, bool] = {}  # in this order; whether it is timed
     for event, request in events:
         if isinstance(event, State):
             loads.move(request, event)
@@ -68,14 +80,22 @@ def test_each_request_is_in_its_state_alone(events: list[tuple[State | str, int]
         elif event == "of":
             loads.of(request)
             states.setdefault(request, State.WAITING)
+            came.setdefault(request, False)
+        elif event == "arrives":
+            loads.arrives(request)
+            states.setdefault(request, State.WAITING)
+            came[request] = True
         elif event == "drop":
             loads.drop(request)
             states.pop(request, None)
+            came.pop(request, None)
         elif event == "clear":
             loads.clear()
-            states.clear()
+            came = {each: True for each, is_timed in came.items() if is_timed}
+            states = dict.fromkeys(came, State.WAITING)
         elif request in states:
             loads.keep_back(request)
+            came[request] = False
         for state in State:
             expected = [each for each, is_in in states.items() if is_in is state]
             assert loads.in_state(state) == expected

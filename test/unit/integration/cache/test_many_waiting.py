@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
+from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -289,6 +290,30 @@ def test_load_that_brings_more_gives_no_room_up(world: CacheWorld) -> None:
         assert not pass_of(world, waiting)
     assert not loads.is_put_off(stuck)
     assert world.cache.tiering.loads.num_tokens() == 2 * PAGE
+
+
+def test_declined_load_that_gave_way_is_planned_again(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it had come, and the rest was sooner computed for a moment."""
+    loads, planner = world.cache.tiering.loads, world.cache.tiering.planner
+    world.disk.set()  # type: ignore[attr-defined]
+    world.store(large := prompt(900, 2))
+    loads._window = PrefetchWindow(2 * PAGE)
+    stuck = world.asks("stuck", large[:PAGE])
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    world.disk.clear()  # type: ignore[attr-defined]
+    world.asks("loading", prompt(1, 1))
+    waiting = world.asks("waiting", prompt(2, 1))
+    monkeypatch.setattr(planner, "end_by_now", lambda *_, **__: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
+        world.asks("stuck", large)
+    assert planner.loads.get(stuck).state is State.DECLINED and stuck in loads._locks
+    for _ in range(2 * GIVES_WAY_STEPS):
+        assert not pass_of(world, waiting)
+    assert stuck not in loads._locks and world.is_retried(waiting)
+    assert planner.loads.get(stuck).state is State.DECLINED
 
 
 def test_request_that_yields_keeps_its_load(

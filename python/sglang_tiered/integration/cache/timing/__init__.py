@@ -1,3 +1,3 @@
-"""What prefills take, known and measured, and how long requests wait for their admission."""
+"""What prefills take, known and measured."""
 
 from __future__ import annotations
