@@ -20,9 +20,7 @@ _T = TypeVar("_T")
 
 def begin_checksum(namespace: bytes, key: bytes) -> xxhash.xxh3_64:
     """Return the checksum of a page whose bytes are still to come."""
-    state = xxhash.xxh3_64(namespace)
-    state.update(key)
-    return state
+    return xxhash.xxh3_64(namespace + key)
 
 
 def page_checksum(namespace: bytes, key: bytes, segments: Iterable[Any]) -> int:

@@ -130,6 +130,8 @@ class JobKind(enum.Enum):
     STORE = "store"
     LOAD = "load"
 
+    __hash__ = object.__hash__  # counted once a page: Enum's own is a call of Python
+
 
 class Reason(enum.Enum):
     """Why a page of a finished job was or was not served."""
@@ -143,6 +145,8 @@ class Reason(enum.Enum):
     REJECTED = "rejected"  # store only: dropped by admission, back-pressure or bad health
     OVER_SHARE = "over_share"  # store only: its tenant has its share, and nothing of it can go
     CANCELLED = "cancelled"  # cancelled before its I/O began, engine closed, or erased
+
+    __hash__ = object.__hash__  # as above
 
 
 class Meter(Protocol):

@@ -32,6 +32,7 @@ __all__ = [
     "FileDevice",
     "Files",
     "aligned_buffer",
+    "batches",
     "read_small_file",
     "write_fully",
 ]
@@ -241,7 +242,7 @@ class FileDevice(Device):
             return _vectored(os.preadv, fd, segments, offset)
         done = 0
         bounce = self._bounce_buffer()
-        for batch, nbytes in _batches(segments, _BOUNCE_BYTES):
+        for batch, nbytes in batches(segments, _BOUNCE_BYTES):
             got = os.preadv(fd, [bounce[:nbytes]], offset + done)
             position = 0
             for piece in batch:
@@ -259,7 +260,7 @@ class FileDevice(Device):
             return _vectored(os.pwritev, fd, segments, offset)
         done = 0
         bounce = self._bounce_buffer()
-        for batch, nbytes in _batches(segments, _BOUNCE_BYTES):
+        for batch, nbytes in batches(segments, _BOUNCE_BYTES):
             position = 0
             for piece in batch:
                 bounce[position : position + piece.nbytes] = piece
@@ -366,18 +367,22 @@ def _vectored(
         batch = segments[start : start + _IOV_MAX]
         moved = call(fd, batch, offset + done)
         done += moved
-        if moved < sum(segment.nbytes for segment in batch):
+        if start + _IOV_MAX < len(segments) and moved < sum(each.nbytes for each in batch):
             break
     return done
 
 
-def _batches(segments: Sequence[memoryview], limit: int) -> Iterator[tuple[list[memoryview], int]]:
+def batches(segments: Sequence[memoryview], limit: int) -> Iterator[tuple[list[memoryview], int]]:
     """Cut the segments into lists of ``limit`` bytes (the last may be shorter), with their sizes.
     As ``limit`` and the total are whole blocks, so is every list."""
     batch: list[memoryview] = []
     nbytes = 0
     for segment in segments:
         position = 0
+        if nbytes + segment.nbytes < limit:
+            batch.append(segment)
+            nbytes += segment.nbytes
+            continue
         while position < segment.nbytes:
             piece = segment[position : position + limit - nbytes]
             batch.append(piece)

@@ -48,7 +48,7 @@ from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
-from sglang_tiered.storage.region.pending import Note, PinOrder, plan_spans
+from sglang_tiered.storage.region.pending import Note, PinOrder, page_bytes, plan_spans
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import Reclaimer
@@ -249,6 +249,7 @@ class RegionEngine(TierEngine):
     def submit_store(self, run: Run) -> Job:
         health = self._check_health()
         state = self._state
+        lengths = [page_bytes(page) for page in run.pages]
         with state.lock:
             job = state.jobs.open(JobKind.STORE, run)
             if state.closed:
@@ -259,8 +260,7 @@ class RegionEngine(TierEngine):
             queued = state.queued_store_bytes
             room = self._max_queued_store_bytes - queued if queued else math.inf
             held = (state.index.find(key_words(run.keys)) >= 0).tolist()
-            for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
-                length = sum(segment.nbytes for segment in page)
+            for position, (key, length) in enumerate(zip(run.keys, lengths, strict=True)):
                 if health is not Health.RUNNING:
                     job.reasons[position] = Reason.REJECTED
                 elif held[position] or key in state.pending:
@@ -276,7 +276,7 @@ class RegionEngine(TierEngine):
             if not positions or not self._health.accepts_stores():
                 state.jobs.finish_with(job, positions, Reason.REJECTED)
             else:
-                state.queue_store(job, positions, num_bytes)
+                state.queue_store(job, positions, lengths, num_bytes)
         return job
 
     def submit_load(

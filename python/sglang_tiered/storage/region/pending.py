@@ -4,14 +4,20 @@ what of an extent is written where."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import BLOCK_BYTES, pack_extent_header, padded
+from sglang_tiered.storage.region.device import aligned_buffer, batches
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    extent_header_bytes,
+    pack_extent_header,
+    padded,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure, Job, Page
@@ -32,14 +38,28 @@ __all__ = [
     "Wanted",
     "hashed_writes",
     "is_one_write",
+    "page_bytes",
+    "page_segments",
     "packed_header",
     "plan_spans",
 ]
 
-MAX_EXTENT_BYTES = 8 << 20  # of payload; several extents are in work at once
+MAX_EXTENT_BYTES = 32 << 20  # of payload: to place and publish one takes a millisecond of Python
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
-_SPAN_BYTES = 1 << 20  # one read: large enough for bandwidth, small enough to spread a run
+# One read: an eighth of the load, so that all threads share it, but not too little for a request,
+# nor so much that what is read has left the processor's cache before it is verified.
+_MIN_SPAN_BYTES, _MAX_SPAN_BYTES, _SPREAD = 512 << 10, 4 << 20, 8
 _ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
+_nbytes = attrgetter("nbytes")
+
+
+def page_bytes(page: Page) -> int:
+    return sum(map(_nbytes, page))
+
+
+def page_segments(page: Page) -> Iterable[memoryview]:
+    """Return what is read or written of a page: its segments that are not empty."""
+    return filter(_nbytes, page)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +72,7 @@ class StoreTicket:
     namespace: bytes
     generation: int
     positions: list[int]  # of the pages within the run; cut short when the rest is dropped
+    lengths: Sequence[int]  # of all pages of the run
     num_bytes: int
     reinserted: bool = False  # pages saved from a region that was reclaimed; no caller's job
     num_placed: int = 0
@@ -72,6 +93,9 @@ class StoreTicket:
 
     def page(self, index: int) -> Page:
         return self.job.run.pages[self.positions[index]]
+
+    def length(self, index: int) -> int:
+        return self.lengths[self.positions[index]]
 
 
 class Part(NamedTuple):
@@ -94,6 +118,7 @@ class ExtentWrite:
     parts: list[Part]
     pages: list[Page]
     pieces: list[Piece] = field(init=False)  # empty once it is let go
+    payload_bytes: int = field(init=False)
     num_left: int = 0  # pieces that are not done
     done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
@@ -101,6 +126,17 @@ class ExtentWrite:
 
     def __post_init__(self) -> None:
         self.pieces = _pieces_of(self)
+        self.payload_bytes = sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def end(self) -> int:
+        """Return where the extent ends in its region."""
+        return self.start + self.payload_bytes
+
+    @property
+    def start(self) -> int:
+        """Return where its first page begins."""
+        return self.extent.offset + extent_header_bytes(len(self.extent.pages))
 
 
 class Piece(NamedTuple):
@@ -109,6 +145,8 @@ class Piece(NamedTuple):
     write: ExtentWrite
     start: int  # row in ``extent.pages``
     stop: int
+    offset: int  # of its first page behind that of the extent's
+    num_bytes: int  # with padding
 
 
 class Wanted(NamedTuple):
@@ -168,12 +206,12 @@ class PinOrder(NamedTuple):
 def _pieces_of(write: ExtentWrite) -> list[Piece]:
     """Cut an extent's pages into pieces. Pure."""
     pieces: list[Piece] = []
-    start = nbytes = 0
+    start = offset = nbytes = 0
     for row, length in enumerate(write.extent.pages["length"].tolist()):
         nbytes += padded(length)
         if nbytes >= _CHUNK_BYTES or row + 1 == len(write.pages):
-            pieces.append(Piece(write, start, row + 1))
-            start, nbytes = row + 1, 0
+            pieces.append(Piece(write, start, row + 1, offset, nbytes))
+            start, offset, nbytes = row + 1, offset + nbytes, 0
     return pieces
 
 
@@ -188,31 +226,21 @@ def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
     ]
     segments: list[memoryview] = []
     for page, length in zip(pages, extent.pages["length"][rows].tolist(), strict=True):
-        segments.extend(segment for segment in page if segment.nbytes)
+        segments.extend(page_segments(page))
         if padded(length) > length:
             segments.append(_ZEROS[: padded(length) - length])
-    offset = int(extent.page_offsets()[piece.start])
-    batch: list[memoryview] = []
-    nbytes = 0
+    offset = piece.write.start + piece.offset
     if is_one_write(piece.write):
-        offset, batch = extent.offset, [packed_header(piece.write)]
-    for segment in segments:
-        position = 0
-        while position < segment.nbytes:
-            part = segment[position : position + _CHUNK_BYTES - nbytes]
-            batch.append(part)
-            nbytes += part.nbytes
-            position += part.nbytes
-            if nbytes == _CHUNK_BYTES:
-                yield offset, batch
-                offset, batch, nbytes = offset + nbytes, [], 0
-    if batch:
+        offset = extent.offset
+        segments.insert(0, packed_header(piece.write))
+    for batch, nbytes in batches(segments, _CHUNK_BYTES):
         yield offset, batch
+        offset += nbytes
 
 
 def is_one_write(write: ExtentWrite) -> bool:
     """Return whether an extent's header goes with its pages, as it is short."""
-    return write.extent.end - write.extent.offset <= _CHUNK_BYTES
+    return write.end - write.extent.offset <= _CHUNK_BYTES
 
 
 def packed_header(write: ExtentWrite) -> memoryview:
@@ -226,11 +254,13 @@ def packed_header(write: ExtentWrite) -> memoryview:
 def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     """Group pages that follow each other on disk into single reads. Pure."""
     spans: list[list[Wanted]] = []
+    share = sum(item.length for item in wanted) // _SPREAD
+    limit = min(max(share, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
     region: Region | None = None
     end = nbytes = 0
     for item in wanted:
         size = padded(item.length)
-        if item.region is region and item.offset == end and nbytes + size <= _SPAN_BYTES:
+        if item.region is region and item.offset == end and nbytes + size <= limit:
             spans[-1].append(item)
             nbytes += size
         else:

@@ -13,6 +13,7 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
+from sglang_tiered.storage.region.pending import page_segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +140,7 @@ class RegionReader(StorePart):
     def _read_pages(self, span: Sequence[Wanted]) -> int:
         segments: list[memoryview] = []
         for item in span:
-            segments.extend(segment for segment in item.page if segment.nbytes)
+            segments.extend(page_segments(item.page))
             padding = padded(item.length) - item.length
             if padding:
                 segments.append(self._scratch[:padding])

@@ -338,9 +338,8 @@ class Reclaimer(StorePart):
         for tenant, group in groups:
             good = self._read(namespace, group)
             run = Run(tuple(w.key for w in good), tuple(w.page for w in good), tenant)
-            yield StoreTicket(
-                Job(JobKind.STORE, run), namespace, generation, [], 0, reinserted=True
-            )
+            job, lengths = Job(JobKind.STORE, run), [item.length for item in good]
+            yield StoreTicket(job, namespace, generation, [], lengths, 0, reinserted=True)
 
     def _read(self, namespace: bytes, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return the pages that verify, in memory of their own; the others are hidden. Raises

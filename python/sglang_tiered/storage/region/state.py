@@ -26,6 +26,7 @@ from sglang_tiered.storage.region.pending import (
     PinOrder,
     StoreTicket,
     Wanted,
+    page_bytes,
 )
 from sglang_tiered.storage.region.pins import (
     MAX_KEYS,
@@ -279,8 +280,10 @@ class StoreState:
         since must lie behind the end of the log that it notes."""
         return self.stores[0] if self.stores and not self.erase_orders else None
 
-    def queue_store(self, job: Job, positions: list[int], num_bytes: int) -> None:
-        ticket = StoreTicket(job, self.namespace, self.generation, positions, num_bytes)
+    def queue_store(
+        self, job: Job, positions: list[int], lengths: Sequence[int], num_bytes: int
+    ) -> None:
+        ticket = StoreTicket(job, self.namespace, self.generation, positions, lengths, num_bytes)
         self.pending.update((job.run.keys[position], ticket) for position in positions)
         self.queued_store_bytes += num_bytes
         self.stores.append(ticket)
@@ -299,7 +302,7 @@ class StoreState:
         """Hand a placed extent to the threads that write."""
         self.placing = []
         self.writes.append(write)
-        self.writing_bytes += write.extent.payload_bytes
+        self.writing_bytes += write.payload_bytes
         self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
@@ -324,7 +327,7 @@ class StoreState:
     def take_out(self, write: ExtentWrite) -> None:
         """Count an extent as under way no longer."""
         self.writes.remove(write)
-        self.writing_bytes -= write.extent.payload_bytes
+        self.writing_bytes -= write.payload_bytes
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
@@ -367,7 +370,7 @@ class StoreState:
                 self.bytes_stored += num_bytes
             self._settle(part, Reason.OK)
         region.num_writing -= 1
-        region.published_tail = write.extent.end
+        region.published_tail = write.end
         region.dirty = True
         if not self.any_dirty:
             self.any_dirty = True
@@ -419,7 +422,7 @@ class StoreState:
         wanted = []
         for i, position in enumerate(positions.tolist()):
             page = run.pages[position]
-            if places.lengths[i] == sum(segment.nbytes for segment in page):
+            if places.lengths[i] == page_bytes(page):
                 wanted.append(
                     Wanted(
                         position,
@@ -492,7 +495,7 @@ class StoreState:
     def check_integrity(self) -> None:
         bound = self.pins.bound_bytes
         assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
-        writing = sum(write.extent.payload_bytes for write in self.writes)
+        writing = sum(write.payload_bytes for write in self.writes)
         assert self.writing_bytes == writing, f"{writing} under way, not {self.writing_bytes}"
         queued = self.stores or self.erase_orders or self.writes
         idle = self.jobs.num_inflight == 0 and not queued

@@ -13,10 +13,10 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
+from sglang_tiered.storage.region.format import padded
 from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import hashed_writes, is_one_write, packed_header
 from sglang_tiered.storage.region.pins import file_of, pack
-from sglang_tiered.storage.region.writer import padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +177,7 @@ class StoreWorker(StorePart):
                     return True
                 keep = nbytes = 0
                 for index in range(head.num_placed, len(head.positions)):
-                    nbytes += padded_bytes(head.page(index))
+                    nbytes += padded(head.length(index))
                     if nbytes > left:
                         break
                     keep += 1

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RegionWriter",
-    "padded_bytes",
     "write_footer",
 ]
 
@@ -151,7 +150,7 @@ class RegionWriter(StorePart):
                 if parts:
                     writes.append(self._place(parts))
                 is_full = ticket.num_placed < wanted
-                if is_full or sum(w.extent.payload_bytes for w in writes) >= MAX_SAVED_BYTES:
+                if is_full or sum(write.payload_bytes for write in writes) >= MAX_SAVED_BYTES:
                     break
         except Exception as error:
             failure = error
@@ -204,7 +203,7 @@ class RegionWriter(StorePart):
             room = self.share_left(ticket)
             taken = 0
             while taken < ticket.num_left and count < MAX_EXTENT_PAGES:
-                size = padded_bytes(ticket.page(ticket.num_placed + taken))
+                size = padded(ticket.length(ticket.num_placed + taken))
                 if payload + size > room or not self._fits(region, count + 1, payload + size):
                     break
                 count, payload, taken = count + 1, payload + size, taken + 1
@@ -246,9 +245,9 @@ class RegionWriter(StorePart):
         region, extent = write.region, write.extent
         with self._state.lock:
             region.extents.append(extent)
-            region.tail = extent.end
+            region.tail = write.end
             region.num_writing += 1
-            self._state.regions.charge(region, extent.tenant, extent.payload_bytes)
+            self._state.regions.charge(region, extent.tenant, write.payload_bytes)
             self._state.queue_extent(write)
         self._num_pages += len(write.pages)
         return write
@@ -260,9 +259,8 @@ class RegionWriter(StorePart):
         records = []
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
-                page = part.ticket.page(index)
-                pages.append(page)
-                records.append((part.ticket.key(index), _num_bytes(page), 0))
+                pages.append(part.ticket.page(index))
+                records.append((part.ticket.key(index), part.ticket.length(index), 0))
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages)
@@ -378,15 +376,6 @@ class RegionWriter(StorePart):
             self._reclaimer.remove(region)
             raise
         return region
-
-
-def _num_bytes(page: Page) -> int:
-    return sum(segment.nbytes for segment in page)
-
-
-def padded_bytes(page: Page) -> int:
-    """Return what a page takes in the log."""
-    return padded(_num_bytes(page))
 
 
 def _alike(one: StoreTicket, other: StoreTicket) -> bool:

@@ -15,16 +15,24 @@ PLANS = {  # region, offset and length of each page, and which of them are read 
         [(0, 8192, 4096), (0, 16_384, 4096), (1, 20_480, 4096), (1, 8192, 4096)],
         [[0], [1], [2], [3]],
     ),
-    "long": (
+    "short, half a mebibyte at least": (
         [(0, 8192 + 256 * KIB * i, 256 * KIB) for i in range(9)],
-        [[0, 1, 2, 3], [4, 5, 6, 7], [8]],
+        [[0, 1], [2, 3], [4, 5], [6, 7], [8]],
+    ),
+    "an eighth each": (
+        [(0, 8192 + 256 * KIB * i, 256 * KIB) for i in range(32)],
+        [[4 * i + j for j in range(4)] for i in range(8)],
+    ),
+    "long, four mebibytes at most": (
+        [(0, 8192 + 1024 * KIB * i, 1024 * KIB) for i in range(64)],
+        [[4 * i + j for j in range(4)] for i in range(16)],
     ),
     "larger than a read": ([(0, 8192 + 4096 * KIB * i, 4096 * KIB) for i in range(2)], [[0], [1]]),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_adjacent_pages_are_read_a_mebibyte_together(name: str) -> None:
+def test_adjacent_pages_are_read_together_yet_spread(name: str) -> None:
     pages, expected = PLANS[name]
     wanted = [
         Wanted(i, bytes([i]) * 32, REGIONS[region], offset, length, 0, (memoryview(b""),))
