@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +40,16 @@ class LMCacheSide(Side):
 
     def __init__(self, python: Path, kind: str, folder: Path, source: HostPages) -> None:
         self.name = f"lmcache_{kind}"
+        # Between loads its process fills and compares with torch, whose threads would otherwise
+        # spin on into the load: processor time that is not LMCache's, and cores that never sleep.
+        passive = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
             [python, _SCRIPT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=passive,
         )
         try:
             self._call(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["needed_bytes", "num_files", "run"]
 
 KIB, MIB = 1 << 10, 1 << 20
+_SIZES = (32 * KIB, 256 * KIB, MIB, 8 * MIB)
 _WANTED = {32 * KIB: ">= 3", 256 * KIB: ">= 1.5"}
 _DIRECTIONS = ("store", "load")
 _MAX_RUNS = 64
@@ -34,7 +35,7 @@ def _sample_bytes(quick: bool) -> int:
 
 
 def needed_bytes(quick: bool) -> int:
-    return 8 * _sample_bytes(quick) + (2 << 30)
+    return 8 * max(_sample_bytes(quick), PAGES_PER_RUN * _SIZES[-1]) + (2 << 30)
 
 
 def num_files(quick: bool) -> int:
@@ -51,8 +52,7 @@ def run(setting: Setting) -> None:
         except LMCacheError as error:
             setting.report.note(f"LMCache was not measured: {error}.")
             python = None
-    sizes = [32 * KIB, 256 * KIB, MIB, *([] if setting.quick else [4 * MIB])]
-    for page_bytes in sizes:
+    for page_bytes in _SIZES:
         run_bytes = PAGES_PER_RUN * page_bytes
         num_runs = max(1, min(_MAX_RUNS, _sample_bytes(setting.quick) // run_bytes))
         num_bytes = num_runs * run_bytes
@@ -163,16 +163,17 @@ def _report(
             if page_bytes == _CHOSEN and peer == "hicache_file":
                 report.add(name, values, wanted=wanted, beside=f"pages of {size}")
         cpu = {
-            side: [cost.cpu_s / num_bytes * 1e9 for cost in by_side[side]]
-            for side in ("own", "hicache_file")
+            side: [cost.cpu_s / num_bytes * 1e9 for cost in taken]
+            for side, taken in by_side.items()
         }
-        report.add(
-            f"{direction}_cpu_hicache_file_over_own_{size}",
-            quotients(cpu["hicache_file"], cpu["own"]),
-            wanted="> 1",
-            beside=" / ".join(
-                f"{side} {percentile(taken, 0.5):.2f} s/GB" for side, taken in cpu.items()
-            ),
-        )
+        for peer in peers:
+            report.add(
+                f"{direction}_cpu_{peer}_over_own_{size}",
+                quotients(cpu[peer], cpu["own"]),
+                wanted="> 1" if peer == "hicache_file" else "",
+                beside=" / ".join(
+                    f"{side} {percentile(cpu[side], 0.5):.2f} s/GB" for side in ("own", peer)
+                ),
+            )
         for side, taken in cpu.items():
             report.add(f"{direction}_cpu_s_per_gb_{side}_{size}", taken, in_table=False)
