@@ -284,7 +284,7 @@ def _serve(
         folder / f"{life}.log",
         *("--max-total-tokens", "4096", "--tier-host-bytes", "384MiB", "--tier-load", "always"),
         *("--tier-dir", str(folder / life), "--tier-object-url", str(folder / "bucket")),
-        *("--tier-object-codec", codec),
+        *("--tier-codec", codec),
     )
     try:
         answers = []

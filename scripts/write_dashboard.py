@@ -183,6 +183,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ('sum (rate(tiered:written_bytes_total{tier="nvme"}[]))', "written"),
             ("sum (rate(tiered:reinserted_bytes_total[]))", "reinserted"),
         ), "Bps"),
+        Panel("Codec", "Bytes of pages that `--tier-codec` encoded and decoded, and what was stored of them. On the right 0 while it is measured to cost more than it saves.", (
+            ("sum by (operation) (rate(tiered:codec_page_bytes_total[]))", "{{operation}}"),
+            ("sum (rate(tiered:codec_stored_bytes_total[]))", "stored of what was encoded"),
+            ("sum by (operation) (rate(tiered:codec_seconds_total[]))", "seconds of threads: {{operation}}", "none"),
+            ("sum by (operation) (rate(tiered:codec_pages_total[]))", "pages: {{operation}}", "none"),
+            ("min (tiered:codec_on)", "on", "none"),
+        ), "Bps"),
         Panel("Time of a store", "From submission to durable. Loads go first, so it grows with them.", _quantiles("store_duration_seconds", by="tier"), "s"),
         Panel("Queue", "Jobs submitted and not done, and on the right the payload of stores among them.", (
             ("sum by (tier) (tiered:tier_inflight_jobs)", "{{tier}} jobs"),

@@ -68,7 +68,7 @@ MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
 DEFAULT_OBJECT_BYTES = TiB
-OBJECT_CODECS = ("none", "zstd", "fp8", "int8")
+TIER_CODECS = ("none", "zstd", "fp8", "int8")
 """Of ``codecs``, which this module may not import; a test compares them."""
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 
@@ -138,6 +138,17 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="no limit",
         ),
     ] = None
+    codec: Annotated[
+        str,
+        Flag(
+            "--tier-codec",
+            choice({name: name for name in TIER_CODECS}),
+            "How pages are stored on NVMe and in the bucket: as they are, in fewer bytes exactly "
+            "(`zstd`), or in a way that changes the KV that comes back (`fp8`, `int8`), with "
+            "pages of their own. Off while it is measured to cost more than it saves.",
+            default="`none`",
+        ),
+    ] = "none"
     always_load: Annotated[
         bool,
         Flag(
@@ -254,16 +265,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="no limit",
         ),
     ] = None
-    codec: Annotated[
-        str,
-        Flag(
-            "--tier-object-codec",
-            choice({name: name for name in OBJECT_CODECS}),
-            "How pages are encoded there: as they are, exactly (`zstd`), or in a way that changes "
-            "the KV that comes back (`fp8`, `int8`), with NVMe pages of their own.",
-            default="`none`",
-        ),
-    ] = "none"
 
     def __post_init__(self) -> None:
         scheme, separator, rest = self.url.partition("://")

@@ -245,7 +245,7 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     arguments = (
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS),
-        *("--tier-object-url", str(tmp_path / "shared"), "--tier-object-codec", "zstd"),
+        *("--tier-object-url", str(tmp_path / "shared"), "--tier-codec", "zstd"),
     )
     (a,) = start(1, *arguments)
     prompts, expected = MOVED[:4], []
@@ -322,7 +322,7 @@ def test_lossy_pages_are_never_read_as_exact(
     opened = []
     (exact,) = start(1, *arguments)
     for codec in ("int8", "fp8"):
-        flags = (*arguments, "--tier-object-codec", codec)
+        flags = (*arguments, "--tier-codec", codec)
         (a,) = start(1, *flags)
         answers = []
         for prompt in prompts:

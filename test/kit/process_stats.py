@@ -24,6 +24,7 @@ from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
 from sglang_tiered.storage.bucket.engine import BucketStats
+from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]
@@ -130,7 +131,8 @@ BESIDE = PeerTierStats(
     moved=RemoteStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
     reads=TierReads(timed(0.5), 11.0),
 )
-FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE)
+CODEC = EncodingStats(True, 4, 400, 300, 0.5, 3, 250, 0.25)
+FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE, codec=CODEC)
 
 
 def with_engine(**changed: object) -> ProcessStats:

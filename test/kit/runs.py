@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from sglang_tiered.codecs import PageLayout
 from sglang_tiered.storage.base import KEY_BYTES, Run
+from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = [
     "NAMESPACE",
@@ -16,7 +20,9 @@ __all__ = [
     "Sizes",
     "blank",
     "make_run",
+    "make_soft_run",
     "page_data",
+    "soft_encoding",
 ]
 
 NAMESPACE = b"\x11" * 32
@@ -37,6 +43,23 @@ def make_run(seed: int, sizes: Sizes) -> Run:
         segments = (size,) if isinstance(size, int) else size
         pages.append(tuple(memoryview(source.randbytes(nbytes)) for nbytes in segments))
     return Run(tuple(keys), tuple(pages))
+
+
+def make_soft_run(seed: int, sizes: Sizes) -> Run:
+    """As ``make_run``, of pages that a codec makes shorter, as it does those of a model."""
+    run = make_run(seed, sizes)
+    return Run(run.keys, tuple(tuple(map(_softened, page)) for page in run.pages))
+
+
+def _softened(segment: memoryview) -> memoryview:
+    data = np.frombuffer(segment, np.uint8).copy()
+    data[1::2] %= 4
+    return memoryview(data.tobytes())
+
+
+def soft_encoding(name: str = "zstd") -> PageEncoding:
+    """What makes those pages shorter."""
+    return PageEncoding(name, PageLayout.unknown("bfloat16"))
 
 
 def blank(run: Run) -> Run:

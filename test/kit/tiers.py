@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
-from kit.runs import NAMESPACE
+from kit.runs import NAMESPACE, soft_encoding
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.region import RegionEngine
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.base import TierEngine
+    from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = ["KEEPING", "open_region", "open_tier"]
 
 KEEPING = [
     *("memory", "faulty-without-faults", "region-direct", "region-buffered"),
     *("object-memory", "object-directory", "stack"),
+    *("region-zstd", "stack-zstd"),
 ]
 BUCKET = os.environ.get("SGLANG_TIERED_TEST_BUCKET")
 if BUCKET:  # any URL of an object tier; credentials are where they always are
@@ -33,11 +35,22 @@ if BUCKET:  # any URL of an object tier; credentials are where they always are
 
 
 def open_region(
-    directory: Path, *, direct: bool | None = None, **sizes: int | None
+    directory: Path,
+    *,
+    direct: bool | None = None,
+    encoding: PageEncoding | None = None,
+    **sizes: int | None,
 ) -> RegionEngine:
     directory.mkdir(mode=0o700)
     device = FileDevice(directory, direct=direct)
-    return RegionEngine(directory, namespace=NAMESPACE, num_threads=2, device=device, **sizes)  # type: ignore[arg-type]
+    return RegionEngine(
+        directory,
+        namespace=NAMESPACE,
+        num_threads=2,
+        device=device,
+        encoding=encoding,
+        **sizes,  # type: ignore[arg-type]
+    )
 
 
 def open_tier(
@@ -70,12 +83,13 @@ def open_tier(
     region = open_region(
         directory / "store",
         direct=False if name == "region-buffered" else None,
+        encoding=soft_encoding() if name.endswith("-zstd") else None,
         capacity_bytes=capacity_bytes,
         region_bytes=region_bytes,
         max_queued_store_bytes=queue_bytes,
         max_tenant_bytes=max_tenant_bytes,
     )
-    if name != "stack":
+    if not name.startswith("stack"):
         return region
     bucket = SharedTier()
     bucket.known = False  # nothing is copied down, so that all outcomes are those of one run

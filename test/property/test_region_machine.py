@@ -27,6 +27,7 @@ from simulation.engine import small_steps
 from simulation.ledger import key
 
 from kit.faulty import Fault, FaultyDevice
+from kit.runs import soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
@@ -61,9 +62,13 @@ def by_tenant(chosen: Sequence[bytes]) -> list[list[bytes]]:
 
 
 def content(namespace: bytes, key: bytes) -> bytes:
-    """The one right answer for a key: its length and bytes follow from key and namespace."""
+    """The one right answer for a key: its length and bytes follow from key and namespace. A codec
+    makes every second one shorter."""
     source = random.Random(namespace + key)
-    return source.randbytes(source.choice((1, 100, 4096, 5000, 8192, 12_288)))
+    data = bytearray(source.randbytes(source.choice((1, 100, 4096, 5000, 8192, 12_288))))
+    if key[1] % 2:
+        data[1::2] = bytes(len(data) // 2)
+    return bytes(data)
 
 
 def flip(device: Device, name: str, bit: int) -> None:
@@ -101,6 +106,7 @@ class RegionMachine(RuleBasedStateMachine):
         self.pins: dict[str, tuple[bytes, set[bytes], float | None]] = {}  # tenant, keys, until
         self.now = 1000.0
         self.old_checkpoint = b""
+        self.codecs = itertools.cycle(("zstd", "none"))  # of one start and the next
         self.engine = self.open()
 
     def make_device(self) -> Device:
@@ -123,6 +129,7 @@ class RegionMachine(RuleBasedStateMachine):
             region_bytes=REGION,
             num_threads=3,
             sync_interval_s=3600.0,
+            encoding=soft_encoding(next(self.codecs)),
             device=self.device,
             wall_clock=lambda: self.now,
         )

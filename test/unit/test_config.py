@@ -7,7 +7,7 @@ import pytest
 from sglang_tiered.codecs import CODEC_NAMES
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
-    OBJECT_CODECS,
+    TIER_CODECS,
     TRANSFER_CODECS,
     GiB,
     MiB,
@@ -126,7 +126,6 @@ def test_object_settings_survive_the_environment() -> None:
         ttl_s=86400.0,
         writes_per_day=GiB,
         requests_per_day=1000,
-        codec="zstd",
     )
     environment: dict[str, str] = {}
     make_config(object=below).to_environment(environment)
@@ -191,5 +190,5 @@ def test_impossible_object_settings_are_one_sentence(
 
 
 def test_codecs_are_those_that_exist() -> None:
-    assert set(OBJECT_CODECS) == set(CODEC_NAMES)
+    assert set(TIER_CODECS) == set(CODEC_NAMES)
     assert set(TRANSFER_CODECS) == set(WIRE_CODECS)

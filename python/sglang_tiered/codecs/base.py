@@ -1,7 +1,7 @@
 """The contract of a page codec, and the layout that it needs.
 
-A codec turns the bytes of one page into fewer bytes and back. Tiers below host memory may use one,
-each its own; none is used unless asked for. The rules:
+A codec turns the bytes of one page into fewer bytes and back. The tiers below host memory may use
+one; none is used unless asked for. The rules:
 
 1. ``encode`` never fails and never loses more than the codec says: a page that it cannot express
    (another length than the layout's, a NaN, an infinity) is stored exactly, at the cost of a few
@@ -9,9 +9,8 @@ each its own; none is used unless asked for. The rules:
 2. ``decode`` gives the page that was encoded, or raises ``CodecError``. It checks what the bytes
    say of themselves; it does not detect every flipped bit. The caller verifies a checksum over the
    encoded bytes first.
-3. Pages of a lossy codec are never exact: the engine that stores them mixes ``name`` and the
-layout's
-   ``digest`` into the namespace.
+3. Pages of a lossy codec are never exact: whoever stores them mixes ``name`` into the namespace,
+   which digests the layout too.
 4. Both calls may run on any thread at any time, and hold the GIL only between array operations.
 """
 

@@ -123,10 +123,10 @@ METRICS = _metrics(
     # ---- What a tier is and holds ----
     ("tier_healthy", GAUGE, "tier", {"nvme": "nvme.health", "object": "object.engine.health", "peer": "peer.tier.health"}, "1 while the tier serves, 0 while it reports misses only."),
     ("tier_pages", GAUGE, "tier", _of(_STORING, "num_pages", peer="peer.tier.num_pages_mirrored"), "Pages a lookup can hit: in the bucket of any server, of peers as far as is known here."),
-    ("tier_held_bytes", GAUGE, "tier", _of(_KEPT, "held_bytes"), "Payload bytes of what this rank's tier holds; in the bucket as encoded, and of any server."),
+    ("tier_held_bytes", GAUGE, "tier", _of(_KEPT, "held_bytes"), "Payload bytes of what this rank's tier holds, as encoded; in the bucket of any server."),
     ("tier_capacity_bytes", GAUGE, "tier", _of(_KEPT, "capacity_bytes"), "Bytes that this rank's tier may take; none of a bucket without a cap."),
     ("tier_held_tokens", GAUGE, "tier", _of(_KEPT, "held_tokens"), "Tokens of which this tier holds the KV, or this rank's part of it."),
-    ("tier_capacity_tokens", GAUGE, "tier", _of(_KEPT, "capacity_tokens"), "Tokens of which the tier can hold the KV; none of a bucket without a cap."),
+    ("tier_capacity_tokens", GAUGE, "tier", _of(_KEPT, "capacity_tokens"), "Tokens of which the tier can hold the KV, more with a codec; none of a bucket without a cap."),
     ("tier_physical_bytes", GAUGE, "tier", _of(_STORING, "physical_bytes"), "Bytes taken on the device, never above the capacity; in the bucket those of all pages that are known."),
     ("tier_inflight_jobs", GAUGE, "tier", _of(_STORING, "num_inflight_jobs", peer="peer.tier.num_inflight_jobs"), "Jobs submitted and not done."),
     ("tier_queued_store_bytes", GAUGE, "tier", _of(_STORING, "queued_store_bytes"), "Payload bytes of stores submitted and not done."),
@@ -135,7 +135,7 @@ METRICS = _metrics(
     ("nvme_write_budget_bytes", GAUGE, "", "write_budget_bytes", "What the write budget leaves for now; only with --tier-nvme-writes-per-day."),
     # ---- What went in and out ----
     ("stored_pages", COUNTER, "tier", _of(_STORING, "num_pages_stored"), "Pages made durable."),
-    ("stored_bytes", COUNTER, "tier", _of(_STORING, "bytes_stored"), "Payload bytes of those."),
+    ("stored_bytes", COUNTER, "tier", _of(_STORING, "bytes_stored"), "Payload bytes of those, in host memory; in the bucket as encoded."),
     ("written_bytes", COUNTER, "tier", _of(_STORING, "bytes_written"), "Bytes written to the device, overhead included, or sent to the bucket."),
     ("loaded_pages", COUNTER, "tier", _of(_STORING, "num_pages_loaded", peer="peer.tier.num_fetched"), "Pages read for requests, probes included, and verified."),
     ("loaded_bytes", COUNTER, "tier", _of(_STORING, "bytes_loaded", peer="peer.tier.bytes_fetched"), "Payload bytes of those."),
@@ -145,6 +145,11 @@ METRICS = _metrics(
     ("purged_pages", COUNTER, "tier", _of(_STORING, "num_pages_erased"), "Pages removed by a purge."),
     ("reinserted_pages", COUNTER, "tier", {"nvme": "nvme.num_pages_reinserted"}, "Pages in use that were rewritten when their region was evicted."),
     ("reinserted_bytes", COUNTER, "tier", {"nvme": "nvme.bytes_reinserted"}, "Payload bytes of those."),
+    ("codec_on", GAUGE, "", "codec.is_on", "1 while pages are encoded on their way to NVMe, 0 while that is measured to cost more than it saves; only with --tier-codec."),
+    ("codec_pages", COUNTER, "operation", {"encode": "codec.num_encoded", "decode": "codec.num_decoded"}, "Pages that were encoded, or decoded."),
+    ("codec_page_bytes", COUNTER, "operation", {"encode": "codec.encoded_page_bytes", "decode": "codec.decoded_page_bytes"}, "Bytes of those in host memory."),
+    ("codec_stored_bytes", COUNTER, "", "codec.encoded_bytes", "Bytes of those that were encoded, as stored."),
+    ("codec_seconds", COUNTER, "operation", {"encode": "codec.encode_s", "decode": "codec.decode_s"}, "Time of the threads that did it."),
     ("page_outcomes", COUNTER, "tier, operation, reason", {"nvme": "nvme.reasons", "object": "object.engine.reasons", "peer": "peer.failures"}, "Pages by outcome: why each load or store did or did not succeed, demotion included. Of peers only failures; missed: no longer there; lost: no answer.", _PAGE_OUTCOMES),
     ("admission_pages", COUNTER, "outcome", "admission", "KV pages offered to NVMe, by what admission decided.", _ADMISSION),
     # ---- What it took ----

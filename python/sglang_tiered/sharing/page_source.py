@@ -64,8 +64,10 @@ class BufferPool:
 class _Read:
     """Pages that are being read, for all who ask for them until they were sent."""
 
-    def __init__(self, namespace: bytes, num_pages: int, release: Callable[[], None]) -> None:
-        self._namespace = namespace
+    def __init__(
+        self, namespace: Callable[[], bytes], num_pages: int, release: Callable[[], None]
+    ) -> None:
+        self._namespace_now, self._namespace = namespace, namespace()
         self.release = release
         self._lock = threading.Lock()
         self._places: list[Place | None] | None = None
@@ -90,6 +92,8 @@ class _Read:
             return None
         offset, length, checksum = spot
         if checksum is None:
+            if self._namespace_now() != self._namespace:
+                return None  # it may have been read under another
             page = self.data[offset : offset + length]
             checksum = page_checksum(self._namespace, key, (page,))
         return Place(offset, length, checksum)
@@ -109,8 +113,9 @@ class PageSource:
     the server bounds the memory in use.
 
     ``find`` returns what is stored of each key; without it all pages are asked for, and their
-    checksums made with ``namespace``. ``generation`` changes with every erasure: who asks after one
-    is given nothing that was read before. Without it every request is a read of its own.
+    checksums made with ``namespace``, as those of pages that were stored encoded. ``generation``
+    changes with every erasure: who asks after one is given nothing that was read before. Without it
+    every request is a read of its own.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class PageSource:
         find: Callable[[Sequence[bytes]], Sequence[StoredPage | None]] | None = None,
         generation: Callable[[], int] | None = None,
         num_queued: Callable[[], int] = lambda: 0,
+        namespace: Callable[[], bytes] | None = None,
     ) -> None:
         self._submit = submit
         self._find = find
@@ -132,6 +138,7 @@ class PageSource:
         self._owns: dict[bytes, tuple[_Own, int]] = {}  # by key, with its position
         self._later: Callable[..., None] | None = None
         self.namespace = b""
+        self._namespace_now = namespace or (lambda: self.namespace)
 
     @classmethod
     def of_region(cls, region: RegionEngine, *, max_free_bytes: int) -> PageSource:
@@ -141,6 +148,7 @@ class PageSource:
             max_free_bytes=max_free_bytes,
             find=region.view.find,
             num_queued=lambda: region.view.num_queued_reads,
+            namespace=lambda: region.namespace,
         )
 
     @property
@@ -158,7 +166,7 @@ class PageSource:
             read = self._reads.get(name)
             is_first = read is None
             if read is None:
-                read = _Read(self.namespace, len(keys), partial(self._released, name))
+                read = _Read(self._namespace_now, len(keys), partial(self._released, name))
                 self._reads[name] = read
             read.num_readers += 1
             is_over = read.waiting is None
@@ -185,8 +193,10 @@ class PageSource:
         at = 0
         wanted: list[tuple[bytes, int, int]] = []
         for position, (key, page, length) in enumerate(zip(keys, stored, lengths, strict=True)):
-            if self._find is None or (page is not None and page.length == length):
-                read.spots[position] = (at, length, None if page is None else page.checksum)
+            # One of fewer bytes may be encoded: the store decodes it, or finds that it is not.
+            if self._find is None or (page is not None and page.length <= length):
+                checksum = page.checksum if page is not None and page.length == length else None
+                read.spots[position] = (at, length, checksum)
                 wanted.append((key, at, length))
                 at += padded(length)
         if not wanted:

@@ -334,13 +334,13 @@ class TierStats:
     health: Health
     health_reason: str  # why it is not RUNNING, as one clause; empty while it is
     num_pages: int = 0  # pages a lookup can hit
-    stored_bytes: int = 0  # payload bytes of those pages
+    stored_bytes: int = 0  # payload bytes of those pages, as stored
     physical_bytes: int = 0  # bytes of storage taken, the figure the cap bounds
     capacity_bytes: int = 0
     num_pages_stored: int = 0
     num_pages_loaded: int = 0
     num_pages_evicted: int = 0
-    bytes_stored: int = 0  # payload bytes stored
+    bytes_stored: int = 0  # payload bytes stored: of the pages as they came, encoded or not
     bytes_written: int = 0  # bytes handed to the device: headers, padding, reinsertion included
     bytes_loaded: int = 0
     num_pages_reinserted: int = 0  # saved from storage that was reclaimed

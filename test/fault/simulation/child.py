@@ -18,7 +18,7 @@ from pathlib import Path
 from line_process import LineProcess
 from simulation.ledger import Ledger, keys
 
-from kit.runs import NAMESPACE
+from kit.runs import NAMESPACE, soft_encoding
 from sglang_tiered.errors import StoreLockedError
 from sglang_tiered.storage.base import Job, Reason
 from sglang_tiered.storage.region import RegionEngine
@@ -38,6 +38,7 @@ def open_directory(directory: Path) -> RegionEngine:
         capacity_bytes=CAPACITY,
         region_bytes=REGION,
         num_threads=3,
+        encoding=soft_encoding(),
     )
 
 

@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kit.unprivileged import run_unprivileged
 from sglang_tiered import launch_server
+from sglang_tiered.codecs import PageLayout
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.hooks import TIERS_INFO
@@ -397,9 +398,11 @@ def test_a_gone_replica_brings_no_purged_pages_back(
         with contextlib.ExitStack() as held:
             start.claim_directory(settings, held)
             start.remove_other_shards(settings)
-            engines = []
+            engines, layout = [], PageLayout.unknown()
             for _ in range(num_ranks):
-                engine, _ = open_shard(settings, storage_config(), namespace, 4096, tp_size=1)
+                engine, _ = open_shard(
+                    settings, storage_config(), namespace, 4096, layout, tp_size=1
+                )
                 held.callback(engine.close)
                 engines.append(engine)
             yield engines

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, MakeRun, PageData
+from kit.runs import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    MakeRun,
+    PageData,
+    make_soft_run,
+    page_data,
+    soft_encoding,
+)
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
@@ -81,6 +89,34 @@ def test_stored_pages_are_served_and_others_are_not(
     expected[1] = expected[2] = None
     assert read(source, [*run.keys[:2], b"z" * 32, *run.keys[3:]], lengths) == expected
     assert read(source, [b"z" * 32], [100]) == [None]
+
+
+def test_encoded_pages_are_given_as_they_were(tmp_path: Path) -> None:
+    """Whoever asks, with the checksum of what is sent, and in the length of the page alone."""
+    region = RegionEngine(
+        tmp_path / "store",
+        namespace=NAMESPACE,
+        capacity_bytes=1 << 22,
+        region_bytes=1 << 20,
+        encoding=soft_encoding(),
+    )
+    run = make_soft_run(2, [65_536, 8192])
+    lengths = stored(region, run)
+    assert region.stats().stored_bytes < run.num_bytes
+    source = PageSource.of_region(region, max_free_bytes=1 << 20)
+    assert read(source, run.keys, lengths) == page_data(run)
+    assert read(source, run.keys, [lengths[0] + 1, lengths[1] - 1]) == [None, None]
+    submit = source._submit
+
+    def change_first(wanted: Run) -> Any:
+        job = submit(wanted)
+        assert job.wait(TIMEOUT_S)
+        region.set_namespace(OTHER_NAMESPACE)
+        return job
+
+    source._submit = change_first
+    assert read(source, run.keys, lengths) == [None, None], "of another namespace, perhaps"
+    region.close()
 
 
 @pytest.mark.parametrize("what", ["erased", "erased before the read", "damaged", "closed"])

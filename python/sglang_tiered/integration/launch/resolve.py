@@ -326,7 +326,10 @@ def _resolve_nvme(
         raise ConfigError(
             f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
         )
-    return NvmeConfig(**values)
+    config = NvmeConfig(**values)
+    if config.codec != NO_CODEC:  # the lossy ones compress too
+        require(f"--tier-codec {config.codec}", "zstandard")
+    return config
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
@@ -339,8 +342,6 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         return None
     require("--tier-object-url", "obstore")
     config = ObjectConfig(**values_of(ObjectConfig, explicit))
-    if config.codec != NO_CODEC:  # the lossy ones compress too
-        require(f"--tier-object-codec {config.codec}", "zstandard")
     rank_settings(config, num_ranks=1)
     if config.url.startswith("s3://"):
         _check_encryption(os.environ)

@@ -21,9 +21,9 @@ def holdings(cache: Any) -> dict[str, Holding]:
     ``object``, the last as far as its listing was read. ``cache`` is a ``TieredRadixCache``. Memory
     only; the scheduler's thread.
 
-    Bytes are this rank's, and tokens those of its replica, of which every rank has a part. A token
-    counts with the bytes it has in host memory, which is exact for models with one pool. Where
-    others lie beside it (sliding windows, states, drafts), tokens in the tiers are estimates.
+    Bytes are this rank's, as stored, and tokens those of its replica, of which every rank has a
+    part. A tier's capacity is in tokens as long as in host memory: with a codec it holds more.
+    Where pools lie beside a model's KV (sliding windows, states, drafts), tokens are estimates.
     """
     group = cache.cache_controller.mem_pool_host
     host_tokens, host_bytes = int(group.logical_size), _pool_bytes(group)
@@ -33,6 +33,10 @@ def holdings(cache: Any) -> dict[str, Holding]:
 
     def tokens_of(nbytes: int) -> int:
         return nbytes * host_tokens // max(host_bytes, 1)
+
+    def tokens_in(num_pages: int) -> int:
+        """Of pages that may be encoded."""
+        return num_pages // len(group.entries) * int(cache.page_size)
 
     def in_tokens(capacity: int, held: int) -> Holding:
         return Holding(
@@ -56,16 +60,15 @@ def holdings(cache: Any) -> dict[str, Holding]:
         capacity_bytes=nvme.capacity_bytes,
         capacity_tokens=tokens_of(nvme.capacity_bytes),
         held_bytes=nvme.stored_bytes,
-        held_tokens=tokens_of(nvme.stored_bytes),
+        held_tokens=tokens_in(nvme.num_pages),
     )
     if storage.stack.bucket is not None:
         bucket = storage.stack.bucket.stats()
-        num_pages = bucket.num_pages // len(group.entries)  # whose bytes may be encoded
         found["object"] = Holding(
             capacity_bytes=bucket.capacity_bytes,
             capacity_tokens=tokens_of(bucket.capacity_bytes),
             held_bytes=bucket.physical_bytes,
-            held_tokens=num_pages * cache.page_size,
+            held_tokens=tokens_in(bucket.num_pages),
         )
     return found
 

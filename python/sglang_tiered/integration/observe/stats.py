@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang_tiered import __version__
+from sglang_tiered.codecs import NO_CODEC
 from sglang_tiered.metrics.durations import DurationCounts
 from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.region.engine import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.peer_tier import PeerStats
     from sglang_tiered.storage.base import TierStats
     from sglang_tiered.storage.bucket.engine import BucketStats
+    from sglang_tiered.storage.encoding import EncodingStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 __all__ = [
@@ -115,6 +118,7 @@ class ProcessStats:
     peer: PeerTierStats | None  # None without an index of other servers
     hints: HintStats | None = None  # None on a stage of a pipeline
     waits: WaitStats | None = None  # likewise
+    codec: EncodingStats | None = None  # None without one
     holdings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # see ``holdings``
     request_log_dropped: int | None = None  # lines; None where none is written
 
@@ -202,6 +206,8 @@ def process_stats(
         moved_here = stack.remote_stats(Tier.PEER)
         peers = cast("PeerStats", stack.remote[Tier.PEER].stats())
         beside = PeerTierStats(peers, moved_here, reads[Tier.PEER])
+    region = storage.region_engine
+    encoding = region.encoding if isinstance(region, RegionEngine) else None
     return ProcessStats(
         nvme=stack.nvme.stats(),
         host=storage.accounting,
@@ -214,6 +220,7 @@ def process_stats(
         peer=beside,
         hints=hints,
         waits=waits,
+        codec=None if encoding is None or encoding.name == NO_CODEC else encoding.stats(),
         holdings={tier: _bounded(holding) for tier, holding in (held or {}).items()},
         request_log_dropped=request_log_dropped,
     )

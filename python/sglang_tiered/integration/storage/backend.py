@@ -36,7 +36,7 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.storage.page_layout import check_codec
+from sglang_tiered.integration.storage.page_layout import check_codec, page_layout
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 from sglang_tiered.integration.storage.tiers import (
@@ -172,7 +172,12 @@ class TieredStorage(TierQueries):
             self._use_borrowed(search)
             return None
         region, replica = open_shard(
-            config, where, search.namespace, max_page_bytes, tp_size=self._storage_config.tp_size
+            config,
+            where,
+            search.namespace,
+            max_page_bytes,
+            page_layout(self.mem_pool_host),
+            tp_size=self._storage_config.tp_size,
         )
         self._tiers = OpenTiers(TierStack(region))  # which is closed if the others do not open
         self._namespace = region.namespace

@@ -21,7 +21,9 @@ from sglang_tiered.config import (
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.identity.namespace_search import recall_namespace
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
+from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.bucket.settings import BucketSettings
+from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.engine import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 from sglang_tiered.storage.region.format import min_region_bytes
@@ -35,11 +37,12 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+    from sglang_tiered.codecs import PageLayout
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.peer_config import PeerConfig
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
-    from sglang_tiered.storage.base import Erasure, Tier, TierEngine
+    from sglang_tiered.storage.base import Erasure, TierEngine
     from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = [
@@ -85,13 +88,14 @@ def open_shard(
     where: HiCacheStorageConfig,
     namespace: bytes | None,
     page_bytes: int,
+    layout: PageLayout,
     *,
     tp_size: int,
 ) -> tuple[RegionEngine, int]:
     """Open the first free shard of this rank's geometry; return it and its number among them;
     without a namespace under the last one that was found for it. ``page_bytes`` is the largest page
-    of any pool; raises ``ConfigError`` where the tier is too small for it. ``tp_size`` is the
-    server's, also where ``where`` stands for all of its ranks.
+    of any pool; raises ``ConfigError`` where the tier is too small for it. ``layout`` is that of
+    the KV pool. ``tp_size`` is the server's, also where ``where`` stands for all of its ranks.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried; which replica gets which does not matter, because all
@@ -99,6 +103,8 @@ def open_shard(
     """
     nvme = config.nvme
     assert nvme is not None
+    tiers = (Tier.NVME,) if config.object is None else (Tier.NVME, Tier.OBJECT)
+    encoding = PageEncoding(nvme.codec, layout, tiers=tiers)
     region_bytes = _region_bytes(config, nvme.region_bytes, page_bytes)
     replicas = num_replicas(
         config.num_ranks, tp_size=where.tp_size, pp_size=where.pp_size, dp_size=config.dp_size
@@ -121,6 +127,7 @@ def open_shard(
                 region_bytes=region_bytes,
                 max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),
                 max_tenant_bytes=config.max_tenant_bytes_per_rank,
+                encoding=encoding,
             )
             if where.tp_rank == 0 and tp_size > 1:
                 _remove_other_sharing(Path(nvme.directory), name, tp_size)
@@ -179,7 +186,7 @@ def open_remote_tiers(
     """Open the tiers beyond the shard. Returns at once: they are contacted in the background, and
     miss until they answer. ``rank`` is this process's among those of the server,
     ``page_bytes`` the largest page of any pool. ``on_told`` erases what another server did."""
-    bucket = _open_object_tier(config, namespace, host_pool)
+    bucket = _open_object_tier(config, namespace, shard.encoding)
     if bucket is not None and rank == 0 and page_bytes < SMALL_PAGE_BYTES:
         logger.info(
             "each page of %s is a request to the bucket, %d for a GiB; --page-size %d makes it %s",
@@ -202,20 +209,15 @@ def open_remote_tiers(
 
 
 def _open_object_tier(
-    config: TieredConfig, namespace: bytes, host_pool: Any
+    config: TieredConfig, namespace: bytes, encoding: PageEncoding | None
 ) -> BucketEngine | None:
     settings = object_settings(config)
     if settings is None or config.object is None:
         return None
     # Imported late: without an object tier its libraries are not needed.
-    from sglang_tiered.codecs import NO_CODEC, make_codec
-    from sglang_tiered.integration.storage.page_layout import page_layout
     from sglang_tiered.storage.bucket import BucketEngine
 
-    codec = None
-    if settings.codec != NO_CODEC:
-        codec = make_codec(settings.codec, page_layout(host_pool))
-    engine = BucketEngine(settings, namespace=namespace, page_codec=codec)
+    engine = BucketEngine(settings, namespace=namespace, encoding=encoding)
     logger.info(
         "object tier open at %s: namespace %s", config.object.shown_url, namespace.hex()[:16]
     )
@@ -242,12 +244,11 @@ def _open_peers(
 
 
 def lossy_codec(config: TieredConfig) -> str | None:
-    """Return the codec that changes KV on its way through the bucket; None where KV is unchanged.
-    Its name belongs into the namespace of every tier: what comes back is kept on NVMe, and more KV
-    is computed from it."""
-    if config.object is None or config.object.codec not in LOSSY_CODEC_NAMES:
+    """Return the codec that changes KV on its way through the tiers; None where KV is unchanged.
+    Its name belongs into the namespace of every tier: more KV is computed from what comes back."""
+    if config.nvme is None or config.nvme.codec not in LOSSY_CODEC_NAMES:
         return None
-    return config.object.codec
+    return config.nvme.codec
 
 
 def object_settings(config: TieredConfig) -> BucketSettings | None:
@@ -267,7 +268,6 @@ def rank_settings(config: ObjectConfig, num_ranks: int) -> BucketSettings:
         ttl_s=config.ttl_s,
         writes_per_day=share(config.writes_per_day),
         requests_per_day=share(config.requests_per_day),
-        codec=config.codec,
     )
 
 

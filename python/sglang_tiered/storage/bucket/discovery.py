@@ -184,11 +184,9 @@ class Discovery:
             if full and name.stamp < state.seen and state.erased.kills(*page):
                 state.doom(listed.path)
         elif not state.awaits_record((name.key,), name.tenant):  # or it may be from before
-            most = name.length if state.codec is None else 2 * name.length + 4096
-            least = most if state.codec is None else 0
-            is_whole = least <= listed.size <= min(most, _MAX_BYTES)
+            is_whole = listed.size == name.length <= _MAX_BYTES
             if is_whole and listed.path not in state.skipped:
-                state.index.put(name, listed.size, is_listed=True)
+                state.index.put(name, is_listed=True)
 
     # ---- Pins ----
 

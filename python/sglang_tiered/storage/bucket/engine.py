@@ -7,7 +7,6 @@ one collects. What they share, and its one lock, is in ``state``.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import threading
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
@@ -34,7 +32,6 @@ from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
 from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import RequestError, Requests
-from sglang_tiered.storage.bucket.settings import NO_CODEC
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.promises import all_true, ended, is_true
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.base import (
         Erasure,
         Job,
@@ -56,6 +52,7 @@ if TYPE_CHECKING:
     )
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.bucket.settings import BucketSettings
+    from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = ["BucketEngine", "BucketStats"]
 
@@ -89,9 +86,9 @@ class BucketEngine(TierEngine):
     background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
     invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
 
-    ``namespace`` digests everything that gives the bytes their meaning. With ``page_codec``, which
-    must be the one that the settings name, pages are encoded, and live under a namespace of their
-    own. ``clock`` times deadlines and pauses, ``wall_clock`` the names of pages.
+    ``namespace`` digests everything that gives the bytes their meaning. Pages are put as they come,
+    encoded or not; ``encoding`` decodes those that are loaded as longer ones. ``clock`` times
+    deadlines and pauses, ``wall_clock`` the names of pages.
     """
 
     tier = Tier.OBJECT
@@ -101,20 +98,15 @@ class BucketEngine(TierEngine):
         settings: BucketSettings,
         *,
         namespace: bytes,
-        page_codec: PageCodec | None = None,
+        encoding: PageEncoding | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        name = NO_CODEC if page_codec is None else page_codec.name
-        if name != settings.codec:
-            raise ConfigError(f"the object tier is set to codec {settings.codec}, not {name}")
-        self._codec = page_codec
+        _check(namespace)
         self._settings = settings
         self._breaker = breaker = Breaker(clock, name=settings.url, on_open=self._wake_discovery)
         self._requests = requests = Requests(settings, on_outcome=breaker.note)
-        self._state = state = BucketState(
-            settings, self._own(namespace), page_codec, clock, wall_clock
-        )
+        self._state = state = BucketState(settings, namespace, encoding, clock, wall_clock)
         self._transfers = transfers = Transfers(state, requests, breaker)
         self._collector: Collector | None = None
         self._stop = threading.Event()
@@ -150,14 +142,6 @@ class BucketEngine(TierEngine):
             self._collector.run_in_background(self._stop, lambda: self.namespace)
 
         self._workers.start("bucket-collector", collect)
-
-    def _own(self, namespace: bytes) -> bytes:
-        """Return the namespace in the bucket: encoded bytes never share one with exact ones."""
-        if len(namespace) != NAMESPACE_BYTES:
-            raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
-        if self._codec is None:
-            return namespace
-        return hashlib.sha256(namespace + self._codec.name.encode("ascii")).digest()
 
     def _wake_discovery(self) -> None:
         """Let the discovery probe a bucket that does not answer."""
@@ -262,17 +246,18 @@ class BucketEngine(TierEngine):
         return is_true(succeeded, timeout_s)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
-        own, state = self._own(namespace), self._state
+        _check(namespace)
+        state = self._state
         with state.lock:
-            if own == state.namespace:
+            if namespace == state.namespace:
                 return
-            state.namespace = own
+            state.namespace = namespace
             state.epoch += 1
             state.index.clear()
             state.pending.clear()
             state.skipped.clear()
             state.pins.clear()
-            state.untold.extend(state.elsewhere.pop(own, ()))
+            state.untold.extend(state.elsewhere.pop(namespace, ()))
             state.discovery_ready.notify_all()
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
@@ -440,3 +425,8 @@ class BucketEngine(TierEngine):
             assert bool(state.pending) <= bool(left), f"{len(state.pending)} pending, no job"
             assert left or not state.staged_bytes, f"{state.staged_bytes} bytes staged, no job"
             assert left or not state.open_loads, f"{len(state.open_loads)} loads, no job"
+
+
+def _check(namespace: bytes) -> None:
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")

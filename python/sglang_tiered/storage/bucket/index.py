@@ -1,6 +1,6 @@
 """What is held: the pages that a bucket lists, in memory. No I/O.
 
-A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 29 bytes,
+A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 25 bytes,
 and their place in a table that the collector of garbage need not look into. Nothing here locks: the
 owner's lock guards every call.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_STEPS", "Held", "PageIndex"]
 
-_ROW = struct.Struct("<IIIIQIB")
+_ROW = struct.Struct("<IIIQIB")
 _SPARE_SHIFT = 10
 MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
@@ -30,7 +30,6 @@ class Held(NamedTuple):
 
     share: int
     unix_s: int
-    stored: int
     length: int
     checksum: int
     stamp: int
@@ -126,7 +125,7 @@ class PageIndex:
         ]
 
     def bytes_of(self, keys: Iterable[bytes]) -> int:
-        return sum(held.stored for key in keys if (held := self.get(key)) is not None)
+        return sum(held.length for key in keys if (held := self.get(key)) is not None)
 
     # ---- Changes ----
 
@@ -134,7 +133,7 @@ class PageIndex:
         """From now on note which pages are put: ``sweep`` tells them from the others."""
         self._mark = (self._mark + 1) % 256
 
-    def put(self, name: PageName, stored: int, *, is_listed: bool = False) -> None:
+    def put(self, name: PageName, *, is_listed: bool = False) -> None:
         """Enter a page that is in the bucket, unless a later one of its key is known. None that is
         listed goes in the place of a younger one: it may have gone for that before."""
         known = self.get(name.key)
@@ -148,32 +147,30 @@ class PageIndex:
         elif self._rows.pop(name.key, None) is not None:
             self.num_dead -= 1
         share = self._tenants.get(name.tenant)
-        if known is None and is_listed and self._is_too_old(name, stored, share):
+        if known is None and is_listed and self._is_too_old(name, share):
             return
         if share is None:
             share = self._tenants[name.tenant] = _Share(name.tenant, next(self._numbers))
             self._shares[share.number] = share
-        held = Held(
-            share.number, name.unix_s, stored, name.length, name.checksum, name.stamp, self._mark
-        )
+        held = Held(share.number, name.unix_s, name.length, name.checksum, name.stamp, self._mark)
         self._rows[name.key] = _ROW.pack(*held)
-        self._count(share, 1, stored)
-        self._count_pinned(share, stored if self._is_pinned(name.key) else 0)
+        self._count(share, 1, name.length)
+        self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
         if self._max_tenant_bytes is not None and any(name.tenant):
             share.keys[name.key] = None
             self._evict_of_share(share, self._max_tenant_bytes)
         self._evict()
 
-    def _is_too_old(self, name: PageName, stored: int, share: _Share | None) -> bool:
+    def _is_too_old(self, name: PageName, share: _Share | None) -> bool:
         """Return whether a page would have to go before any other of all, or of its tenant."""
         if self._is_pinned(name.key):
             return False
-        if name.unix_s <= self._evicted_s and not self._has_room(1, stored, spare=True):
+        if name.unix_s <= self._evicted_s and not self._has_room(1, name.length, spare=True):
             return True
         if share is None or self._max_tenant_bytes is None:
             return False
         limit = self._max_tenant_bytes - (self._max_tenant_bytes >> _SPARE_SHIFT)
-        return name.unix_s <= share.evicted_s and share.num_bytes + stored > limit
+        return name.unix_s <= share.evicted_s and share.num_bytes + name.length > limit
 
     def _has_room(self, num_pages: int = 0, num_bytes: int = 0, *, spare: bool = False) -> bool:
         """``spare``: and for some more. So many go at once: each look for the oldest passes over
@@ -199,7 +196,7 @@ class PageIndex:
         for key in keys:
             held = self.get(key)
             if held is not None:
-                self._count_pinned(self._shares[held.share], sign * held.stored)
+                self._count_pinned(self._shares[held.share], sign * held.length)
 
     def _count_pinned(self, share: _Share, num_bytes: int) -> None:
         share.pinned_bytes += num_bytes
@@ -217,8 +214,8 @@ class PageIndex:
         del self._rows[key]
         share = self._shares[held.share]
         share.keys.pop(key, None)
-        self._count_pinned(share, -held.stored if self._is_pinned(key) else 0)
-        self._count(share, -1, -held.stored)
+        self._count_pinned(share, -held.length if self._is_pinned(key) else 0)
+        self._count(share, -1, -held.length)
         return True
 
     def drop_tenant(self, tenant: bytes) -> int:
@@ -304,7 +301,7 @@ class PageIndex:
         living = [held for held in rows if held.share in self._shares]
         assert len(rows) - len(living) == self.num_dead, f"{self.num_dead} rows counted dead"
         counted = (self.num_pages, self.stored_bytes)
-        found = (len(living), sum(held.stored for held in living))
+        found = (len(living), sum(held.length for held in living))
         assert counted == found, f"pages and bytes {found}, counted {counted}"
         pinned = self.bytes_of(key for key in self._rows if self._is_pinned(key))
         assert pinned == self.pinned_bytes, f"{pinned} bytes pinned, {self.pinned_bytes} counted"

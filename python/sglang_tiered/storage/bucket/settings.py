@@ -6,10 +6,7 @@ import msgspec
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["NO_CODEC", "BucketSettings"]
-
-NO_CODEC = "none"
-_MAX_CODEC_NAME_BYTES = 16
+__all__ = ["BucketSettings"]
 
 
 class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +45,6 @@ class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_day: int | None = None
     """Pages that this engine may put in 24 hours, each a request."""
 
-    codec: str = NO_CODEC
-    """A name known to ``codecs``."""
-
     staging_bytes: int = 256 << 20
     """Pages that wait for their upload in their owner's memory; stores beyond it are rejected."""
 
@@ -63,5 +57,3 @@ class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in msgspec.structs.asdict(self).items():
             if isinstance(value, (int, float)) and not value > 0:
                 raise ConfigError(f"{name} of the object tier is {value}, not above 0")
-        if not self.codec.isascii() or not 0 < len(self.codec) <= _MAX_CODEC_NAME_BYTES:
-            raise ConfigError(f"{self.codec!r} cannot be the name of a codec")

@@ -20,11 +20,11 @@ from sglang_tiered.storage.promises import Promises
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from sglang_tiered.codecs.base import PageCodec
     from sglang_tiered.storage.base import Job, Page
     from sglang_tiered.storage.bucket.erased import Record
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.bucket.settings import BucketSettings
+    from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = ["BucketState", "EraseOrder", "Load", "OnErased", "PageLoad", "Upload", "selects"]
 
@@ -88,7 +88,6 @@ class PageLoad(NamedTuple):
     load: Load
     position: int
     name: PageName
-    stored: int
     in_place: bool = False  # straight into its buffers, if that takes no waiting
 
     @property
@@ -133,12 +132,12 @@ class BucketState:
         self,
         settings: BucketSettings,
         namespace: bytes,
-        codec: PageCodec | None,
+        encoding: PageEncoding | None,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self.settings = settings
-        self.codec = codec
+        self.encoding = encoding
         self.clock = clock
         self.wall_clock = wall_clock
         self.lock = threading.Lock()

@@ -11,11 +11,12 @@ import contextlib
 import heapq
 import itertools
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason
+from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason, Tier
 from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
 from sglang_tiered.storage.bucket.requests import Failure, RequestError
 from sglang_tiered.storage.bucket.state import Load, PageLoad, Upload
@@ -54,6 +55,7 @@ class Transfers:
 
     def submit_load(self, run: Run, deadline_s: float | None) -> Job:
         state, answers = self._state, not self._breaker.is_open
+        reads_in_place = self._requests.reads_in_place
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
             if state.closed:
@@ -63,17 +65,21 @@ class Transfers:
             found = []
             for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
                 held = state.index.get(key) if answers else None
-                if held is None or held.length != sum(segment.nbytes for segment in page):
+                asked = sum(segment.nbytes for segment in page)
+                if held is None or held.length > asked:
+                    continue
+                is_encoded = held.length < asked
+                if is_encoded and state.encoding is None:
                     continue
                 job.reasons[position] = Reason.IO_ERROR  # until it is served
-                found.append((position, state.index.name_of(key, held), held.stored))
+                in_place = reads_in_place and not is_encoded
+                found.append((position, state.index.name_of(key, held), in_place))
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
             load = Load(job, state.layout, len(found))
-            in_place = state.codec is None and self._requests.reads_in_place
             state.open_loads[load] = None
-            state.loads.extend(PageLoad(load, *each, in_place) for each in found)
+            state.loads.extend(PageLoad(load, *each) for each in found)
             state.transfer_ready.notify(len(found))
             if deadline_s is not None:
                 self._watch(load, state.clock() + deadline_s)
@@ -100,8 +106,9 @@ class Transfers:
                     if page.load.is_open and not state.closed and page.in_place:
                         reason = self._read_in_place(page)
                     elif page.load.is_open and not state.closed:
-                        if self._requests.directory is not None and len(room) < page.stored:
-                            room = memoryview(bytearray(page.stored))
+                        num_bytes = page.name.length
+                        if self._requests.directory is not None and len(room) < num_bytes:
+                            room = memoryview(bytearray(num_bytes))
                         reason = self._load(page, room if room else None)
                 except BaseException:  # a panic of the library is no Exception
                     self._breaker.fault("loading")
@@ -119,10 +126,11 @@ class Transfers:
                 return [], upload
             state.transfer_ready.wait()
         page = state.loads.popleft()
-        pages, num_left, room = [page], len(state.loads) // num_threads, _TAKEN_BYTES - page.stored
+        pages, num_left = [page], len(state.loads) // num_threads
+        room = _TAKEN_BYTES - page.name.length
         while page.in_place and num_left and state.loads[0].in_place and room > 0:
             pages.append(state.loads.popleft())
-            num_left, room = num_left - 1, room - pages[-1].stored
+            num_left, room = num_left - 1, room - pages[-1].name.length
         for page in pages:
             page.load.num_touching += page.in_place  # a deadline waits for it
         return pages, None
@@ -148,7 +156,7 @@ class Transfers:
     def _read_in_place(self, page: PageLoad) -> Reason | None:
         """Fill a page with what memory holds of a file; None where that is not all."""
         path = page.path
-        if self._requests.get_cached(path, page.page) < page.stored:
+        if self._requests.get_cached(path, page.page) < page.name.length:
             return None
         return Reason.OK if is_page(path, page.name.checksum, page.page) else self._corrupt(page)
 
@@ -169,9 +177,9 @@ class Transfers:
 
     def _load(self, page: PageLoad, room: memoryview | None) -> Reason:
         """Return what became of a page."""
-        path = page.path
+        path, began = page.path, time.perf_counter()
         try:
-            stored = self._requests.get(path, page.stored, into=room)
+            stored = self._requests.get(path, page.name.length, into=room)
         except RequestError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
@@ -179,23 +187,20 @@ class Transfers:
                 return Reason.MISS
             is_short = error.failure is Failure.BAD_RANGE
             return self._corrupt(page) if is_short else Reason.IO_ERROR
-        if len(stored) == page.stored and is_page(path, page.name.checksum, (stored,)):
-            with self._touching(page.load) as allowed:
-                if not allowed:
-                    return Reason.IO_ERROR
-                if self._deliver(stored, page.page):
-                    return Reason.OK
-        return self._corrupt(page)
+        encoding = self._state.encoding
+        if encoding is not None:
+            encoding.note_read(Tier.OBJECT, time.perf_counter() - began, len(stored))
+        if len(stored) < page.name.length or not is_page(path, page.name.checksum, (stored,)):
+            return self._corrupt(page)
+        with self._touching(page.load) as allowed:
+            reason = self._deliver(stored, page.page) if allowed else Reason.IO_ERROR
+        return self._corrupt(page) if reason is Reason.CORRUPT else reason
 
-    def _deliver(self, stored: memoryview, page: Page) -> bool:
-        """Fill the page; false when the bytes do not decode to it."""
-        codec = self._state.codec
-        if codec is not None:
-            try:
-                codec.decode(stored, page)
-            except Exception:  # whatever is wrong with verified bytes, they are not this page
-                return False
-            return True
+    def _deliver(self, stored: memoryview, page: Page) -> Reason:
+        """Fill the page."""
+        encoding = self._state.encoding
+        if encoding is not None and len(stored) < sum(segment.nbytes for segment in page):
+            return encoding.decode(stored, page)
         position = 0
         for segment in page:
             part = stored[position : position + segment.nbytes]
@@ -204,7 +209,7 @@ class Transfers:
                 segment[:] = part
             else:  # numpy lets other threads run meanwhile
                 np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
-        return True
+        return Reason.OK
 
     def _corrupt(self, page: PageLoad) -> Reason:
         with self._state.lock:
@@ -304,12 +309,8 @@ class Transfers:
             return Reason.CANCELLED
         if not self._breaker.accepts_stores():
             return Reason.REJECTED
-        page, codec = job.run.pages[upload.position], state.codec
-        try:
-            # A copy: a request that timed out may still read it.
-            data = b"".join(page) if codec is None else bytes(codec.encode(page))
-        except Exception:  # of a codec: the page cannot be stored, nothing else is lost
-            return Reason.REJECTED
+        # A copy: a request that timed out may still read it.
+        data = b"".join(job.run.pages[upload.position])
         upload.is_copied = True
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
@@ -334,7 +335,7 @@ class Transfers:
             state.bytes_stored += upload.num_bytes
             state.skipped.pop(path, None)
             if upload.epoch == state.epoch:
-                state.index.put(name, len(data))
+                state.index.put(name)
         return Reason.OK
 
     def _look_at_the_clock(self, layout: Layout) -> None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
@@ -100,8 +101,9 @@ class RegionEngine(TierEngine):
     either way, and of any other the leading pages that fit. A stored page survives death of the
     process at once, and loss of power after ``sync_interval_s`` and the time a flush takes.
     ``pin_share`` bounds what pins keep: of the capacity, in whole regions, without two of them, the
-    one that is written to and one that is free while anything is pinned. ``wall_clock`` says when
-    pins expire.
+    one that is written to and one that is free while anything is pinned. ``encoding`` encodes what
+    is stored and decodes what is loaded; without it pages are stored as they are, and encoded ones
+    are misses. ``wall_clock`` says when pins expire.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class RegionEngine(TierEngine):
         max_queued_store_bytes: int = DEFAULT_QUEUED_STORE_BYTES,
         max_tenant_bytes: int | None = None,
         pin_share: float = MAX_PIN_SHARE,
+        encoding: PageEncoding | None = None,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -140,7 +143,7 @@ class RegionEngine(TierEngine):
         self._close_timeout_s = io_timeout_s
         self._promises = Promises()
         bound_bytes = max(int(pin_share * (capacity_bytes // region_bytes - 2) * region_bytes), 0)
-        self._state = state = StoreState(namespace, bound_bytes, wall_clock)
+        self._state = state = StoreState(namespace, bound_bytes, wall_clock, encoding)
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
@@ -213,6 +216,11 @@ class RegionEngine(TierEngine):
     @property
     def directory(self) -> Path:
         return self._directory
+
+    @property
+    def encoding(self) -> PageEncoding | None:
+        """Return how pages are encoded and decoded here."""
+        return self._state.encoding
 
     @property
     def namespace(self) -> bytes:

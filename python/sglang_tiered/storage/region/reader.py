@@ -4,12 +4,13 @@ reader threads do."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.metrics.durations import Durations
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
@@ -40,6 +41,7 @@ class RegionReader(StorePart):
         self.verifications = Durations()  # of the pages of one span, for statistics
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
+        self._staging = threading.local()  # for encoded pages: a span at most
 
     def load(self, span: LoadSpan) -> None:
         """Read a span of a load and settle it. Raises nothing: a job that is never finished would
@@ -49,7 +51,9 @@ class RegionReader(StorePart):
             return
         try:
             ticket = span.ticket
-            reasons, error = self.read(ticket.namespace, span.wanted, ticket.job.run.meter)
+            stored = self._staged(span.wanted)
+            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter)
+            self._decode(span.wanted, stored, reasons)
         except Exception:
             logger.exception(
                 "%s: internal error while loading pages; they are computed again", self._directory
@@ -67,6 +71,32 @@ class RegionReader(StorePart):
             )
         self.unpin(span.wanted[0].region)
         self._settle(span, reasons)
+
+    def _staged(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Return what to read where: an encoded page into memory of this thread."""
+        lengths = [padded(item.length) if _is_encoded(item) else 0 for item in wanted]
+        if not any(lengths):
+            return wanted
+        memory = getattr(self._staging, "memory", memoryview(b""))
+        if memory.nbytes < sum(lengths):
+            memory = self._staging.memory = aligned_buffer(sum(lengths))
+        stored = []
+        start = 0
+        for item, length in zip(wanted, lengths, strict=True):
+            page = (memory[start : start + item.length],) if length else item.page
+            stored.append(item._replace(page=page))
+            start += length
+        return stored
+
+    def _decode(
+        self, wanted: Sequence[Wanted], stored: Sequence[Wanted], reasons: list[Reason]
+    ) -> None:
+        """Fill the pages of what was read and verified elsewhere."""
+        encoding = self._state.encoding
+        for position, (item, read) in enumerate(zip(wanted, stored, strict=True)):
+            if read.page is not item.page and reasons[position] is Reason.OK:
+                assert encoding is not None
+                reasons[position] = encoding.decode(read.page[0], item.page)
 
     def _skip(self, span: LoadSpan) -> None:
         """Finish a span that was not tried; its pages stay indexed."""
@@ -144,9 +174,13 @@ class RegionReader(StorePart):
             padding = padded(item.length) - item.length
             if padding:
                 segments.append(self._scratch[:padding])
-        first = span[0]
+        first, encoding = span[0], self._state.encoding
+        began = time.perf_counter()
         with self._health.watch():
-            return self._device.readv(first.region.fd, segments, first.offset)
+            filled = self._device.readv(first.region.fd, segments, first.offset)
+        if encoding is not None:
+            encoding.note_read(Tier.NVME, time.perf_counter() - began, filled)
+        return filled
 
 
 def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
@@ -156,6 +190,10 @@ def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list
         filled -= padded(item.length)
         verified.append(filled >= 0 and _verifies(namespace, item))
     return verified
+
+
+def _is_encoded(item: Wanted) -> bool:
+    return item.length < sum(segment.nbytes for segment in item.page)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure, Job, Run
+    from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.pending import Note, Part
     from sglang_tiered.storage.region.pins import Pin
     from sglang_tiered.storage.region.regions import Region
@@ -61,7 +62,9 @@ class StoreState:
         namespace: bytes,
         pin_bound_bytes: int = 0,
         wall_clock: Callable[[], float] = time.time,
+        encoding: PageEncoding | None = None,
     ) -> None:
+        self.encoding = encoding
         self.lock = threading.Lock()
         self.store_ready = threading.Condition(self.lock)  # writer: orders, or an extent written
         self.io_ready = threading.Condition(self.lock)  # loads, and pieces of extents
@@ -338,9 +341,9 @@ class StoreState:
         for part in write.parts:
             ticket, rows = part.ticket, slice(start, start + part.num_pages)
             start += part.num_pages
-            lengths = pages["length"][rows]
-            num_bytes = int(lengths.sum())
-            keys = [ticket.key(index) for index in range(part.start, part.start + part.num_pages)]
+            placed = range(part.start, part.start + part.num_pages)
+            num_bytes = sum(map(ticket.length, placed))
+            keys = [ticket.key(index) for index in placed]
             places, entries = offsets[rows], pages[rows]
             if ticket.forgotten:
                 seen = [key not in ticket.forgotten for key in keys]
@@ -414,15 +417,16 @@ class StoreState:
     # ---- Loads ----
 
     def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
-        """Return the pages of a run that are held in the length asked for, with their places;
-        ``is_use`` counts a hit for each, which is what reclaim goes by."""
+        """Return the pages of a run that are held in the length asked for, or perhaps encoded, with
+        their places; ``is_use`` counts a hit for each, which is what reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
         wanted = []
         for i, position in enumerate(positions.tolist()):
             page = run.pages[position]
-            if places.lengths[i] == page_bytes(page):
+            asked = page_bytes(page)
+            if places.lengths[i] == asked or (places.lengths[i] < asked and self.encoding):
                 wanted.append(
                     Wanted(
                         position,
@@ -453,7 +457,7 @@ class StoreState:
             ticket.job.reasons[item.position] = reason
             if reason is Reason.OK and ticket.for_request:
                 self.num_pages_loaded += 1
-                self.bytes_loaded += item.length
+                self.bytes_loaded += sum(segment.nbytes for segment in item.page)
             elif reason is Reason.OK:
                 self.num_pages_copied += 1
                 self.bytes_copied += item.length

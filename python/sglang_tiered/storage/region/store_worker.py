@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import math
+import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
@@ -414,9 +415,12 @@ class IoWorker(StorePart):
         written = 0
         while (span := self._begin_write()) is not None:
             self._reader.load(span)
+        began, encoding = time.perf_counter(), self._state.encoding
         try:
             with self._health.watch():
                 written = write_fully(self._device, write.region.fd, segments, offset)
+            if encoding is not None:
+                encoding.note_write(time.perf_counter() - began, written)
         finally:
             with self._state.lock:
                 self._state.end_write(written)

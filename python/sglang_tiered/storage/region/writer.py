@@ -37,7 +37,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, page_bytes
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Region
 
@@ -253,14 +253,18 @@ class RegionWriter(StorePart):
         return write
 
     def _extent_of(self, parts: list[Part]) -> ExtentWrite:
-        region = self._region
+        region, encoding = self._region, self._state.encoding
         assert region is not None
         pages: list[Page] = []
         records = []
         for part in parts:
             for index in range(part.start, part.start + part.num_pages):
-                pages.append(part.ticket.page(index))
-                records.append((part.ticket.key(index), part.ticket.length(index), 0))
+                page, length = part.ticket.page(index), part.ticket.length(index)
+                if encoding is not None and not part.ticket.reinserted:
+                    page = encoding.encode(page)
+                    length = page_bytes(page)
+                pages.append(page)
+                records.append((part.ticket.key(index), length, 0))
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, page_table(records), first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages)

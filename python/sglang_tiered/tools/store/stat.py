@@ -1,4 +1,5 @@
-"""``stat``: what a store holds, how full it is and who uses it. Reads no sealed payload."""
+"""``stat``: what a store holds, how full it is and who uses it. Of sealed payload it reads the
+first block of encoded pages alone."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.inspection import RegionView
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_COUNTED = ("pages", "superseded_pages", "purged_pages", "payload_bytes", "physical_bytes")
+_COUNTED = (
+    *("pages", "superseded_pages", "purged_pages"),
+    *("page_bytes", "payload_bytes", "physical_bytes"),
+)
 _STATES = ("sealed", "open", "damaged", "other_format")
 
 
@@ -93,8 +99,9 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         views = list(reader.views(full=False, jobs=jobs))
         holder, checkpoint = reader.holder, reader.checkpoint
         num_gone, erased, pins = reader.num_gone, reader.erased, reader.pins
-    sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
-    tokens = _count_tokens(views, erased, sizes)
+        sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
+        lengths = [reader.page_lengths(view, sizes) for view in views]
+    tokens = _count_tokens(views, lengths, erased, sizes)
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -113,6 +120,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "pages": len(pages),
         "superseded_pages": len(pages) - len(np.unique(pages)),
         "purged_pages": sum(int(erased.dead_pages(v.sequence, v.contents).sum()) for v in views),
+        "page_bytes": sum(int(each.sum()) for each in lengths),
         "payload_bytes": payload,
         "physical_bytes": physical,
         "tokens": sum(tokens.values()) if tokens else None,
@@ -147,17 +155,20 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
 
 
 def _count_tokens(
-    views: Sequence[RegionView], erased: Erased, sizes: Mapping[bytes, PageSize]
+    views: Sequence[RegionView],
+    lengths: Sequence[npt.NDArray[np.int64]],
+    erased: Erased,
+    sizes: Mapping[bytes, PageSize],
 ) -> dict[bytes, int]:
     """Return the tokens that a lookup can hit, of the namespaces whose page size is noted."""
     found: dict[bytes, list[Any]] = {namespace: [] for namespace in sizes}
-    for view in views:
+    for view, page_bytes in zip(views, lengths, strict=True):
         alive = ~erased.dead_pages(view.sequence, view.contents)
         for namespace, size in sizes.items():
             ours = np.repeat(
                 view.contents.of_namespace(namespace), view.contents.extents["num_pages"]
             )
-            wanted = ours & alive & (view.contents.pages["length"] == size.nbytes)
+            wanted = ours & alive & (page_bytes == size.nbytes)
             found[namespace].append(view.contents.pages["key"][wanted])
     counted = {}
     for namespace, keys in found.items():
@@ -204,7 +215,10 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     )
     print_lines([""])
     print_table(
-        ["shard", "pages", "tokens", "superseded", "purged", "payload", "on disk", "used"],
+        [
+            *("shard", "pages", "tokens", "superseded", "purged"),
+            *("in memory", "payload", "ratio", "on disk", "used"),
+        ],
         [
             [
                 entry["name"],
@@ -212,7 +226,9 @@ def _show(target: Target, report: dict[str, Any]) -> None:
                 number_text(entry["tokens"]),
                 f"{entry['superseded_pages']:,}",
                 f"{entry['purged_pages']:,}",
+                format_bytes(entry["page_bytes"]),
                 format_bytes(entry["payload_bytes"]),
+                f"{(_share(entry['page_bytes'], entry['payload_bytes']) or 1):.2f}",
                 format_bytes(entry["physical_bytes"]),
                 "-" if entry["utilisation"] is None else f"{entry['utilisation']:.1%}",
             ]

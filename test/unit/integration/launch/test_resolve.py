@@ -175,7 +175,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
             "--tier-object-url s3://b/p --tier-object-requests-per-day 1e3",
             "is not a whole number",
         ),
-        ("--tier-object-url s3://b/p --tier-object-codec gzip", "choose one of none, zstd"),
+        ("--tier-codec gzip", "choose one of none, zstd"),
         ("--tier-mode host --tier-object-url s3://b/p", "no meaning with --tier-mode host"),
         ("--tier-mode off --tier-object-url s3://b/p", "no meaning with --tier-mode off"),
         ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
@@ -288,6 +288,7 @@ def test_flags_are_frozen() -> None:
             "--tier-nvme-bytes",
             "tier-nvme-region-bytes",
             "--tier-nvme-writes-per-day",
+            "--tier-codec",
             "--tier-load",
             "--tier-both-ends",
             "--tier-warm-host",
@@ -300,7 +301,6 @@ def test_flags_are_frozen() -> None:
             "--tier-object-ttl",
             "--tier-object-writes-per-day",
             "--tier-object-requests-per-day",
-            "--tier-object-codec",
         ],
         PeerConfig: [
             "--tier-peers",
@@ -336,7 +336,6 @@ def test_no_object_tier_without_a_url(resolve: Any, tmp_path: Path) -> None:
     assert resolve("--tier-dir {tmp}/kv").config.object is None
     shared = resolve("--tier-dir {tmp}/kv --tier-object-url {tmp}/shared").config.object
     assert shared.url == (tmp_path / "shared").as_uri()
-    assert shared.codec == "none"
 
 
 def test_a_bucket_has_a_cap_by_default(resolve: Any) -> None:
@@ -364,7 +363,7 @@ def test_ranks_share_the_limits_of_the_bucket(resolve: Any) -> None:
 def test_a_lossy_codec_is_part_of_the_namespace(
     resolve: Any, codec: str, lossy: str | None
 ) -> None:
-    line = f"--tier-dir {{tmp}}/kv --tier-object-url s3://b/p --tier-object-codec {codec}"
+    line = f"--tier-dir {{tmp}}/kv --tier-codec {codec}"
     assert tiers.lossy_codec(resolve(line).config) == lossy
 
 

@@ -19,6 +19,7 @@ from sglang_tiered.policy.cost_model import CostModel, LoadDecision
 from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import EvictionOutcome
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
+from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ def fields(of: type[Any], prefix: str) -> set[str]:
 def test_no_count_of_a_tier_is_left_out() -> None:
     exported = {source.field for metric in METRICS for source in metric.sources}
     counted = fields(TierStats, "nvme") | fields(PlannerStats, "planner")
-    counted |= fields(StackStats, "object.moved") | fields(RemoteStats, "peer.moved")
+    counted |= (
+        fields(EncodingStats, "codec")
+        | fields(StackStats, "object.moved")
+        | fields(RemoteStats, "peer.moved")
+    )
     for prefix in ("", "object.", "peer."):
         counted |= fields(TierReads, f"{prefix}reads")
     assert counted <= exported

@@ -26,7 +26,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
     made: list[BucketEngine] = []
 
     def make(
-        *, namespace: bytes = NAMESPACE, page_codec: Any = None, clocks: Any = None, **changes: Any
+        *, namespace: bytes = NAMESPACE, encoding: Any = None, clocks: Any = None, **changes: Any
     ) -> BucketEngine:
         settings = BucketSettings(
             **{
@@ -38,9 +38,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
                 **changes,
             }
         )
-        engine = BucketEngine(
-            settings, namespace=namespace, page_codec=page_codec, **(clocks or {})
-        )
+        engine = BucketEngine(settings, namespace=namespace, encoding=encoding, **(clocks or {}))
         made.append(engine)
         return engine
 

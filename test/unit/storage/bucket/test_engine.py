@@ -12,11 +12,8 @@ import xxhash
 
 from kit.clock import Clock
 from kit.request_hooks import Gate, listed
-from kit.runs import NAMESPACE
+from kit.runs import NAMESPACE, make_soft_run, soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.codecs import make_codec
-from sglang_tiered.codecs.base import PageLayout
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery
 from sglang_tiered.storage.bucket.names import PageName
@@ -114,11 +111,6 @@ def test_pages_past_their_time_to_live_are_misses(
     assert engine.contains([*old.keys, *young.keys]) == [False, True]
 
 
-def test_a_codec_not_in_the_settings_is_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="codec zstd, not none"):
-        make_engine(codec="zstd")
-
-
 def test_a_namespace_of_wrong_length_raises(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match="a namespace has 3 bytes"):
         make_engine(namespace=b"abc")
@@ -147,25 +139,25 @@ def test_stores_under_way_finish_under_the_old_namespace(
     assert a.contains([*held.keys, *under_way.keys]) == [True, True]
 
 
-@pytest.mark.parametrize("name", ["zstd", "int8"])
-def test_coded_pages_live_apart_from_exact_ones(
-    make_engine: MakeEngine, blank: Blank, page_data: PageData, name: str
+@pytest.mark.parametrize("url", ["memory", "directory"])
+def test_encoded_pages_come_back_as_they_were(
+    make_engine: MakeEngine, blank: Blank, page_data: PageData, tmp_path: Path, url: str
 ) -> None:
-    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=4, num_heads=2, head_dim=16)
-    codec = make_codec(name, layout)
-    page = (memoryview(bytes(layout.page_bytes // 2)), memoryview(bytes(layout.page_bytes // 2)))
-    run = Run((b"k" * 32, b"l" * 32), (page, page))
-    exact = make_engine()
-    a, b = (make_engine(codec=name, page_codec=codec) for _ in range(2))
-    finished(a.submit_store(run))
-    for engine in (b, exact):
-        assert engine.refresh(TIMEOUT_S)
-    assert (b.lookup(run.keys).num_hits, exact.lookup(run.keys).num_hits) == (2, 0)
+    """Beside one that is not encoded, and asked for in the length of no page."""
+    place = {} if url == "memory" else {"url": tmp_path.as_uri()}
+    encoding = soft_encoding()
+    run = make_soft_run(1, [4096, 8192, 100])
+    stored = tuple(encoding.encode(page) for page in run.pages[:2])
+    a, b = make_engine(**place), make_engine(encoding=encoding, **place)
+    finished(a.submit_store(Run(run.keys, (*stored, run.pages[2]))))
+    assert b.refresh(TIMEOUT_S)
     target = blank(run)
-    assert finished(b.submit_load(target)) == [Reason.OK] * 2
+    assert finished(b.submit_load(target)) == [Reason.OK] * 3
     assert page_data(target) == page_data(run)
-    short = Run(run.keys[:1], ((memoryview(bytearray(10)),),))
-    assert finished(b.submit_load(short)) == [Reason.MISS]
+    assert finished(a.submit_load(blank(run))) == [Reason.MISS, Reason.MISS, Reason.OK]
+    for num_bytes in (10, 4097):
+        other = Run(run.keys[:1], ((memoryview(bytearray(num_bytes)),),))
+        assert finished(b.submit_load(other)) == [Reason.MISS]
     assert b.stats().stored_bytes < run.num_bytes
 
 

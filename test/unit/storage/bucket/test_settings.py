@@ -22,8 +22,6 @@ from sglang_tiered.storage.bucket import BucketSettings
         ({"request_timeout_s": 0.0}, "request_timeout_s"),
         ({"writes_per_day": -5}, "writes_per_day"),
         ({"requests_per_day": 0}, "requests_per_day"),
-        ({"codec": ""}, "name of a codec"),
-        ({"codec": "x" * 17}, "name of a codec"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(wrong: dict[str, Any], says: str) -> None:
@@ -33,5 +31,4 @@ def test_a_value_that_cannot_work_is_refused(wrong: dict[str, Any], says: str) -
 
 def test_what_has_a_default_needs_no_word() -> None:
     settings = BucketSettings(url="s3://bucket/prefix")
-    assert settings.codec == "none"
     assert settings.max_page_bytes == settings.staging_bytes

@@ -1,0 +1,348 @@
+"""How pages are stored in fewer bytes: by one path over all tiers, and only where it pays."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kit.clock import Clock
+from kit.runs import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    blank,
+    make_run,
+    make_soft_run,
+    page_data,
+    soft_encoding,
+)
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.codecs import CodecError, PageLayout
+from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.encoding import PageEncoding
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.format import padded
+from sglang_tiered.storage.stack import TierStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    OpenRegion = Callable[..., RegionEngine]
+
+MiB = 1 << 20
+SIZES = (4096, 100, 65_536, 5000, (40_960, 1, 8191))
+
+
+@pytest.fixture
+def open_region(tmp_path: Path) -> Iterator[OpenRegion]:
+    made: list[RegionEngine] = []
+
+    def make(encoding: PageEncoding | None, **changes: Any) -> RegionEngine:
+        if made:
+            made[-1].close()
+        sizes = {"capacity_bytes": 64 * MiB, "region_bytes": 4 * MiB, "num_threads": 2} | changes
+        made.append(
+            RegionEngine(
+                tmp_path / "store", encoding=encoding, **({"namespace": NAMESPACE} | sizes)
+            )
+        )
+        return made[-1]
+
+    yield make
+    drained(made[-1], TIMEOUT_S)
+    made[-1].check_integrity()
+    made[-1].close()
+
+
+def store(engine: RegionEngine, run: Run) -> None:
+    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+
+
+def loads(engine: RegionEngine, run: Run) -> None:
+    target = blank(run)
+    assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
+    assert page_data(target) == page_data(run)
+
+
+def test_a_region_holds_pages_of_both_kinds(open_region: OpenRegion) -> None:
+    """Codec on, off, and on again over restarts: all comes back, whoever stored it."""
+    on, off = soft_encoding(), soft_encoding("none")
+    runs = [make_soft_run(seed, SIZES) for seed in range(3)]
+    held = 0
+    for number, encoding in enumerate((on, off, on)):
+        engine = open_region(encoding)
+        store(engine, runs[number])
+        grown = engine.stats().stored_bytes - held
+        held += grown
+        assert (grown < runs[number].num_bytes) == (encoding is on)
+        for run in runs[: number + 1]:
+            loads(engine, run)
+    assert engine.stats().bytes_loaded == sum(run.num_bytes for run in runs)
+    for encoding in (on, off):
+        assert encoding.stats().num_decoded > 0
+    assert off.stats().num_encoded == 0
+
+
+def test_a_page_that_would_grow_is_stored_plain(open_region: OpenRegion) -> None:
+    engine = open_region(soft_encoding())
+    run = make_run(4, SIZES)
+    store(engine, run)
+    assert engine.stats().stored_bytes == run.num_bytes
+    loads(engine, run)
+
+
+def test_a_server_without_a_decoder_misses_them(open_region: OpenRegion) -> None:
+    run = make_soft_run(5, [8192] * 2)
+    store(open_region(soft_encoding()), run)
+    engine = open_region(None)
+    target = blank(run)
+    assert finished(engine.submit_load(target)) == [Reason.MISS] * 2
+    assert page_data(target) == page_data(blank(run)), "buffers of a miss are untouched"
+    loads(open_region(soft_encoding()), run)
+
+
+def test_a_page_of_another_length_stays_a_miss(open_region: OpenRegion) -> None:
+    """And is not dropped for it: it was not damaged."""
+    engine = open_region(soft_encoding())
+    soft, hard = make_soft_run(6, [8192]), make_run(7, [4096])
+    for run in (soft, hard):
+        store(engine, run)
+    for key, num_bytes in ((soft.keys[0], 9000), (soft.keys[0], 1000), (hard.keys[0], 5000)):
+        other = Run((key,), ((memoryview(bytearray(b"\xa5" * num_bytes)),),))
+        assert finished(engine.submit_load(other)) == [Reason.MISS]
+        assert bytes(other.pages[0][0]) == b"\xa5" * num_bytes
+    for run in (soft, hard):
+        loads(engine, run)
+
+
+def test_damage_of_encoded_bytes_reaches_no_codec(
+    open_region: OpenRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each bit of a page in turn would take long: each of its blocks, and header and end."""
+    encoding = soft_encoding()
+    run = make_soft_run(8, [65_536])
+    (page,) = run.pages
+    stored = bytes(encoding.encode(page)[0])
+    assert len(stored) < 50_000
+    places = [0, 1, 2, 8, 12, len(stored) - 1, *range(100, len(stored), 4096)]
+    monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
+    for number, place in enumerate(places):
+        engine = open_region(encoding, namespace=number.to_bytes(32, "big"))
+        store(engine, run)
+        engine.close()
+        (path,) = [
+            each for each in (tmp_path / "store").glob("region-*") if stored in each.read_bytes()
+        ]
+        data = bytearray(path.read_bytes())
+        data[bytes(data).index(stored) + place] ^= 1
+        path.write_bytes(data)
+        engine = open_region(encoding, namespace=number.to_bytes(32, "big"))
+        assert finished(engine.submit_load(blank(run))) == [Reason.CORRUPT]
+        assert engine.lookup(run.keys).num_hits == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(CodecError, Reason.CORRUPT), (ImportError, Reason.IO_ERROR), (MemoryError, Reason.IO_ERROR)],
+)
+def test_verified_bytes_that_do_not_decode_are_hidden(
+    open_region: OpenRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+    reason: Reason,
+) -> None:
+    """Or they were found and missed for ever, and never stored again. Without the library they are
+    not damaged."""
+    encoding = soft_encoding()
+    engine = open_region(encoding)
+    run = make_soft_run(9, [8192])
+    store(engine, run)
+
+    def fail(*_: object) -> None:
+        raise error("no library")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encoding._codec, "decode", fail)
+        assert finished(engine.submit_load(blank(run))) == [reason]
+        patched.setattr(encoding._codec, "encode", fail)
+        store(engine, run)
+    assert caplog.text.count("no library") == 1
+    loads(engine, run)
+
+
+def test_a_rounded_page_is_never_an_exact_one(open_region: OpenRegion) -> None:
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=16)
+    page = make_soft_run(10, [layout.page_bytes]).pages[0]
+    run = Run((b"k" * 32,), (page,))
+    engine = open_region(PageEncoding("int8", layout))
+    store(engine, run)
+    target = blank(run)
+    assert finished(engine.submit_load(target)) == [Reason.OK]
+    assert page_data(target) != page_data(run)
+    exact = open_region(PageEncoding("zstd", layout), namespace=OTHER_NAMESPACE)
+    assert finished(exact.submit_load(blank(run))) == [Reason.MISS]
+    same = open_region(PageEncoding("zstd", layout))
+    assert finished(same.submit_load(blank(run))) == [Reason.CORRUPT], "by mistake"
+
+
+def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion) -> None:
+    encoding = soft_encoding()
+    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
+    kept = make_soft_run(11, [65_536] * 2)
+    store(engine, kept)
+    seed = 100
+    while not engine.stats().num_pages_reinserted:
+        loads(engine, kept)
+        store(engine, make_run(seed, [65_536] * 4))
+        seed += 1
+        assert seed < 200
+    num_encoded = encoding.stats().num_encoded
+    loads(engine, kept)
+    assert num_encoded == encoding.stats().num_encoded == 2
+
+
+def test_what_a_load_takes_includes_decoding(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be taken for cheaper than it is."""
+    encoding = soft_encoding()
+    engine = open_region(encoding)
+    run = make_soft_run(13, [8192])
+    store(engine, run)
+    decode, reached, goes_on = encoding._codec.decode, threading.Event(), threading.Event()
+
+    def slowly(data: memoryview, page: Any) -> None:
+        reached.set()
+        assert goes_on.wait(TIMEOUT_S)
+        decode(data, page)
+
+    monkeypatch.setattr(encoding._codec, "decode", slowly)
+    ended: list[int] = []
+    stack = TierStack(engine)
+    stack.observe(Observer(ended))
+    job = stack.submit_load(blank(run))
+    assert reached.wait(TIMEOUT_S)
+    assert not ended and not job.done
+    goes_on.set()
+    assert finished(job) == [Reason.OK]
+    assert ended == [run.num_bytes], "bytes of the page, not of what was stored of it"
+
+
+def test_staging_is_one_span_for_each_thread(open_region: OpenRegion) -> None:
+    engine = open_region(soft_encoding(), region_bytes=16 * MiB)
+    run = make_soft_run(12, [MiB] * 16)
+    store(engine, run)
+    taken = []
+    reader = engine._reader
+    staged = reader._staged
+
+    def watched(wanted: Any) -> Any:
+        found = staged(wanted)
+        taken.append(reader._staging.memory.nbytes)
+        assert taken[-1] >= sum(padded(item.length) for item in wanted)
+        return found
+
+    reader._staged = watched  # type: ignore[method-assign]
+    loads(engine, run)
+    assert taken and max(taken) <= 4 * MiB
+
+
+class Observer:
+    """Notes the bytes of reads that ended."""
+
+    def __init__(self, ended: list[int]) -> None:
+        self.ended = ended
+
+    def begin_read(self, num_bytes: int, tier: Tier) -> int:
+        assert tier is Tier.NVME
+        return num_bytes
+
+    def end_read(self, reading: int, *, is_complete: bool) -> None:
+        assert is_complete
+        self.ended.append(reading)
+
+
+# ---- Whether it pays ----
+
+
+class Paced:
+    """A codec of speeds that the test sets, and a disk likewise."""
+
+    def __init__(self, *tiers: Tier) -> None:
+        self.clock = Clock(0.0)
+        self.encoding = PageEncoding(
+            "zstd", PageLayout.unknown("bfloat16"), tiers=tiers, clock=self.clock
+        )
+        codec: Any = self.encoding._codec
+        self.codec_s = 0.0  # a MiB, either way
+        encode, decode = codec.encode, codec.decode
+
+        def slow_encode(page: Any) -> Any:
+            self.clock.now += self.codec_s
+            return encode(page)
+
+        def slow_decode(stored: Any, page: Any) -> None:
+            self.clock.now += self.codec_s
+            decode(stored, page)
+
+        codec.encode, codec.decode = slow_encode, slow_decode
+        self.run = make_soft_run(1, [MiB])
+        self.target = blank(self.run)
+
+    def move(self, num_pages: int, *, codec_s: float, disk_s: float, tier: Tier) -> int:
+        """Store and load pages of a MiB; returns how many were encoded."""
+        self.codec_s = codec_s
+        before = self.encoding.stats().num_encoded
+        for _ in range(num_pages):
+            (page,) = self.encoding.encode(self.run.pages[0])
+            self.encoding.note_write(disk_s * page.nbytes / MiB, page.nbytes)
+            self.encoding.note_read(tier, disk_s * page.nbytes / MiB, page.nbytes)
+            if page.nbytes < MiB:
+                assert self.encoding.decode(page, self.target.pages[0]) is Reason.OK
+        return self.encoding.stats().num_encoded - before
+
+
+def test_a_codec_that_costs_more_goes_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    paced = Paced(Tier.NVME)
+    fast = {"codec_s": 0.001, "disk_s": 0.0001, "tier": Tier.NVME}
+    assert paced.move(60, **fast) == 60, "nothing is concluded from little"
+    paced.move(100, **fast)
+    assert not paced.encoding.stats().is_on
+    assert paced.move(256, **fast) == 4, "some go on, or nobody would know when it pays"
+    assert "zstd is off" in caplog.text
+    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
+    paced.move(3000, **slow)
+    assert paced.encoding.stats().is_on
+    assert paced.move(64, **slow) == 64
+    assert [record.message.count("the codec zstd is") for record in caplog.records] == [1, 1]
+
+
+def test_what_gets_no_shorter_goes_off() -> None:
+    """Though nothing of it is ever decoded, or read."""
+    encoding, page = soft_encoding(), make_run(1, [MiB]).pages[0]
+    for _ in range(70):
+        assert encoding.encode(page) is page
+    assert not encoding.stats().is_on
+
+
+def test_what_pays_at_the_bucket_stays_on() -> None:
+    paced = Paced(Tier.NVME, Tier.OBJECT)
+    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
+    assert paced.encoding.stats().is_on, "the bucket was not measured yet"
+    for _ in range(200):
+        paced.encoding.note_read(Tier.OBJECT, 0.05, MiB)
+    assert paced.move(64, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME) == 64
+
+
+def test_without_a_codec_nothing_is_encoded() -> None:
+    encoding = soft_encoding("none")
+    page = make_soft_run(1, [8192]).pages[0]
+    assert encoding.encode(page) is page
+    assert encoding.stats() == type(encoding.stats())(is_on=False)
