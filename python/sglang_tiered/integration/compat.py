@@ -403,8 +403,6 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
             "batch_set": ("self", "keys", "values", "target_locations", "target_sizes"),
             "exists": ("self", "key"),
             "batch_exists": ("self", "keys", "extra_info"),
-            "clear": ("self",),
-            "get_stats": ("self",),
         }.items()
     },
     f"{_ATTENTION}.init_forward_metadata": ("self", "forward_batch"),

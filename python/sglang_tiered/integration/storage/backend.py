@@ -89,6 +89,9 @@ class BegunStore:
 class TieredStorage(TierQueries):
     """Stores and loads the pages of every registered host pool, under one namespace.
 
+    SGLang calls ``clear`` for a change of role and to empty device and host memory. It does nothing
+    here: stored pages stay valid, and ``/tier/purge`` removes them.
+
     As long as the namespace is not known (``namespace_search``), every page is a miss and none is
     stored. ``gate.lock`` guards what decides whether a page may be stored, and under which name:
     ``_search``, ``_stores_suspended``, ``_dropping_stores``, ``_namespace``."""
@@ -330,10 +333,6 @@ class TieredStorage(TierQueries):
         for _, is_durable in self._late:
             keep(is_durable, False)
 
-    def clear(self) -> None:
-        """Do nothing: SGLang calls this for a change of role and to empty its caches, which concern
-        device and host memory. Stored pages stay valid; ``/tier/purge`` removes them."""
-
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
 
@@ -431,9 +430,6 @@ class TieredStorage(TierQueries):
         return self._gate
 
     # ---- Queries (any thread, memory only) ----
-
-    def get_stats(self) -> None:
-        """Do nothing in SGLang's per-step hook for statistics; ``observe`` exports them."""
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
