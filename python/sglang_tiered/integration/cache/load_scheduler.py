@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.loads import Prefetch
+    from sglang_tiered.integration.cache.loads import Prefetch, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
@@ -386,17 +386,17 @@ class LoadScheduler:
         self._attempt_put_off()
         self._attempt_declined()
 
-    def rests(self, request: CacheRequestHandle) -> bool:
+    def rests(self, record: RequestLoad) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
         what all ranks know: the order of the questions and of the loads."""
-        record = self._requests.get(request)
         if record.put_off is not None:
             # What waits only for the other ranks' answer must not wait behind loads.
             loads = record.put_off.num_tokens > 0
             if self._num_asks_left[loads] > 0:
                 self._num_asks_left[loads] -= 1
                 return False
-            stride = self._requests.num_in(State.ASKED, State.DEFERRED) // MAX_ASKS_PER_STEP
+            num_asked = self._requests.num_in(State.ASKED)
+            stride = (num_asked + self._requests.num_in(State.DEFERRED)) // MAX_ASKS_PER_STEP
             return not loads or self._has_no_turn(record.put_off.rank[1], stride)
         if record.state is not State.LOADING:
             return False
@@ -409,10 +409,6 @@ class LoadScheduler:
 
     def _has_no_turn(self, number: int, stride: int) -> bool:
         return stride > 1 and (number + self._num_steps) % stride > 0
-
-    def is_put_off(self, request: CacheRequestHandle) -> bool:
-        """Whether a request waits for the other ranks, or for its load's turn."""
-        return self._requests.get(request).put_off is not None
 
     def yields(self, request: CacheRequestHandle) -> bool:
         """Whether a request waits a moment for loads of others that are nearly there."""

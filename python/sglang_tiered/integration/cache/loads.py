@@ -53,7 +53,7 @@ __all__ = [
 Request = TypeVar("Request")
 
 
-class State(enum.Enum):
+class State(enum.IntEnum):
     """Says what a request waits for."""
 
     WAITING = enum.auto()  # for its turn
@@ -206,9 +206,9 @@ class Loads(Generic[Request]):
         """Return the requests in these states, of each first those that came to it first."""
         return [request for state in states for request in self._in_state[state]]
 
-    def num_in(self, *states: State) -> int:
-        """Return how many requests are in these states."""
-        return sum(len(self._in_state[state]) for state in states)
+    def num_in(self, state: State) -> int:
+        """Return how many requests are in a state."""
+        return len(self._in_state[state])
 
     def first_in(self, state: State) -> Request | None:
         """Return the request that came to a state first."""
@@ -238,9 +238,8 @@ class Loads(Generic[Request]):
         if record.arrived_at is None:
             record.arrived_at = self._clock()
 
-    def held_up(self, request: Request) -> None:
+    def held_up(self, record: RequestLoad) -> None:
         """Note that a request's turn has come, and that it waits for its load."""
-        record = self.get(request)
         if record.arrived_at is not None and record.held_up_at is None:
             record.held_up_at = self._clock()
 

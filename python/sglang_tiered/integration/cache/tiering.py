@@ -179,17 +179,17 @@ class Tiering:
         self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
     ) -> bool:
         """Whether a request whose turn has come need not wait for its load."""
-        storage = self._cache.storage
-        if request in self.returns:
+        storage, record = self._cache.storage, self.planner.loads.get(request)
+        if record.back is not None:
             has_loaded = self.returns.may_start(request)
-        elif self.loads.rests(request):
+        elif self.loads.rests(record):
             has_loaded = False
-        elif self.loads.is_put_off(request):
+        elif record.put_off is not None:
             has_loaded = storage is None or not self.loads.stays_put_off(request, storage)
         else:
             has_loaded = bool(ask_sglang(request))
         if not has_loaded:
-            self.planner.loads.held_up(request)
+            self.planner.loads.held_up(record)
         return has_loaded
 
     def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:

@@ -250,7 +250,7 @@ def test_load_without_room_withdraws_a_hint(hinting: HintWorld, hold: Callable[[
     hinting.cache.check_hicache_events()
     loads._window = PrefetchWindow(4 * PAGE)
     request = hinting.world.asks("r", SHORT)
-    assert loads.is_put_off(request)
+    assert loads.planner.loads.get(request).put_off is not None
     hinting.cache.check_hicache_events()
     assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
     request = hinting.world.asks("r", SHORT)

@@ -15,9 +15,9 @@ def test_wait_for_a_load_begins_with_the_turn() -> None:
     loads.arrives("r")
     loads.get("r").num_loaded = 64
     clock.now += 4.0  # behind others
-    loads.held_up("r")
+    loads.held_up(loads.get("r"))
     clock.now += 0.5
-    loads.held_up("r")
+    loads.held_up(loads.get("r"))
     loads.arrives("r")  # its load is attempted again
     clock.now += 0.5
     loads.admitted(loads.get("r"))
@@ -32,7 +32,7 @@ def test_load_that_kept_nobody_counts_as_none() -> None:
     for request in ("loads", "cold"):
         loads.arrives(request)
     loads.get("loads").num_loaded = 64
-    loads.held_up("cold")  # until all ranks had agreed that nothing is loaded
+    loads.held_up(loads.get("cold"))  # until all ranks had agreed that nothing is loaded
     clock.now += 2.0
     for request in ("loads", "cold", "unknown"):
         loads.admitted(loads.get(request))
@@ -53,7 +53,7 @@ def test_aborted_request_leaves_no_wait() -> None:
 def test_nothing_is_remembered_of_an_unknown_request() -> None:
     loads: Loads[str] = Loads(Clock())
     loads.get("r").num_attempts = 2
-    loads.held_up("r")
+    loads.held_up(loads.get("r"))
     loads.move("r", State.LOADING)
     loads.drop("r")
     assert not loads and not loads.in_state(*State) and loads.get("r").num_attempts == 0

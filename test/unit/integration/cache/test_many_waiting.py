@@ -101,12 +101,12 @@ def test_all_ranks_look_at_the_same_loads(
     requests = ask_all(world)
     loads = world.cache.tiering.loads
     loads.step()
-    before = [loads.rests(request) for request in requests]
+    before = [loads.rests(loads.planner.loads.get(each)) for each in requests]
     for info in world.cache.ongoing_prefetch.values():
         monkeypatch.setattr(info.operation, "completed_tokens", PAGE)
     loads._num_steps -= 1
     loads.step()
-    assert [loads.rests(request) for request in requests] == before
+    assert [loads.rests(loads.planner.loads.get(each)) for each in requests] == before
 
 
 def test_late_load_behind_others_is_given_up(
@@ -140,7 +140,7 @@ def test_aborted_load_gives_its_room_back(world: CacheWorld) -> None:
         world.cache.release_aborted_request(request)
     world.disk.set()  # type: ignore[attr-defined]
     world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
-    assert not any(loads.rests(request) for request in requests)
+    assert not any(loads.rests(loads.planner.loads.get(each)) for each in requests)
 
 
 def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
@@ -264,7 +264,7 @@ def test_loads_that_nobody_can_admit_give_way(world: CacheWorld) -> None:
     assert waiting == world.asks("waiting", prompt(2, 1))
     admit(world, waiting)
     # Now a slot is free for it, and it finds its prefix in memory or loads it again.
-    [gave_way] = [each for each in stuck if loads.is_put_off(each)]
+    [gave_way] = [each for each in stuck if loads.planner.loads.get(each).put_off]
     assert not pass_of(world, gave_way)
     assert not pass_of(world, gave_way) and world.is_retried(gave_way)
     tokens = prompt(stuck.index(gave_way), 1)
@@ -288,7 +288,7 @@ def test_load_that_brings_more_gives_no_room_up(world: CacheWorld) -> None:
     waiting = world.asks("waiting", prompt(2, 1))
     for _ in range(2 * GIVES_WAY_STEPS):
         assert not pass_of(world, waiting)
-    assert not loads.is_put_off(stuck)
+    assert loads.planner.loads.get(stuck).put_off is None
     assert world.cache.tiering.loads.num_tokens() == 2 * PAGE
 
 
@@ -333,7 +333,7 @@ def test_request_that_yields_keeps_its_load(
     for _ in range(2 * GIVES_WAY_STEPS):
         assert not pass_of(world, waiting)
         assert not world.cache.check_prefetch_progress(yielding)
-    assert not loads.is_put_off(yielding)
+    assert planner.loads.get(yielding).put_off is None
     assert world.cache.pop_prefetch_loaded_span(yielding)[0] == PAGE
 
 
