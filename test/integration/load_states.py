@@ -113,6 +113,14 @@ class LoadWatch:
                 self.seen[found] += 1
             if after == "GONE" and not self._running:
                 del self._states[handle]
+        planner = self._cache.tiering.planner
+        loading = [
+            record.load.plan.num_tokens
+            for record in planner.loads
+            if record.state in (State.LOADING, State.BOTH_ENDS)
+            or (record.load is not None and record.load.is_ahead and record.load.queued_at)
+        ]
+        assert sum(planner._loading) == sum(loading)
 
     def states(self) -> Counter[str]:
         """How many requests are in each state but GONE."""

@@ -254,7 +254,20 @@ def test_waiting_costs_the_same_beside_many_loads() -> None:
     planner.leaves("r2")
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 99)), max_size=40))
+def test_load_that_has_landed_is_ahead_of_nobody() -> None:
+    """Loads from NVMe would be priced as if the bucket's were before them, and declined."""
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    for request, num_nvme, num_object in (("landed", 0, 6400), ("loading", 6400, 0)):
+        arrive(planner, request, num_nvme, num_object)
+        planner.begins(request)
+    assert planner.tokens_ahead(6400) == (0, 0, 6400)
+    planner.load_ended("landed")
+    assert planner.tokens_ahead(6400) == (6400, 0, 0)
+    planner.leaves("landed")
+    assert planner.tokens_ahead(6400) == (6400, 0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 99)), max_size=40))
 def test_loads_in_flight_are_counted_exactly(
     events: list[tuple[int, int, int]],
 ) -> None:
@@ -265,6 +278,8 @@ def test_loads_in_flight_are_counted_exactly(
             arrive(planner, request, 64 * num_pages, 64 * (99 - num_pages))
         elif event < 3:
             planner.begins(request)
+        elif event == 3:
+            planner.load_ended(request)
         else:
             planner.leaves(request)
         loads = {name: record.load for name, record in planner.loads._records.items()}

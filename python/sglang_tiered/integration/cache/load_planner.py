@@ -361,6 +361,14 @@ class LoadPlanner(Generic[Request]):
         self.tokens[LoadDecision.DECLINED] += max(0, record.num_held - record.num_loaded)
         self.num_waiting_tokens -= record.num_rest
 
+    def load_ended(self, request: Request) -> None:
+        """Note that a request's load is under way no more. Its plan stays: it says what another
+        attempt would gain. Unknown ones are ignored."""
+        load = self.loads.get(request).load
+        if load is not None and load.queued_at is not None:
+            self._count(load, -1)
+            load.queued_at = None
+
     def _drop_load(self, record: RequestLoad) -> None:
         load, record.load = record.load, None
         if load is not None and load.queued_at is not None:

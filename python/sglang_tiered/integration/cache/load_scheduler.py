@@ -503,6 +503,7 @@ class LoadScheduler:
     def revoked(self, request: CacheRequestHandle) -> None:
         """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
+        self.planner.load_ended(request)
         self._requests.waits_again(request, State.LOADING)
         self._requests.get(request).key = None
 
@@ -510,6 +511,7 @@ class LoadScheduler:
         """Keep in host memory what a load brought until its request is admitted. In a long queue
         the loads of later requests would evict it before."""
         self._notes.load_ended(request, num_loaded)
+        self.planner.load_ended(request)
         self.declined.expect_prices()
         self.unlock_loaded(request)
         self._requests.waits_again(request, State.LOADING)
