@@ -30,7 +30,7 @@ from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import rooms as receiving
 from sglang_tiered.transfer.decode.endpoint import Target
-from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, Chunk
 from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
             quick.endpoint.close_room(room)
         assert slow.events.kinds(1) == []
         under_way = sender.endpoint.stats.sent_bytes - 10 * page_bytes
-        assert under_way <= settings.window_bytes + (1 << 20)
+        assert under_way <= settings.window_bytes + TARGET_SLAB_BYTES
         release()
         slow.events.wait_for("received", 1)
         assert np.array_equal(slow.pool.kv, sender.pool.kv)

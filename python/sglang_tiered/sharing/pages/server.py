@@ -40,7 +40,8 @@ _MAX_MESSAGES = 64  # at a time
 _SHORT_POLL_S = 0.001  # between looks for memory that has left, while requests wait for it
 _LONG_POLL_S = 0.02  # the same while no request waits
 _HEARTBEAT_MS = 1000
-_FRAME_BYTES = 1 << 20  # costs ZeroMQ the least per byte, and no page faults
+_FRAME_BYTES = 4 << 20  # longer ones are no cheaper to send
+_SEALED_FRAME_BYTES = 1 << 20  # where ZeroMQ encrypts, it holds copies of a whole frame
 _CLIENT_HWM = 256  # unread answers to one client; answers with pages are bounded otherwise
 _UNREAD_HWM = 64  # unread messages of one client
 
@@ -130,6 +131,7 @@ class PageServer:
         self.context = context or zmq.Context()
         self._owns_context = context is None
         self._guard = keys.guard_server(self.context) if keys is not None else None
+        self._frame_bytes = _FRAME_BYTES if keys is None else _SEALED_FRAME_BYTES
         try:
             self._socket = self._bind(endpoint or endpoint_of(host, port or "*"), keys)
         except (zmq.ZMQError, OverflowError) as error:
@@ -270,7 +272,7 @@ class PageServer:
             return
         checksums = [None if place is None else place.checksum for place in pages.places]
         answer = messages.Found(request.number, checksums)
-        trackers = self._send(request.client, answer, _payload(pages))
+        trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
         if trackers is None:
             pages.release()
             self._queue.release_memory(request)
@@ -332,9 +334,9 @@ class PageServer:
                 self.context.destroy(linger=0)
 
 
-def _payload(pages: ReadPages) -> list[memoryview]:
-    """The bytes of the pages that were found, in order, in frames of a mebibyte. Pages that are
-    adjacent in memory share frames."""
+def _payload(pages: ReadPages, frame_bytes: int) -> list[memoryview]:
+    """The bytes of the pages that were found, in order, in frames of that size at most. Pages that
+    are adjacent in memory share frames."""
     frames: list[memoryview] = []
     start = end = 0
     for place in [*pages.places, Place(-1, 0, 0)]:
@@ -342,8 +344,7 @@ def _payload(pages: ReadPages) -> list[memoryview]:
             continue
         if place.offset != end:
             frames += [
-                pages.data[at : min(at + _FRAME_BYTES, end)]
-                for at in range(start, end, _FRAME_BYTES)
+                pages.data[at : min(at + frame_bytes, end)] for at in range(start, end, frame_bytes)
             ]
             start = place.offset
         end = place.offset + place.length

@@ -40,7 +40,7 @@ __all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "Target"]
 
 logger = logging.getLogger(__name__)
 
-MAX_DATA_MESSAGES = 16
+MAX_DATA_MESSAGES = 4
 """Slabs handled before the control sockets are polled again: about 16 MiB, a few ms."""
 
 MAX_REPEATS = 3

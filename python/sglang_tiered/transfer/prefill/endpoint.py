@@ -41,8 +41,8 @@ __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
 MAX_MESSAGES = 64
 """Messages read from one socket at a time."""
 
-MAX_POSTS = 4
-"""Messages in a row before the sockets are looked at again: a slab takes a fraction of a ms."""
+MAX_POSTS = 2
+"""Messages in a row before the sockets are looked at again: a slab takes a ms or two."""
 
 COMPUTE_POLL_S = 0.001
 """How often the endpoint asks whether a device has computed pages."""

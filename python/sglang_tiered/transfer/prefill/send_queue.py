@@ -1,6 +1,6 @@
 """What is on its way to one decode rank: the queue of chunks, the credit, the unconfirmed slabs.
 
-A chunk of pages is cut into slabs of about a mebibyte, one per message. Slabs are gathered only
+A chunk of pages is cut into slabs of about 4 MiB, one per message. Slabs are gathered only
 when they can be sent, at most ``window_bytes`` ahead of the receiver's confirmations, so a slow
 reader holds up neither memory nor other readers.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PULL_SHARE",
+    "SMALL_SLAB_BYTES",
     "TARGET_SLAB_BYTES",
     "Chunk",
     "Delivery",
@@ -44,9 +45,11 @@ __all__ = [
     "cut_slabs",
 ]
 
-TARGET_SLAB_BYTES = 1 << 20
-"""A frame of this size costs libzmq the least time per byte; smaller ones cost more CPU, larger
-ones more page faults."""
+TARGET_SLAB_BYTES = 4 << 20
+"""A frame of this size costs the least processor time per byte."""
+
+SMALL_SLAB_BYTES = 1 << 20
+"""A shorter slab takes a buffer of this size: a queue of them must not take four times as much."""
 
 MIN_SLAB_TOKENS = 128
 """A slab holds this many tokens of each of its buffers, or ``TARGET_SLAB_BYTES`` of one, so that
@@ -137,22 +140,30 @@ class SlabSpec:
 
 
 class SlabBuffers:
-    """Keeps slab-sized buffers for reuse: a fresh one costs a page fault per 4 KiB, and beside a
-    device a call of its driver. ``allocate`` makes one."""
+    """Keeps buffers of two sizes for reuse: a fresh one costs a page fault per 4 KiB, and beside a
+    device a call of its driver. ``allocate`` makes one; ``max_free_bytes`` may be idle."""
 
-    def __init__(self, allocate: Callable[[int], Bytes], max_free: int = 64) -> None:
+    def __init__(
+        self, allocate: Callable[[int], Bytes], max_free_bytes: int = 16 * TARGET_SLAB_BYTES
+    ) -> None:
         self._allocate = allocate
-        self._free: list[Bytes] = []
-        self._max_free = max_free
+        self._free: dict[int, list[Bytes]] = {SMALL_SLAB_BYTES: [], TARGET_SLAB_BYTES: []}
+        self._free_bytes = 0
+        self._max_free_bytes = max_free_bytes
 
     def borrow_buffer(self, num_bytes: int) -> Bytes:
-        if num_bytes <= TARGET_SLAB_BYTES:
-            return self._free.pop() if self._free else self._allocate(TARGET_SLAB_BYTES)
-        return self._allocate(num_bytes)
+        size = next((size for size in self._free if num_bytes <= size), num_bytes)
+        free = self._free.get(size)
+        if not free:
+            return self._allocate(size)
+        self._free_bytes -= size
+        return free.pop()
 
     def return_buffer(self, buffer: Bytes) -> None:
-        if buffer.nbytes == TARGET_SLAB_BYTES and len(self._free) < self._max_free:
-            self._free.append(buffer)
+        free = self._free.get(buffer.nbytes)
+        if free is not None and self._free_bytes + buffer.nbytes <= self._max_free_bytes:
+            free.append(buffer)
+            self._free_bytes += buffer.nbytes
 
 
 @dataclass(eq=False, slots=True)

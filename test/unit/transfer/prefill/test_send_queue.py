@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from transfer_pair import Pool, Shape, indices
 
@@ -12,6 +13,8 @@ from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
     MAX_RESENDS,
     MAX_UNCONFIRMED,
+    SMALL_SLAB_BYTES,
+    TARGET_SLAB_BYTES,
     Chunk,
     SendQueue,
     SlabBuffers,
@@ -20,16 +23,18 @@ from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.wire.keys import Tagger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang_tiered.transfer.prefill.send_queue import Parcel
 
 PAGE_BYTES = 4 * 512
 
 
 @pytest.fixture
-def queue() -> SendQueue:
-    pool = Pool(Shape(), 1)
+def queue() -> Iterator[SendQueue]:
+    pool = Pool(Shape(), 1)  # kept: its memories only know addresses
     pairs = pair_buffers(pool.layout, pool.layout)
-    return SendQueue(
+    yield SendQueue(
         pool.memories,
         pairs,
         4,
@@ -200,3 +205,19 @@ def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
     computed.append(1)
     assert queue.next_parcel() is not None
     assert not queue.awaits_compute
+
+
+def test_short_slabs_do_not_hold_long_buffers() -> None:
+    """And what is idle is bounded, whatever its sizes."""
+    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
+    sizes = [1, SMALL_SLAB_BYTES, SMALL_SLAB_BYTES + 1, TARGET_SLAB_BYTES, TARGET_SLAB_BYTES + 1]
+    held = [buffers.borrow_buffer(size) for size in sizes * 4]
+    short, long = SMALL_SLAB_BYTES, TARGET_SLAB_BYTES
+    assert [buffer.nbytes for buffer in held[:5]] == [short, short, long, long, long + 1]
+    for buffer in held:
+        buffers.return_buffer(buffer)
+    again = [buffers.borrow_buffer(size) for size in sizes * 4]
+    kept = {id(buffer) for buffer in held} & {id(buffer) for buffer in again}
+    reused = [buffer.nbytes for buffer in held if id(buffer) in kept]
+    assert 0 < sum(reused) <= 2 * TARGET_SLAB_BYTES
+    assert set(reused) == {short, long}
