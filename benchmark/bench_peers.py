@@ -22,7 +22,15 @@ from rich.console import Console
 
 from object_bench import resume
 from peer_bench.redis_process import find_redis, run_redis
-from peer_bench.sides import LOCAL, PEER_KEYS, PEER_MEMORY, PEER_PLAIN, RAW, measure
+from peer_bench.sides import (
+    LOCAL,
+    PEER_KEYS,
+    PEER_MEMORY,
+    PEER_PLAIN,
+    RAW,
+    RAW_DISK,
+    measure,
+)
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.wire.keys import PEER, make_keys
 from storage_bench.figures import DifferentBytesError, Report, quotients, size_name
@@ -32,9 +40,14 @@ PAGE_SIZES = (256 << 10, 1 << 20, 8 << 20)
 FIGURES = {
     "peer_over_raw_tcp": (PEER_PLAIN, RAW),
     "peer_memory_over_raw_tcp": (PEER_MEMORY, RAW),
+    "peer_over_raw_tcp_from_disk": (PEER_PLAIN, RAW_DISK),
     "peer_over_local": (PEER_PLAIN, LOCAL),
     "peer_encrypted_over_raw_tcp": (PEER_KEYS, RAW),
     "peer_encrypted_over_local": (PEER_KEYS, LOCAL),
+}
+CPU_FIGURES = {  # of processor seconds
+    "peer_memory_cpu_over_raw_tcp": (PEER_MEMORY, RAW),
+    "peer_cpu_over_raw_tcp_from_disk": (PEER_PLAIN, RAW_DISK),
 }
 
 
@@ -56,6 +69,8 @@ def measure_size(
     for figure, (ours, other) in FIGURES.items():
         ratio = quotients(samples[other].seconds, samples[ours].seconds)
         report.add(f"{figure}_{name}", ratio, beside=f"{shown[ours]}; {shown[other]}")
+    for figure, (ours, other) in CPU_FIGURES.items():
+        report.add(f"{figure}_{name}", quotients(samples[other].cpu, samples[ours].cpu))
 
 
 def measure_resume(root: Path, num_rounds: int, report: Report) -> None:

@@ -3,9 +3,12 @@ socket that these are measured against."""
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +19,12 @@ from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["cpu_seconds", "serve"]
 
 TIMEOUT_S = 120.0
+PIECE_BYTES = 4 << 20
+NUM_READS = 4
 
 
 def cpu_seconds() -> float:
@@ -91,6 +98,8 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
         for server in servers:
             held.callback(server.stop)
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        plain_file = _write_file(directory.with_suffix(".plain"), run)
+        held.callback(os.close, plain_file)
         direct = getattr(engine._device, "direct", False)  # noqa: SLF001
         pipe.send((*(server.port for server in servers), listener.getsockname()[1], direct))
         connection, _ = listener.accept()
@@ -98,6 +107,8 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
         while (order := pipe.recv()) != "stop":
             if order == "raw":
                 _send(connection, run)
+            elif order == "disk":
+                _send_from(plain_file, connection, num_bytes)
             elif order == "local":
                 pipe.send(_load(engine, local, run))
             elif order == "cpu":
@@ -107,6 +118,32 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
 def _send(connection: socket.socket, run: Run) -> None:
     for (page,) in run.pages:
         connection.sendall(page)
+
+
+def _write_file(path: Path, run: Run) -> int:
+    """The same bytes in a file of their own, open for direct reads where there are such."""
+    path.write_bytes(b"".join(page for (page,) in run.pages))
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    return number
+
+
+def _send_from(number: int, connection: socket.socket, num_bytes: int) -> None:
+    """Send a file, read ahead by as many threads and in pieces as long as the page server's."""
+    buffers = [aligned_buffer(PIECE_BYTES) for _ in range(NUM_READS)]
+    with ThreadPoolExecutor(NUM_READS) as pool:
+        starts = range(0, num_bytes, PIECE_BYTES)
+        reads: deque[Future[int]] = deque()
+        for index, start in enumerate([*starts, *[None] * NUM_READS]):
+            if index >= NUM_READS and reads:
+                size = reads.popleft().result()
+                connection.sendall(buffers[index % NUM_READS][:size])
+            if start is not None:
+                buffer = buffers[index % NUM_READS]
+                reads.append(pool.submit(os.preadv, number, [buffer], start))
 
 
 def _load(engine: RegionEngine, local: Run, run: Run) -> Any:

@@ -26,15 +26,15 @@ from sglang_tiered.wire.keys import PEER, load_keys
 from storage_bench.figures import DifferentBytesError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
 
     from sglang_tiered.storage.base import Run
 
-__all__ = ["LOCAL", "PEER_KEYS", "PEER_MEMORY", "PEER_PLAIN", "RAW", "measure"]
+__all__ = ["LOCAL", "PEER_KEYS", "PEER_MEMORY", "PEER_PLAIN", "RAW", "RAW_DISK", "measure"]
 
-RAW, LOCAL = "raw tcp", "holder's own loads"
+RAW, RAW_DISK, LOCAL = "raw tcp", "raw tcp, from disk", "holder's own loads"
+ORDERS = {RAW: "raw", RAW_DISK: "disk"}
 PEER_PLAIN, PEER_KEYS, PEER_MEMORY = "peer", "peer, encrypted", "peer, from memory"
 
 
@@ -87,8 +87,10 @@ class Both:
         fill_with(self.target, 0)
         theirs = self._holder_cpu()
         begun, cpu = time.perf_counter(), cpu_seconds()
-        fetch: Callable[[], None] = self._raw if side == RAW else lambda: self._fetch(side)
-        fetch()
+        if side in ORDERS:
+            self._raw(ORDERS[side])
+        else:
+            self._fetch(side)
         seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
         cpu += self._holder_cpu() - theirs
         if not is_filled_right(self.target, self.expected):
@@ -99,8 +101,8 @@ class Both:
         self.pipe.send("cpu")
         return float(self.pipe.recv())
 
-    def _raw(self) -> None:
-        self.pipe.send("raw")
+    def _raw(self, order: str) -> None:
+        self.pipe.send(order)
         for (page,) in self.target.pages:
             at = 0
             while at < page.nbytes:
@@ -129,7 +131,9 @@ def measure(
     """Samples of each side, in turns, and whether the holder's reads pass the page cache by. The
     first turn of each, which connects, is not counted."""
     keep_freed_memory()  # as in a server
-    samples = {name: Samples() for name in (PEER_PLAIN, RAW, LOCAL, PEER_MEMORY, PEER_KEYS)}
+    samples = {
+        name: Samples() for name in (PEER_PLAIN, RAW, LOCAL, PEER_MEMORY, RAW_DISK, PEER_KEYS)
+    }
     with ExitStack() as held:
         both = Both(held, directory, keys, page_bytes, num_bytes)
         names = list(samples)
