@@ -3,7 +3,7 @@
 A codec turns the bytes of one page into fewer bytes and back. The tiers below host memory may use
 one; none is used unless asked for. The rules:
 
-1. ``encode`` never fails and never loses more than the codec says: a page that it cannot express
+1. ``encode`` never fails and never loses more than the codec says. A page that it cannot express
    (another length than the layout's, a NaN, an infinity) is stored exactly, at the cost of a few
    bytes more than the page.
 2. ``decode`` gives the page that was encoded, or raises ``CodecError``. It checks what the bytes

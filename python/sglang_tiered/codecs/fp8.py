@@ -2,7 +2,7 @@
 
 A float keeps its relative error whatever the scale, so a power of two, which makes scaling exact
 and one byte of scale enough, loses nothing against a finer one. The scale puts the largest element
-of its group into the upper binade of e4m3 that holds it; elements 2**14 times smaller and less lose
+of its group into the upper binade of e4m3 that holds it. Elements 2**14 times smaller and less lose
 bits of their mantissa, those 2**18 times smaller become zero.
 """
 

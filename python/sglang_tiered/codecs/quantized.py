@@ -1,8 +1,8 @@
 """The common part of the lossy codecs: scales per head and group of channels, codes of one byte.
 
-A group is some neighbouring channels of one head and layer over all tokens of the page. A page that
-is not of the layout's length, or holds a number that could not come back as a finite one near it
-(NaN, infinity, the very largest), is stored exactly by ``ZstdCodec`` instead.
+A group is some neighbouring channels of one head and layer over all tokens of the page.
+``ZstdCodec`` stores some pages exactly instead. They are not of the layout's length, or hold a
+number that could not come back as a finite one near it (NaN, infinity, the very largest).
 """
 
 from __future__ import annotations

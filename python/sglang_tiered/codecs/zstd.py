@@ -1,8 +1,8 @@
 """``zstd``: bytes of equal significance form a plane, and each plane is compressed if that pays.
 
-The exponents of keys and values take few of their 256 values, the lower bytes of the mantissas all:
-together they look random to a compressor, apart one plane in two (16-bit elements) or four (32-bit)
-shrinks to about a third and the others stay as they are.
+The exponents of keys and values take few of their 256 values, the lower bytes of the mantissas all.
+Together they look random to a compressor. Apart, one plane in two (16-bit elements) or four
+(32-bit) shrinks to about a third and the others stay as they are.
 """
 
 from __future__ import annotations

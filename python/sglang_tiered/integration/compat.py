@@ -3,7 +3,7 @@
 Upstream moves fast, so nothing here is assumed: the launcher calls ``check_version`` before it
 imports SGLang, and every process calls ``check_signatures`` before the ``tiered`` names are
 registered. Either fails with one sentence. The table holds what this package calls, hooks and
-overrides, and the fields of SGLang's records that it reads where versions were seen to differ;
+overrides, and the fields of SGLang's records that it reads where versions were seen to differ.
 ``seams`` compares all of it with another version, for ``scripts/compat``.
 """
 

@@ -271,9 +271,9 @@ class ErasureBook:
         self, what: Erasure, local: Future[bool] | None = None
     ) -> tuple[Future[bool], list[Erased]]:
         """Note an erasure that this server has begun itself; ``local`` is true once it is durable
-        here. Returns what others are to be told, and a future: true once that is durable and noted
-        and every server that lives has applied it (``settle``); false when the namespace changes
-        or the book is closed before."""
+        here. Returns what others are to be told, and a future. It is true once that is durable and
+        noted and every server that lives has applied it (``settle``); false when the namespace
+        changes or the book is closed before."""
         pieces = {
             each.id: None if each.keys is None else b"".join(each.keys) for each in what.pieces
         }

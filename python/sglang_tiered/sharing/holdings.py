@@ -1,7 +1,7 @@
 """What this server holds, for those who follow it: a snapshot in pieces, and changes since.
 
-Nothing is kept for a follower. A piece of the snapshot is cut from what is held *now*; who has read
-all pieces applies the changes since the first of them, in order, and has what is held: the last
+Nothing is kept for a follower. A piece of the snapshot is cut from what is held *now*. A reader of
+all pieces applies the changes since the first of them, in order, and has what is held. The last
 change of a page says so, and a page without one has been there, or not, all the time.
 """
 

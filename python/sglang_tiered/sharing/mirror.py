@@ -2,7 +2,7 @@
 
 One thread writes (the follower); ``find`` takes no lock, ``lacks`` and ``avoid`` take one for a
 moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
-it has applied exactly the erasures that this server has: so a page that was erased here cannot come
+it has applied exactly the erasures that this server has. So a page that was erased here cannot come
 back from a peer that has not erased it yet.
 """
 
@@ -245,7 +245,7 @@ class Mirror:
         return all(self._add(known, pages[start : start + _PIECE]) for start in starts)
 
     def cut(self, known: MirroredPeer, num_pages: int) -> None:
-        """Find nothing at a server that has about so many pages: a conversation is found up to its
+        """Find nothing at a server that has about so many pages. A conversation is found up to its
         first page that is not known, so most pages of a server are worth little."""
         self.unload(known)  # which is by pieces
         known.is_cut, known.num_cut = True, min(num_pages, 4 * self.max_pages)

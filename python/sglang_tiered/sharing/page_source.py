@@ -2,8 +2,8 @@
 
 A store's own readers fill buffers of this module, verified like every load: only pages that a load
 here would get are given. A region store says with which checksum a page was stored, which binds it
-to namespace and key from the store that wrote it to the server that uses it; of other tiers it is
-computed of what was read. Ranks of one server ask for the same pages at about the same time: one
+to namespace and key from the store that wrote it to the server that uses it. For other tiers it is
+computed of what was read. Ranks of one server ask for the same pages at about the same time. One
 read serves all who ask before it is sent, and a load of the process itself all who ask meanwhile.
 """
 

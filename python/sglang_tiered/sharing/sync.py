@@ -1,7 +1,7 @@
 """``PeerSync``: what this server and the others know of each other: pages, and erasures.
 
-It holds what followers of this server are told, follows the others, and has a thread that waits for
-what may take long: the store that erases what others told, and the disk.
+It holds what followers of this server are told, and follows the others. It has a thread that waits
+for what may take long: the store that erases what others told, and the disk.
 """
 
 from __future__ import annotations

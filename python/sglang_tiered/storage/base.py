@@ -437,7 +437,7 @@ class TierEngine(ABC):
         are in a tier that takes none.
 
         Where there is no room for all, the leading ones are taken and the others ``REJECTED``. One
-        at least is taken by a tier that is well and has nothing queued, so a run of any size is
+        at least is taken by a tier that is well and has nothing queued. So a run of any size is
         stored by submitting again what was left of it, job after job.
         """
         job = Job(JobKind.STORE, run)

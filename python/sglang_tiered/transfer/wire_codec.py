@@ -2,11 +2,11 @@
 
 A codec works on one slab: for each of its buffer pairs, consecutive tokens of equally many bytes.
 ``int8`` is lossy: 256 even steps from the least to the largest value that a channel takes in the
-slab's tokens, so that an element errs by at most 1/510 of that range, and its rounding. Each
-channel of keys has its own center, and the ranges of channels differ far more than those of tokens
-(Liu et al., "KIVI", ICML 2024, arXiv 2402.02750). ``zstd`` is exact: it groups the bytes of each
-position in an element, and compresses each such plane if that pays. A slab that a codec cannot
-express, or would not make smaller, is sent as it is.
+slab's tokens. So an element errs by at most 1/510 of that range, and its rounding. Each channel of
+keys has its own center, and the ranges of channels differ far more than those of tokens (Liu et
+al., "KIVI", ICML 2024, arXiv 2402.02750). ``zstd`` is exact: it groups the bytes of each position
+in an element, and compresses each such plane if that pays. A slab that a codec cannot express, or
+would not make smaller, is sent as it is.
 """
 
 from __future__ import annotations

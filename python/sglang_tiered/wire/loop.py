@@ -1,7 +1,7 @@
 """The one thread of an endpoint: it owns the sockets, so they need no lock.
 
 Calls from other threads are queued and run here in order; readable sockets are served, control
-before data; then the endpoint does one step of its work, so that an abort never waits behind more
+before data. Then the endpoint does one step of its work, so that an abort never waits behind more
 than one slab.
 """
 

@@ -39,9 +39,9 @@ class DeclinedLoads(Generic[Request]):
     """Has the loads that were declined when their request arrived planned again while it waits:
     the prices may have been wrong for a moment.
 
-    Several ranks come to the same decision at no collective of their own: whose turn it is follows
-    from what all of them see in the same step, and what each rank's own plan says is a question
-    that rides in the next step's exchange. Scheduler thread."""
+    Several ranks come to the same decision at no collective of their own. Whose turn it is follows
+    from what all of them see in the same step. What each rank's own plan says is a question that
+    rides in the next step's exchange. Scheduler thread."""
 
     def __init__(self, planner: LoadPlanner[Request]) -> None:
         self._planner = planner

@@ -1,8 +1,8 @@
 """``HostCopies``: copies of nodes in host memory, and the loads that wait for room.
 
-Retries host copies that SGLang silently skips while host memory is short. In a small
-host tier a copy of a device node may have been dropped, and is made again before a load is put
-below it; and there a load may have to wait until stores leave it room.
+Retries host copies that SGLang silently skips while host memory is short. In a small host tier a
+copy of a device node may have been dropped, and is made again before a load is put below it. There
+a load may also have to wait until stores leave it room.
 
 Retries of skipped copies depend on host memory and on whose store ended, which are the same on all
 ranks, and run everywhere. Everything runs on the scheduler thread and waits for nothing.
@@ -170,9 +170,9 @@ class HostCopies:
         """Return the tokens whose stores a load of ``num_tokens`` waits for, since host memory has
         no room for it before, beside the ``num_loading`` of others; 0 if it may begin.
 
-        A copy stays until it is stored, and in a small host tier such copies may be most of it.
-        A load waits for room only where one rank decides alone, since ranks do not know of each
-        other how long a store takes, and only while stores go on and the load still gains."""
+        A copy stays until it is stored, and in a small host tier such copies may be most of it. A
+        load waits for room only where one rank decides alone, since ranks do not know of each other
+        how long a store takes. It waits only while stores go on and the load still gains."""
         cache = self._cache
         if num_tokens == 0 or not cache.has_small_host or not cache.decides_alone:
             return 0
@@ -213,7 +213,7 @@ class HostCopies:
         self._must_stay = None
 
     def stores_ended(self) -> None:
-        """Retry skipped copies at once in a small host tier: SGLang has taken the results of
+        """Retry skipped copies at once in a small host tier. SGLang has taken the results of
         stores, of the same ones on all ranks, and what they read may be dropped now."""
         self._must_stay = None
         if self._cache.has_small_host:

@@ -2,9 +2,9 @@
 
 Without ``--tier-host-bytes`` SGLang sizes it: twice the device pool, less where the machine, the
 memory control group or the number of ranks leaves less (``mem_cache.hicache_auto_size``). With it,
-SGLang gets the size of the target model's pools: it divides that among a hybrid model's pools, adds
-a page of padding, and makes the host pool of a draft model beside it, as many tokens long. The cap
-covers all of that.
+SGLang gets the size of the target model's pools. SGLang divides that among a hybrid model's pools,
+adds a page of padding, and makes the host pool of a draft model beside it, as many tokens long. The
+cap covers all of that.
 
 What does not fit is one sentence here, before SGLang's allocation ends the scheduler with a
 traceback.

@@ -1,6 +1,6 @@
 """``LoadPlanner``: feeds the cost model of one scheduler, and follows its plans to their end.
 
-The scheduler asks three things: how much of a prefix to load when a request arrives, whether a
+The scheduler asks three things. How much of a prefix to load when a request arrives, whether a
 request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
 three come from the same learnt costs: of computing, and of loads from each tier. Loads finish on
 storage threads and are only noted there; everything else runs on the scheduler thread.
@@ -241,7 +241,7 @@ class LoadPlanner(Generic[Request]):
         self, request: Request, num_tokens: int, *, num_ahead: int, is_back: bool = False
     ) -> None:
         """Note that all ranks together load ``num_tokens`` of a request that has just arrived
-        (again), whatever was planned here, behind ``num_ahead`` tokens of other loads: what it
+        (again), whatever was planned here, behind ``num_ahead`` tokens of other loads. What it
         waits for, and what it is to compute, follow from that. ``is_back``: they are the last ones
         of its prefix, and read from the end."""
         record = self.loads.get(request)
@@ -280,7 +280,7 @@ class LoadPlanner(Generic[Request]):
 
     def plan_segments(self, request: Request, *, num_ahead: int) -> list[int] | None:
         """Return the bounds of the segments of a waiting request's prefix to load from its back,
-        while its front is computed; None if one of the two alone is as good."""
+        while its front is computed. None if one of the two alone is as good."""
         record = self.loads.get(request)
         if record.prefix is None or self._always:
             return None
@@ -324,9 +324,9 @@ class LoadPlanner(Generic[Request]):
         )
 
     def end_by_now(self, request: Request, *, num_ahead: int) -> int | None:
-        """Return after how many tokens of its prompt the load of a waiting request would end that
-        is planned now, as it was when it arrived last, behind ``num_ahead`` tokens of other loads;
-        None if it gains nothing."""
+        """Plan the load of a waiting request now, as it was when it arrived last, behind
+        ``num_ahead`` tokens of other loads. Return after how many tokens of its prompt that load
+        would end; None if it gains nothing."""
         record = self.loads.get(request)
         if record.prefix is None:
             return None

@@ -3,11 +3,11 @@
 Stands between SGLang's prefetch calls and the planner. Every method runs on the scheduler thread
 and none waits for a disk.
 
-With several ranks every decision must come out the same on all of them, and what a rank's own
-shard holds may differ after a crash, as may what it has measured. So with tensor parallelism each
-rank makes its own plan and all load what the shortest plan says (``rank_consensus``), the window
-works from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by
-SGLang; with pipeline parallelism SGLang decides alone.
+With several ranks every decision must come out the same on all of them. But what a rank's own shard
+holds may differ after a crash, as may what it has measured. So with tensor parallelism each rank
+makes its own plan and all load what the shortest plan says (``rank_consensus``). The window works
+from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by SGLang.
+With pipeline parallelism SGLang decides alone.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class LoadScheduler:
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
         next step, for which the request is put off. So is a load that would overfill the window, or
-        that waits for stores to leave it room, until ``load_has_ended`` reaches the request again;
+        that waits for stores to leave it room, until ``load_has_ended`` reaches the request again.
         SGLang drops it at that point, and with it the prefix, whenever more requests return
         together than half the host tier holds.
         """

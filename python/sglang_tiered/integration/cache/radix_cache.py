@@ -1,15 +1,15 @@
 """``TieredRadixCache``: SGLang's radix cache with the tiers below it.
 
 A subclass of ``UnifiedRadixCache``: SGLang offers sessions, hybrid models, speculative decoding and
-disaggregation to no other class. The tree, the host tier and the device copies are SGLang's; each
+disaggregation to no other class. The tree, the host tier and the device copies are SGLang's. Each
 override is SGLang's part and one act of ``Tiering``, which decides, ``TierObserver``, which tells,
 or the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
 
-With several ranks every decision must come out the same on all of them, and what a rank's own
-shard holds may differ after a crash. So the local index is asked only by a scheduler that decides
-alone; with tensor parallelism the window and the residents work from token counts, which SGLang
-keeps equal on all ranks, and with pipeline parallelism SGLang decides alone: there is
-no ``Tiering`` then, nor in host mode.
+With several ranks every decision must come out the same on all of them, and what a rank's own shard
+holds may differ after a crash. So the local index is asked only by a scheduler that decides alone.
+With tensor parallelism the window and the residents work from token counts, which SGLang keeps
+equal on all ranks. With pipeline parallelism SGLang decides alone: there is no ``Tiering`` then,
+nor in host mode.
 """
 
 from __future__ import annotations
@@ -486,9 +486,9 @@ class TieredRadixCache(HidingCache):
         """Attach the storage on every rank or on no rank: ranks exchange more in a step with it.
 
         SGLang keeps a storage that fails when the host pools are registered, which is when the
-        tiers are opened, and its threads. Before that its attach waits for every rank of the
-        server where several hold parts of the same pages, so all of them are asked there; only
-        there, as a DP rank that serves requests refuses before it comes here."""
+        tiers are opened, and its threads. Before that its attach waits for every rank of the server
+        where several hold parts of the same pages, so all of them are asked there. Only there, as a
+        DP rank that serves requests refuses before it comes here."""
         is_enabled = int(self.enable_storage)
         least, most = least_on_every_rank(self, [is_enabled, -is_enabled])
         if least != -most:

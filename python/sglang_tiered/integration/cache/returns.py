@@ -4,12 +4,13 @@ The front is SGLang's: an ordinary request with chunks. The back loads as severa
 storage operations, each under a handle of its own, read from the last to the first. Until the tree
 holds what comes before it, a segment that has arrived stays with its operation, which owns its host
 pages and counts them. At a chunk boundary what has arrived is hung into the tree, and the request
-yields: it gives its row back, which loses nothing, since the tree has just taken its progress, and
-goes to the head of the waiting queue, where SGLang matches the device's front and the host's back.
+yields. It gives its row back, which loses nothing, since the tree has just taken its progress. Then
+it goes to the head of the waiting queue, where SGLang matches the device's front and the host's
+back.
 
-Scheduler thread only. Several ranks come to the same decisions: what has arrived is the same on
-all of them, since SGLang takes note of it in the same step, and what a rank's own prices and clock
-say is reduced where it decides, at chunk boundaries and while such a request waits.
+Scheduler thread only. Several ranks come to the same decisions. What has arrived is the same on all
+of them, since SGLang takes note of it in the same step. What a rank's own prices and clock say is
+reduced where it decides, at chunk boundaries and while such a request waits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """``Spiller``: hands dirty radix nodes to the storage thread, in the order ``SpillQueue`` decides.
 
-SGLang asks for the store of a node once, when its copy to host memory is complete, and each store
-that is queued pins its host pages until it is done. So a slow disk would fill host memory with
-pinned pages, and what admission dropped would never be offered again. Here a node waits unqueued
-until its turn, and what was dropped or failed is offered again while the disk is idle.
+SGLang asks for the store of a node once, when its copy to host memory is complete. Each store that
+is queued pins its host pages until it is done. So a slow disk would fill host memory with pinned
+pages, and what admission dropped would never be offered again. Here a node waits unqueued until its
+turn, and what was dropped or failed is offered again while the disk is idle.
 
 A waiting node is an id of SGLang's tree. Ids are never used twice; one that is gone raises
 ``KeyError``, which is how a node that was evicted meanwhile is noticed. A node that was split keeps
-its id for the suffix, and the prefix gets a new one: so a node's turn is the turn of all nodes on
+its id for the suffix, and the prefix gets a new one. So a node's turn is the turn of all nodes on
 its path behind the point where it began. Nothing but ids, hashes and token counts is kept.
 
 Several ranks must queue the same stores in the same order, and when a store finishes depends on the

@@ -1,8 +1,8 @@
 """Turns of SGLang's streaming sessions, published into the tree as those of other requests are.
 
 SGLang keeps a streaming session's KV in the session's own record from turn to turn and puts only
-the first prompt into the tree; the tiers hold what the tree held. Here each finished turn is
-inserted too, by the way that SGLang has for the first prompt: the session's lock moves to the node
+the first prompt into the tree. The tiers hold what the tree held. Here each finished turn is
+inserted too, by the way that SGLang has for the first prompt. The session's lock moves to the node
 that the insertion ended on, and from then on the tree owns those pages.
 """
 

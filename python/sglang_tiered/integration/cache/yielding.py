@@ -72,7 +72,7 @@ def _is_on(scheduler: Any) -> bool:
 
 
 def _may_yield(req: Any) -> bool:
-    """Whether what a request has computed is in the tree after each chunk, and nowhere else; and
+    """Whether what a request has computed is in the tree after each chunk, and nowhere else. And
     whether nothing is wanted of it that only one prefill without a gap gives."""
     return not (
         req.skip_radix_cache_insert

@@ -1,7 +1,7 @@
 """``StoreGate``: admits the stores of one rank to NVMe, each node as a whole.
 
 The store of a radix node begins as several parts: of the other pools first, then of KV. A page of
-another pool is useless without its KV, and a KV page is useless behind a missing one, so the first
+another pool is useless without its KV, and a KV page is useless behind a missing one. So the first
 part decides for all: a number of leading pages.
 
 With several ranks each decides by its own disk. Where they differ, a page that some lack is a miss

@@ -3,9 +3,9 @@
 ``TieredController`` moves pages through it, and SGLang asks it what the tiers hold. One instance
 per scheduler process.
 
-Ownership of host pages: SGLang keeps those of a load or a store until it is told of the end, and
-is told when the engine has let go of them (engine contract, rule 5). A late write into a page that
-was freed and given to another request would be silent corruption.
+Ownership of host pages: SGLang keeps those of a load or a store until it is told of the end. It is
+told when the engine has let go of them (engine contract, rule 5). A late write into a page that was
+freed and given to another request would be silent corruption.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class TieredStorage(TierQueries):
     def settle_namespace(self) -> None:
         """Use the tiers from now on if the weights have been read. Memory only.
 
-        Ranks need not do so in the same step: plans and hits are reduced over ranks, so no rank
+        Ranks need not do so in the same step. Plans and hits are reduced over ranks, so no rank
         loads what one of them does not find, and each stores for itself.
         """
         search = self._search

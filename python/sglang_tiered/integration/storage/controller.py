@@ -1,13 +1,13 @@
 """``TieredController``: SGLang's controller of host and device pools, with storage I/O of ours.
 
 SGLang's threads store one node and load one prefix at a time, up to 128 KV pages a call, and wait
-each time: between two calls the disk is idle, and has nothing to write as one extent. Here these
+each time. Between two calls the disk is idle, and has nothing to write as one extent. Here these
 threads begin parts of several, and wait for none of them (``StoreWorker``, ``LoadWorker``).
 
-SGLang asks a storage how much it holds on another thread, since most must ask a disk or a network,
-and allocates host memory for the answer in the next scheduling step. Under load a step lasts as
-long as a forward pass, so a load would begin one pass late and its request miss one more. The index
-of the tiers is in memory: a lone rank is answered at once.
+SGLang asks a storage how much it holds on another thread, since most must ask a disk or a network.
+It allocates host memory for the answer in the next scheduling step. Under load a step lasts as long
+as a forward pass, so a load would begin one pass late and its request miss one more. The index of
+the tiers is in memory: a lone rank is answered at once.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def kv_page_size(pools: Mapping[PoolName, Any]) -> PageSize:
 
 
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:
-    """Return the engine keys of SGLang's page hashes: the KV pool's are the hashes themselves,
+    """Return the engine keys of SGLang's page hashes. The KV pool's are the hashes themselves,
     another pool's are derived from them, so that one log holds all pools of a page."""
     return derive_keys(pool, [bytes.fromhex(text) for text in hashes])
 

@@ -74,16 +74,16 @@ class LoadWorker:
     """Carries out the loads of one controller on its I/O thread, until that is told to stop.
 
     SGLang's thread asks for up to 128 pages, waits for them, tells the scheduler, and asks for the
-    next: between two calls the disk is idle, and 128 pages of a large model are a gigabyte, within
+    next. Between two calls the disk is idle, and 128 pages of a large model are a gigabyte, within
     which no abort is noticed. Here all that happens comes through the controller's queue: loads,
-    and jobs that have ended. KV is read in parts of the size that the tiers name; when one ends the
+    and jobs that have ended. KV is read in parts of the size that the tiers name. When one ends the
     next begins, of this load or of those behind it, as far as ``NUM_PARTS`` reach.
 
     SGLang is told as by its own thread, which ranks compare: of each batch of a load, of its other
     pools, and of its end, one load after the other. A lone rank hears of each part besides, so that
-    a request which waits no longer keeps what has arrived; not with other pools, whose pages count
-    once all are there. SGLang gives the pages of an aborted load back at its end, which is told
-    when nothing of it is being read; ``run`` returns only when nothing is."""
+    a request which waits no longer keeps what has arrived. Not so with other pools, whose pages
+    count once all are there. SGLang gives the pages of an aborted load back at its end, which is
+    told when nothing of it is being read; ``run`` returns only when nothing is."""
 
     def __init__(self, controller: Any, tiers: TieredStorage) -> None:
         self._controller, self._tiers = controller, tiers

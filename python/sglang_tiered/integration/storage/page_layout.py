@@ -24,8 +24,8 @@ __all__ = ["check_codec", "page_layout"]
 
 
 def page_layout(pool: Any) -> PageLayout:
-    """Return how a page of ``pool`` lies in memory; unknown unless it is exactly one of SGLang's
-    plain KV or latent pools, whose pages have the length that the layout gives."""
+    """Return how a page of ``pool`` lies in memory. It is unknown unless the pool is exactly one of
+    SGLang's plain KV or latent pools, whose pages have the length that the layout gives."""
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         dtype = "uint8"
@@ -36,8 +36,8 @@ def page_layout(pool: Any) -> PageLayout:
 
 
 def check_codec(name: str, pools: Mapping[PoolName, Any]) -> None:
-    """Raise ``ConfigError`` for a lossy codec that could take a page of another pool for one of
-    the KV pool's: both have the same length, and the engine knows pages by their keys only."""
+    """Raise ``ConfigError`` for a lossy codec that could take a page of another pool for one of the
+    KV pool's. Both have the same length then, and the engine knows pages by their keys only."""
     if name not in LOSSY_CODEC_NAMES:
         return
     page_bytes = _page_bytes(pools[PoolName.KV])

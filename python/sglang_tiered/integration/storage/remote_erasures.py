@@ -1,7 +1,7 @@
 """``RemoteErasures``: what other servers erased, hidden in the tiers and queued for the scheduler.
 
 It arrives on a thread of the peer tier or of the bucket, and counts as applied once that thread is
-done with it: from then on others take pages of this server again. So that thread erases in the
+done with it. From then on others take pages of this server again. So that thread erases in the
 tiers. Device and host memory belong to the scheduler: until it hides there what is named, the gate
 stores none of it.
 

@@ -35,7 +35,7 @@ def has_geometry(name: str, *, num_ranks: int, tp_size: int, pp_size: int, dp_si
 
 
 def is_of_other_sharing(name: str, *, opened: str, tp_size: int) -> bool:
-    """Whether a shard belongs to the other way of sharing: a server with this many ranks would open
+    """Whether a shard belongs to the other way of sharing. A server with this many ranks would open
     it instead of ``opened`` if its ranks shared pages where these do not, or the reverse."""
     match, own = _NAME.fullmatch(name), _NAME.fullmatch(opened)
     if match is None or own is None:

@@ -1,10 +1,10 @@
 """Ranks with the same pages: one of them on each machine keeps them, and lends to the others.
 
-Latent attention (MLA) has one vector per token instead of the keys and values of many heads,
-and every rank of tensor parallelism computes all of it. The lowest rank on a machine opens the
-tiers as a server of one rank would: its shard, its namespace and its part of the limits do not say
-how many ranks there are, so a server with another ``--tp-size`` finds the same pages. The others
-open nothing (``sharing.lending``).
+Latent attention (MLA) has one vector per token instead of the keys and values of many heads, and
+every rank of tensor parallelism computes all of it. The lowest rank on a machine opens the tiers as
+a server of one rank would. Its shard, its namespace and its part of the limits do not say how many
+ranks there are, so a server with another ``--tp-size`` finds the same pages. The others open
+nothing (``sharing.lending``).
 """
 
 from __future__ import annotations

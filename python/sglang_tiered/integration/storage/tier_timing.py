@@ -167,7 +167,7 @@ class TierTiming:
 
     def _learn_from_late(self) -> None:
         """Learn from reads of which none ended in twice the time expected of all of them, and again
-        each time that doubles: otherwise one request after the other would wait for a disk that
+        each time that doubles. Otherwise one request after the other would wait for a disk that
         hangs."""
         with self._lock:
             num_bytes = sum(read.num_bytes for read in self._in_flight)

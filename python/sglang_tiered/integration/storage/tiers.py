@@ -98,8 +98,8 @@ def open_shard(
     the KV pool. ``tp_size`` is the server's, also where ``where`` stands for all of its ranks.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
-    replica's and the next one is tried; which replica gets which does not matter, because all
-    hold KV of the same namespace.
+    replica's and the next one is tried. Which replica gets which does not matter, because all hold
+    KV of the same namespace.
     """
     nvme = config.nvme
     assert nvme is not None

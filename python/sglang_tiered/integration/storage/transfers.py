@@ -147,8 +147,8 @@ def read_in_steps(
 
     A disk that is limited (a cloud volume, a throttled container) lets a little pass at full speed
     after a rest. So a quick single page proves nothing, and believing it cost the next request up
-    to its own prefill in waiting for a load; one that is slow by itself does, and spares the larger
-    reads."""
+    to its own prefill in waiting for a load. One that is slow by itself proves something, and
+    spares the larger reads."""
     begun = clock()
     read(1, MAX_PROBE_S)
     for _ in range(MAX_PROBE_READS):

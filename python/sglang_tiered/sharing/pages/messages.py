@@ -2,7 +2,7 @@
 
 A message is a version frame, one MessagePack frame and, for ``Found`` and ``Changes``, payload
 frames. A page is asked for by namespace, full key and length, and its checksum binds its bytes to
-all of these, so neither a holder nor a message can pass one page off as another.
+all of these. So neither a holder nor a message can pass one page off as another.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class PageSettings:
     are at most ``max_links``.
 
     For the server: at most ``max_serving_bytes`` are being read or sent, half of that for one
-    client; ``max_queued_bytes`` wait besides, a quarter of that for one client, and requests beyond
+    client. ``max_queued_bytes`` wait besides, a quarter of that for one client, and requests beyond
     are answered with "busy". A client that does not read its answers is disconnected after
     ``stuck_timeout_s``. ``max_reads`` requests are read at a time, and one while the reader has
     work of its own.

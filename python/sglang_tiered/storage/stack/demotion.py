@@ -310,7 +310,7 @@ class Demoter:
 
 
 class NvmeScan:
-    """Walks what NVMe holds, oldest first, and queues it for demotion: after a start,
+    """Walks what NVMe holds, oldest first, and queues it for demotion. It does so after a start,
     since what earlier processes stored was perhaps never copied, and whenever the queue was too
     full to take what was stored. Used on one thread."""
 

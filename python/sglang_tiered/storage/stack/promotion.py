@@ -23,7 +23,7 @@ class Promoter:
     """Copies while the load's buffers are still the engine's, then stores the copy in the
     background. The leading pages that fit are kept; the others stay where they were found. ``gate``
     is held while a store is submitted, and during an erasure, so that a store lands before it or
-    not at all; ``may_store`` is asked first, and must not block."""
+    not at all. ``may_store`` is asked first, and must not block."""
 
     def __init__(
         self, nvme: TierEngine, gate: threading.Lock, max_bytes: int, may_store: Callable[[], bool]

@@ -1,7 +1,7 @@
 """The rooms of a decode endpoint: where arriving pages go, and until when they may land.
 
-Only the room determines a destination. Its lock is held during each copy and taken by ``close``:
-once ``close`` has returned, nothing that was sent for the room can change a byte, so its pages can
+Only the room determines a destination. Its lock is held during each copy and taken by ``close``.
+Once ``close`` has returned, nothing that was sent for the room can change a byte, so its pages can
 go to the next request at once.
 """
 

@@ -83,8 +83,8 @@ class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
     and return at once.
 
-    ``host`` is bound as it is, to free ports; ``server``: where this instance answers requests, to
-    be named to who is refused; ``on_tick`` is called a few times a second on the endpoint's thread.
+    ``host`` is bound as it is, to free ports. ``server``: where this instance answers requests, to
+    be named to who is refused. ``on_tick`` is called a few times a second on the endpoint's thread.
     No room is ready before ``set_model``. Raises ``TransferError`` when the address cannot be
     bound.
     """

@@ -3,7 +3,7 @@
 A room is complete when its request is here (``expect_room``) and every decode rank has opened it.
 Either may come first; a decode rank claims a room when its request comes, and opens it when it has
 the memory. A failure is remembered for a while, so that the half that comes late learns it at once
-instead of waiting for its timeout; another request with the number learns it too.
+instead of waiting for its timeout. Another request with the number learns it too.
 """
 
 from __future__ import annotations

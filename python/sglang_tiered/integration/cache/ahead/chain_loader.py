@@ -1,10 +1,10 @@
 """``ChainLoader``: loads a prefix to host memory for which no request waits.
 
 It comes the way of every request's load, through the same plan, the same window and SGLang's
-verified prefetch, but in pieces and one piece at a time: a request that comes finds at most one of
-them ahead of it. What has arrived is an ordinary node of the tree, most recently used, in host
-memory; nothing locks it. Device memory is no place to load to: SGLang's ``load_back`` commits
-device pages before they are filled, and only the batch that asked waits for them.
+verified prefetch. But it comes in pieces and one piece at a time: a request that comes finds at
+most one of them ahead of it. What has arrived is an ordinary node of the tree, most recently used,
+in host memory; nothing locks it. Device memory is no place to load to: SGLang's ``load_back``
+commits device pages before they are filled, and only the batch that asked waits for them.
 
 Scheduler thread only. Ranks come to the same decisions: they plan each piece in the same step and
 load what the shortest plan says.

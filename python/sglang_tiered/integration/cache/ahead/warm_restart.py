@@ -1,8 +1,8 @@
 """``--tier-warm-host``: after a restart, the prefixes that came back last are in host memory again.
 
-While the server runs, prompts that were loaded back are noted on the scheduler thread, and written
-every half minute, and at an ordinary stop, by a thread of their own. At the next start they are
-loaded one after the other, a piece at a time (``chain_loader``), in steps in which nothing waits.
+While the server runs, prompts that were loaded back are noted on the scheduler thread. A thread of
+their own writes them every half minute, and at an ordinary stop. At the next start they are loaded
+one after the other, a piece at a time (``chain_loader``), in steps in which nothing waits.
 
 The file holds no keys, so what belongs to a tenant is loaded once a request names the tenant's
 keys. An erasure is durable once the file no longer names the tenant.

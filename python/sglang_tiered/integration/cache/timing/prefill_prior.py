@@ -1,9 +1,9 @@
 """What a prefill costs before the server has seen one: a probe of the processor at start.
 
 Prefill is matrix products: two operations per weight and token. So the rate of one product in the
-model's number format, times the weights this rank holds, says what a token costs within a factor
-of two or three, which is all that is needed until batches have been measured. What pairs of tokens
-cost (attention) keeps the prior's share.
+model's number format, times the weights this rank holds, says what a token costs within a factor of
+two or three. No more is needed until batches have been measured. What pairs of tokens cost
+(attention) keeps the prior's share.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``PrefillClock``: how long each prefill batch took, for the cost model.
 
 On a CPU a forward runs within ``Scheduler.run_batch``. On an accelerator ``run_batch`` only
-launches it, and ``process_batch_result`` begins by waiting for its end; the batch then took the
-time since its launch, or since the batch before it ended if that was later. Copies of cached
-tokens to the device run beside the batch that needs them, and are told with its time.
+launches it, and ``process_batch_result`` begins by waiting for its end. The batch then took the
+time since its launch, or since the batch before it ended if that was later. Copies of cached tokens
+to the device run beside the batch that needs them, and are told with its time.
 """
 
 from __future__ import annotations
