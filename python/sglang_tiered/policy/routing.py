@@ -141,8 +141,8 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """By the server's own plan ``ttft_s`` is the expected time to the first token, ``work_s`` the
-    prefill that the request adds to the server, and ``loaded`` the tokens that it loads."""
+    """By the server's own plan ``ttft_s`` is the expected time to the first token. ``work_s`` is
+    the prefill that the request adds to the server, and ``loaded`` the tokens that it loads."""
 
     score_s: float
     ttft_s: float

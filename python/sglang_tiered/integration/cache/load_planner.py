@@ -1,9 +1,9 @@
 """``LoadPlanner``: feeds the cost model of one scheduler, and follows its plans to their end.
 
-The scheduler asks three things. How much of a prefix to load when a request arrives, whether a
-request that was put off still gains by its turn, and, while a load runs, whether to wait on. All
-three come from the same learnt costs: of computing, and of loads from each tier. Loads finish on
-storage threads and are only noted there; everything else runs on the scheduler thread.
+The scheduler asks how much of a prefix to load when a request arrives, and whether a request that
+was put off still gains by its turn. While a load runs, it asks whether to wait on. All three come
+from the same learnt costs: of computing, and of loads from each tier. Loads finish on storage
+threads and are only noted there; everything else runs on the scheduler thread.
 """
 
 from __future__ import annotations

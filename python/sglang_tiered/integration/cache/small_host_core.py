@@ -4,9 +4,9 @@ Under write-through a node on the device keeps its copy in host memory until the
 and a copy needs those of all its ancestors. So a host tier that is not larger than device memory
 soon holds nothing but copies of what the device holds. Then no new node gets a copy, none reaches
 NVMe, and nothing that NVMe holds finds room to be loaded. Here, as in SGLang's write-back mode, a
-node on the device may lack a copy that nodes below it have, and copies of what the device holds are
-the first to go. Unlike there, copies are made when nodes are inserted, and no eviction waits for
-one. What NVMe holds already is not copied again.
+node on the device may lack a copy that nodes below it have. Copies of what the device holds are the
+first to go. Unlike there, copies are made when nodes are inserted, and no eviction waits for one.
+What NVMe holds already is not copied again.
 
 One rule keeps every node evictable: where a node is in host memory only, its ancestors have copies.
 

@@ -1,9 +1,9 @@
 """How an engine learns of what others do: one thread that lists, and waits for nothing else.
 
-A pass lists the records of erasures, the pins, and the pages from a cursor on: the store's own time
-of the newest page seen, less a look-back for uploads that take long. Once a minute it looks back
-further, for clocks that differ. A full listing now and then finds what came later still, and
-notices what is gone. Its passes are the probes of an open breaker.
+A pass lists the records of erasures, the pins, and the pages from a cursor on. The cursor is the
+store's own time of the newest page seen, less a look-back for uploads that take long. Once a minute
+it looks back further, for clocks that differ. A full listing now and then finds what came later
+still, and notices what is gone. Its passes are the probes of an open breaker.
 """
 
 from __future__ import annotations

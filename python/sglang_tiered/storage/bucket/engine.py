@@ -1,7 +1,7 @@
 """``BucketEngine``: the tier engine over a bucket or a shared directory.
 
-Threads: ``num_connections`` load pages, half as many store them, one finishes loads at their
-deadlines, one looks for what other servers did, one makes erasures and pins durable, and on demand
+Threads: ``num_connections`` load pages, half as many store them, and one finishes loads at their
+deadlines. One looks for what other servers did, one makes erasures and pins durable, and on demand
 one collects. What they share, and its one lock, is in ``state``.
 """
 

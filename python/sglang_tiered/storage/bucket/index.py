@@ -1,8 +1,8 @@
 """What is held: the pages that a bucket lists, in memory. No I/O.
 
-A page takes about 200 bytes, and 100 more where tenants have a limit: its key, a row of 25 bytes,
-and their place in a table that the collector of garbage need not look into. Nothing here locks: the
-owner's lock guards every call.
+A page takes about 200 bytes, and 100 more where tenants have a limit. These are its key, a row of
+25 bytes, and their place in a table that the collector of garbage need not look into. Nothing here
+locks: the owner's lock guards every call.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _FAILURES_TOLERATED = 2
 
 
 class Breaker:
-    """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread; from then on only the
+    """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread. From then on only the
     discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
     RUNNING back. (A ``HealthMonitor`` lets loads be the probes, which may take seconds here.)
 

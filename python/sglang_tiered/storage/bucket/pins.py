@@ -108,8 +108,8 @@ def pin_share(capacity_bytes: int | None) -> int:
 
 
 def alive(pin: Pin, stamp: int, erased: Erased, namespace: bytes) -> Pin | None:
-    """Return a pin of those of its pages that were not erased since, without its data where some
-    were, as that may tell what was there; None if none is left."""
+    """Return a pin of those of its pages that were not erased since; None if none is left. Where
+    some were, its data goes, as that may tell what was there."""
     keys = tuple(key for key in pin.keys if not erased.kills(namespace, pin.tenant, key, stamp))
     if keys == pin.keys:
         return pin

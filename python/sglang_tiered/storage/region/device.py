@@ -2,7 +2,7 @@
 
 Callers read and write whole blocks at block offsets, from segments of any alignment. Where
 ``O_DIRECT`` is on, aligned segments go to the device as they are and others pass through a bounce
-buffer; where it is refused (overlay, some network filesystems) I/O is buffered.
+buffer. Where it is refused (overlay, some network filesystems) I/O is buffered.
 """
 
 from __future__ import annotations

@@ -97,13 +97,13 @@ class RegionEngine(TierEngine):
     holds at least one region; below four, each eviction takes a large share of the store.
     ``max_tenant_bytes`` bounds the padded payload that one tenant has in them, dead pages included.
     ``max_queued_store_bytes`` bounds the callers' memory that stores keep referenced behind each
-    other: one that finds nothing queued is taken whole, since its pages wait in its caller's memory
-    either way, and of any other the leading pages that fit. A stored page survives death of the
-    process at once, and loss of power after ``sync_interval_s`` and the time a flush takes.
-    ``pin_share`` bounds what pins keep: of the capacity, in whole regions, without two of them, the
-    one that is written to and one that is free while anything is pinned. ``encoding`` encodes what
-    is stored and decodes what is loaded; without it pages are stored as they are, and encoded ones
-    are misses. ``wall_clock`` says when pins expire.
+    other. A store that finds nothing queued is taken whole, since its pages wait in its caller's
+    memory either way. Of any other the leading pages are taken that fit. A stored page survives
+    death of the process at once, and loss of power after ``sync_interval_s`` and the time a flush
+    takes. ``pin_share`` bounds what pins keep: of the capacity, in whole regions, without two of
+    them, the one that is written to and one that is free while anything is pinned. ``encoding``
+    encodes what is stored and decodes what is loaded; without it pages are stored as they are, and
+    encoded ones are misses. ``wall_clock`` says when pins expire.
     """
 
     def __init__(
@@ -399,9 +399,9 @@ class RegionEngine(TierEngine):
 
     def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note] = ()) -> Future[bool]:
         """Remember names of erasures that were done here under other names, and what the caller
-        notes of any: each note replaces the one of its name, and is kept until its time is over,
-        64 MiB and 65,536 of them at most, the oldest going first. True once a restart knows all
-        that. Memory only."""
+        notes of any. Each note replaces the one of its name, and is kept until its time is over. At
+        most 64 MiB and 65,536 of them are kept, the oldest going first. True once a restart knows
+        all that. Memory only."""
         return self._erase(Erasure(()), ids, tuple(notes))
 
     @property
@@ -432,8 +432,8 @@ class RegionEngine(TierEngine):
         None: until it is unpinned), in the place of a pin of the same name. Memory only, in time
         that grows with the keys.
 
-        From the call on reclaim keeps them, as far as the bound allows for those that come later;
-        true once they are kept after a crash or loss of power too. The pages themselves become
+        From the call on reclaim keeps them, as far as the bound allows for those that come later.
+        True once they are kept after a crash or loss of power too. The pages themselves become
         durable as all do. False when that is not known: the pin holds, until a restart at least;
         ask again. Raises ``ValueError`` for what no pin can be.
         """

@@ -3,9 +3,9 @@
 A region is never rewritten, so an erasure notes how far the log of pages reached: of that tenant,
 or under those keys, everything before is dead. Unlike the checkpoint the file ``ERASED`` is the
 truth: without it erased pages would come back. Each erasure appends a record, and is durable once
-that is synced. The head of the file says up to where that is so: what does not verify before is
-damage, and then everything stored until it was found is dead; what does not verify behind is a
-torn append, of which nobody was told.
+that is synced. The head of the file says up to where that is so. A record before it that does not
+verify is damage, and then everything stored until it was found is dead. One behind it is a torn
+append, of which nobody was told.
 
 The file is written anew, in one step, where much of it says what later records say too. What is
 said of a page is dropped only once no region holds such a page.
@@ -194,7 +194,7 @@ class Erased:
 
     def drop_before(self, sequence: int) -> None:
         """Drop what speaks only of regions older than ``sequence``, which are gone, and say that
-        they are dead. So their numbers are not given again: after a loss of power a filesystem may
+        they are dead. So their numbers are not given again. After a loss of power a filesystem may
         show a new file the blocks of a deleted one, which would be taken for a region of that
         number."""
         if self.is_empty:

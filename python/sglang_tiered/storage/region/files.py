@@ -1,6 +1,6 @@
 """Every name that a file of the product can have in a tier directory; no other list of them exists.
 
-The code that recognizes a tier directory, looks into a shard or removes one goes by it: a name that
+The code that recognizes a tier directory, looks into a shard or removes one goes by it. A name that
 is missing here keeps a store without its manifest from being opened, and its shard from being
 removed.
 """

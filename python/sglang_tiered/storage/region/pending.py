@@ -66,7 +66,7 @@ def page_segments(page: Page) -> Iterable[memoryview]:
 class StoreTicket:
     """A store on its way to the log: the pages that are neither held nor already coming. Pages are
     *placed* (given a place in an extent) from the front, then *settled* (published, or failed) in
-    the same order; the job is done when all that is left of it is settled."""
+    the same order. The job is done when all that is left of it is settled."""
 
     job: Job
     namespace: bytes
@@ -216,8 +216,8 @@ def _pieces_of(write: ExtentWrite) -> list[Piece]:
 
 
 def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
-    """Enter the checksums of a piece's pages into its extent, then yield what is to be written:
-    whole blocks, where they go in the region; with the header where that is all."""
+    """Enter the checksums of a piece's pages into its extent, then yield what is to be written.
+    These are whole blocks, and where they go in the region; with the header where that is all."""
     extent = piece.write.extent
     rows = slice(piece.start, piece.stop)
     keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]

@@ -2,8 +2,8 @@
 so the cap holds at every moment.
 
 What is saved goes back into the log as stores do. Of pinned pages the new copy is found only once
-it is durable, and the region's file goes only then, as far as there is room for both: whenever the
-process dies, a sync fails or the power goes, one copy is found.
+it is durable, and the region's file goes only then, as far as there is room for both. So whenever
+the process dies, a sync fails or the power goes, one copy is found.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Reclaimer(StorePart):
 
     ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked. A region
     whose file cannot be removed stays in service, takes its room, and is passed over with growing
-    pauses: chosen again and again as the oldest, it would keep all others from giving theirs.
+    pauses. Chosen again and again as the oldest, it would keep all others from giving theirs.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Reclaimer(StorePart):
     def reserve(self, nbytes: int) -> bool:
         """Reserve room for a new region, evicting as needed; false when nothing can go. While there
         are pins, room for one more stays free, so that pinned pages are written again before their
-        region goes: where that is all there is, ``leaving`` is the region."""
+        region goes. Where that is all there is, ``leaving`` is the region."""
         self.leaving = None
         while True:
             with self._state.lock:
@@ -201,15 +201,15 @@ class Reclaimer(StorePart):
         return self._state.index.pinned_in(region.slot)
 
     def _heavy_bytes(self, region: Region) -> int:
-        """Return the pinned bytes of a region that has them in more than half of it: it is left
+        """Return the pinned bytes of a region that has them in more than half of it. It is left
         alone, as the bound on pins leaves others, each of which frees as much as it costs."""
         pinned = self._pinned_in(region)
         return pinned if 2 * pinned > region.nbytes else 0
 
     def evict_one(self) -> bool:
-        """Remove the best victim that can be removed, one without pinned pages if there is any, and
-        put what is hot in it back into the queue of stores; false without a victim, or when its
-        readers keep its space."""
+        """Remove the best victim that can be removed, one without pinned pages if there is any. Put
+        what is hot in it back into the queue of stores. False without a victim, or when its readers
+        keep its space."""
         for _ in range(_MAX_VICTIMS):
             with self._state.lock:
                 victim = self._choose(self._pinned_in)
@@ -243,7 +243,7 @@ class Reclaimer(StorePart):
 
     def evict(self, victim: Region, besides: bytes | None = None) -> bool | None:
         """Remove a region, and put what is hot or pinned in it, or not of the tenant ``besides``,
-        back into the queue of stores; false when its readers keep its space, None when it stays."""
+        back into the queue of stores. False when its readers keep its space, None when it stays."""
         with self._state.lock:
             if self._state.holds_unread(victim):
                 return None
@@ -280,8 +280,8 @@ class Reclaimer(StorePart):
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[StoreTicket] | None:
         """Read the pages that were loaded since they were written, as far as the credit reaches,
-        and all that are pinned or not of the tenant ``besides``; what does not verify is left
-        behind. None where pinned pages cannot be read now."""
+        and all that are pinned or not of the tenant ``besides``. A page that does not verify is
+        left behind. None where pinned pages cannot be read now."""
         state = self._state
         credit_bytes = self._credit.earn(victim.nbytes)
         if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:

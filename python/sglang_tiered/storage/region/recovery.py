@@ -11,8 +11,8 @@ The steps:
 4. Remove the oldest regions while the rest exceeds the cap.
 5. Read trailer and footer of each. Where they do not verify, walk the extents from block 1, up to
    the first that does not verify: with their payloads, but for what the checkpoint says was synced.
-6. Seal a walked region as it now is, or remove it when the walk found nothing; but for one of which
-   something could not be read, which stays as it is and is not reclaimed.
+6. Seal a walked region as it now is, or remove it when the walk found nothing. A region of which
+   something could not be read stays as it is and is not reclaimed.
 7. Index the pages of our namespace that were not erased and fit a region of today, oldest region
    first; a key met again points to the later one. Remove a region that was erased altogether.
 

@@ -57,9 +57,9 @@ class Region:
 class RegionTable:
     """The regions that exist, and the bytes they take on the disk.
 
-    ``physical_bytes`` also counts room reserved for a region about to be created, files that cannot
-    be read, and regions already unlinked that a thread still holds open: the disk has not got those
-    back yet.
+    ``physical_bytes`` also counts room reserved for a region about to be created, and files that
+    cannot be read. It counts regions already unlinked that a thread still holds open: the disk has
+    not got those back yet.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class RegionView:
 
     def fingerprints(self, version: int) -> tuple[int, npt.NDArray[np.uint64]] | None:
         """Return the first words of the keys of all pages that a load could serve, in any order,
-        and the version of that; None if it is still ``version``, which is above 0. For one thread.
+        and the version of that. None if it is still ``version``, which is above 0. For one thread.
 
         Read in pieces, so pages that come or go meanwhile may be there or not, or twice; the
         version is the one before, so they are right the next time.
@@ -96,7 +96,7 @@ class RegionView:
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each page that is held, as a load of it does: when its region is evicted,
+        """Count a use of each page that is held, as a load of it does. When its region is evicted,
         used pages are written again first, once for all uses, as far as that is affordable."""
         if not keys:
             return

@@ -156,7 +156,7 @@ def read_footer(device: Device, region: Region) -> Contents | None:
 
 
 def all_contents(device: Device, region: Region, extents: Sequence[Extent]) -> Contents | None:
-    """Return all that a start may find in a region, ``extents`` while it has no footer; None where
+    """Return all that a start may find in a region, ``extents`` while it has no footer. None where
     more may be there than is known: what could not be read, or a write that failed half-way."""
     if region.kept:
         return None

@@ -2,8 +2,8 @@
 
 A hint is served by the same policy as loads, one hint and one piece at a time. It is served only
 while no request's load is under way or waits for room. It is dropped, and says so, when host memory
-is needed. Then a request's load waits for the room of its piece, what is kept there had to give
-way, the piece got no pages, or what it had loaded is gone again. At the end of its life it is
+is needed. Either a request's load waits for the room of its piece, or kept pages had to give way.
+Or the piece got no pages, or what it had loaded is gone again. At the end of its life it is
 dropped, too, on however busy a server.
 
 Scheduler thread only. Hints come to every rank in the same step. Whether one is over, which is a

@@ -1,7 +1,7 @@
 """``Stories``: the notes of one scheduler on its requests, from the arrival of each to its end.
 
-What is noted are moments and figures that are there anyway; a line is made of them, and written, on
-another thread (``writer``), and spans only where a request is traced (``spans``).
+Moments and figures that are there anyway are noted. A line is made of them, and written, on another
+thread (``writer``), and spans only where a request is traced (``spans``).
 """
 
 from __future__ import annotations
