@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS"]
 
-PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 19, 4
+PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
 """So that five pages are more slabs than have memory on the device."""
 
 CHOSEN = [7, 0, 3, 5, 2]

@@ -50,7 +50,6 @@ def check_codec(name: str, pools: Mapping[PoolName, Any]) -> None:
 
 
 def _known_layout(pool: Any, dtype: str) -> PageLayout | None:
-    order = pool.layout
     try:
         if type(pool) in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
             return PageLayout.kv(
@@ -60,7 +59,7 @@ def _known_layout(pool: Any, dtype: str) -> PageLayout | None:
                 num_heads=pool.head_num,
                 head_dim=pool.head_dim,
                 v_head_dim=getattr(pool, "v_head_dim", None),
-                order=order,
+                order=pool.layout,
             )
         if type(pool) is MLATokenToKVPoolHost:
             return PageLayout.latent(
@@ -68,7 +67,7 @@ def _known_layout(pool: Any, dtype: str) -> PageLayout | None:
                 num_layers=pool.layer_num,
                 page_size=pool.page_size,
                 dim=pool.kv_cache_dim,
-                order=order,
+                order=pool.layout,
             )
     except ValueError:  # an order of axes that is not known
         return None
