@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PART_S = 0.02
 MIN_PART_BYTES = 8 << 20
-"""An extent of the engine, which writes several at once: less would leave a fast disk idle."""
+"""Some writes of the engine, which makes several at once: less would leave a fast disk idle."""
 
 MAX_PART_BYTES = 64 << 20
 NUM_PARTS = 2

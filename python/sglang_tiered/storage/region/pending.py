@@ -254,7 +254,7 @@ def packed_header(write: ExtentWrite) -> memoryview:
 def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     """Group pages that follow each other on disk into single reads. Pure."""
     spans: list[list[Wanted]] = []
-    share = sum(item.length for item in wanted) // _SPREAD
+    share = sum(padded(item.length) for item in wanted) // _SPREAD
     limit = min(max(share, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
     region: Region | None = None
     end = nbytes = 0

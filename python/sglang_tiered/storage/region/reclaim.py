@@ -345,27 +345,27 @@ class Reclaimer(StorePart):
         """Return the pages that verify, in memory of their own; the others are hidden. Raises
         ``OSError`` when the device fails."""
         memory = aligned_buffer(sum(padded(item.length) for item in wanted))
-        left, start = [], 0
+        placed, start = [], 0
         for item in wanted:
-            left.append(item._replace(page=(memory[start : start + item.length],)))
+            placed.append(item._replace(page=(memory[start : start + item.length],)))
             start += padded(item.length)
         good: list[Wanted] = []
-        while left:
-            span = plan_spans(left)[0]
-            if self._health.state() is not Health.RUNNING:
-                raise OSError(errno.EIO, "pages that are to be moved cannot be read")
-            num_done = 0
-            result = self._reader.read(namespace, span)
-            with self._state.lock:
-                for item, reason in zip(span, result.reasons, strict=True):
-                    num_done += 1
-                    if reason is Reason.OK:
-                        good.append(item)
-                        continue
-                    self._state.hide(item, reason)
-                    if reason is Reason.IO_ERROR:
-                        break  # those behind it were not tried again, and are now
-            del left[:num_done]
+        for span in plan_spans(placed):
+            while span:
+                if self._health.state() is not Health.RUNNING:
+                    raise OSError(errno.EIO, "pages that are to be moved cannot be read")
+                num_done = 0
+                result = self._reader.read(namespace, span)
+                with self._state.lock:
+                    for item, reason in zip(span, result.reasons, strict=True):
+                        num_done += 1
+                        if reason is Reason.OK:
+                            good.append(item)
+                            continue
+                        self._state.hide(item, reason)
+                        if reason is Reason.IO_ERROR:
+                            break  # those behind it were not tried again, and are now
+                del span[:num_done]
         return good
 
     def remove(self, region: Region) -> bool:

@@ -331,6 +331,7 @@ class StoreState:
         """Count an extent as under way no longer."""
         self.writes.remove(write)
         self.writing_bytes -= write.payload_bytes
+        write.pieces = []  # which name it: without them it leaves with the last that holds it
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""

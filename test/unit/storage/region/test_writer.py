@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
     unpack_trailer,
 )
+from sglang_tiered.storage.region.pending import ExtentWrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +111,20 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert extents["offset"].tolist() == [BLOCK_BYTES]
     assert extents["num_pages"].tolist() == [12]
     assert len(bench.files()) == 2
+
+
+def test_written_extents_leave_without_the_collector(bench: Bench) -> None:
+    """They hold what was encoded, and what was read to be written again."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert bench.store(1, 3) == [Reason.OK] * 3
+        eventually(
+            lambda: not [each for each in gc.get_objects() if isinstance(each, ExtentWrite)],
+            timeout_s=TIMEOUT_S,
+        )
+    finally:
+        gc.enable()
 
 
 def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
