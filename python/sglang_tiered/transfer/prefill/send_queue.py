@@ -85,13 +85,14 @@ class Chunk:
 @dataclass(eq=False, slots=True)
 class Parcel:
     """One message that awaits its confirmation. ``num_bytes`` is its share of the credit;
-    ``frames`` are empty once its room is gone. ``as_slab`` makes the frames that replace a failed
-    pull."""
+    ``frames`` are empty once its room is gone. ``is_lent`` says that ``buffer`` goes back to where
+    it was borrowed. ``as_slab`` makes the frames that replace a failed pull."""
 
     key: tuple[int, int, int]
     frames: list[Any]
     num_bytes: int
     buffer: Bytes | None = None
+    is_lent: bool = False
     num_resends: int = 0
     is_last: bool = False
     as_slab: Callable[[], list[Any] | None] | None = None
@@ -141,29 +142,25 @@ class SlabSpec:
 
 class SlabBuffers:
     """Keeps buffers of two sizes for reuse: a fresh one costs a page fault per 4 KiB, and beside a
-    device a call of its driver. ``allocate`` makes one; ``max_free_bytes`` may be idle."""
+    device a call of its driver. ``allocate`` makes one; ``max_free_bytes`` may be idle, half of
+    that of each size."""
 
     def __init__(
         self, allocate: Callable[[int], Bytes], max_free_bytes: int = 16 * TARGET_SLAB_BYTES
     ) -> None:
         self._allocate = allocate
         self._free: dict[int, list[Bytes]] = {SMALL_SLAB_BYTES: [], TARGET_SLAB_BYTES: []}
-        self._free_bytes = 0
-        self._max_free_bytes = max_free_bytes
+        self._max_free_bytes = max_free_bytes // len(self._free)
 
     def borrow_buffer(self, num_bytes: int) -> Bytes:
         size = next((size for size in self._free if num_bytes <= size), num_bytes)
         free = self._free.get(size)
-        if not free:
-            return self._allocate(size)
-        self._free_bytes -= size
-        return free.pop()
+        return free.pop() if free else self._allocate(size)
 
     def return_buffer(self, buffer: Bytes) -> None:
         free = self._free.get(buffer.nbytes)
-        if free is not None and self._free_bytes + buffer.nbytes <= self._max_free_bytes:
+        if free is not None and (len(free) + 1) * buffer.nbytes <= self._max_free_bytes:
             free.append(buffer)
-            self._free_bytes += buffer.nbytes
 
 
 @dataclass(eq=False, slots=True)
@@ -232,7 +229,7 @@ class SendQueue:
         if is_oldest:  # an overtaken message may be lost, however busy the rest is
             self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
-        if parcel.buffer is not None and not parcel.num_resends:
+        if parcel.is_lent and parcel.buffer is not None and not parcel.num_resends:
             self.buffers.return_buffer(parcel.buffer)
         parcel.buffer = None
         return parcel
@@ -345,10 +342,10 @@ class SendQueue:
     def _slab_parcel(self, begun: Gathering, component: int, start: int) -> Parcel:
         frames, buffer = self._slab(begun, component, start), begun.buffer
         payload: Bytes = frames[-1]
-        if payload.base is not buffer:  # encoded: the pages' bytes are no longer needed
-            self.buffers.return_buffer(buffer)
-            buffer = payload
-        return Parcel(begun.key, frames, payload.nbytes, buffer)
+        if payload.base is buffer:
+            return Parcel(begun.key, frames, payload.nbytes, buffer, is_lent=True)
+        self.buffers.return_buffer(buffer)  # encoded: the pages' bytes are no longer needed
+        return Parcel(begun.key, frames, payload.nbytes, payload)
 
     def _slab(self, begun: Gathering, component: int, start: int) -> list[Any]:
         """The frames of a slab, once its pages are in its buffer."""

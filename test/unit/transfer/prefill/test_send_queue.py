@@ -20,6 +20,7 @@ from sglang_tiered.transfer.prefill.send_queue import (
     SlabBuffers,
 )
 from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
 
 if TYPE_CHECKING:
@@ -205,6 +206,44 @@ def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
     computed.append(1)
     assert queue.next_parcel() is not None
     assert not queue.awaits_compute
+
+
+class Shortener(WireCodec):
+    """Encodes into memory of its own, which is as long as a buffer and cannot be written."""
+
+    number = 7
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def encode(self, plain: Any, pairs: Any, num_pages: int) -> Any:
+        return np.frombuffer(bytes(SMALL_SLAB_BYTES), np.uint8)
+
+    def _encode(self, plain: Any, parts: Any) -> Any: ...
+
+    def _decode(self, data: Any, parts: Any) -> Any: ...
+
+
+def test_encoded_slab_is_no_buffer_for_the_next(queue: SendQueue) -> None:
+    queue.codec = Shortener()
+    add(queue, [1], is_last=False)
+    slab = post(queue)
+    assert slab.buffer is not None
+    assert slab.buffer.nbytes == SMALL_SLAB_BYTES
+    queue.confirm(slab.key, 0.0)
+    held = [queue.buffers.borrow_buffer(1) for _ in range(3)]
+    assert all(buffer.flags.writeable for buffer in held)
+
+
+@pytest.mark.parametrize("size", [SMALL_SLAB_BYTES, TARGET_SLAB_BYTES])
+def test_idle_buffers_leave_room_for_other_sizes(size: int) -> None:
+    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
+    for buffer in [buffers.borrow_buffer(size) for _ in range(9)]:
+        buffers.return_buffer(buffer)
+    (other,) = {SMALL_SLAB_BYTES, TARGET_SLAB_BYTES} - {size}
+    held = buffers.borrow_buffer(other)
+    buffers.return_buffer(held)
+    assert buffers.borrow_buffer(other) is held
 
 
 def test_short_slabs_do_not_hold_long_buffers() -> None:
