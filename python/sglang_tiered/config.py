@@ -145,7 +145,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             choice({name: name for name in TIER_CODECS}),
             "How pages are stored on NVMe and in the bucket: as they are, in fewer bytes exactly "
             "(`zstd`), or in a way that changes the KV that comes back (`fp8`, `int8`), with "
-            "pages of their own. Off while it is measured to cost more than it saves.",
+            "pages of their own. Off while it is measured to cost more than it saves, unless NVMe "
+            "is full.",
             default="`none`",
         ),
     ] = "none"

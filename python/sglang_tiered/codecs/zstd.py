@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.codecs.base import PageLayout, Segments
 
-__all__ = ["ZstdCodec"]
+__all__ = ["ZstdCodec", "plain_page"]
 
 
 class ZstdCodec:
@@ -70,25 +70,32 @@ class ZstdCodec:
                 f"a page was encoded as {header}, not for {page_bytes} bytes of layout "
                 f"{self._layout_digest:#010x}"
             )
-        reader = ChunkReader(data[HEADER_BYTES:])
-        if header.method == METHOD_RAW:
-            plain = np.frombuffer(reader.take(page_bytes), np.uint8)
-        elif header.method == METHOD_PLANES:
-            plain = self._from_planes(reader, page_bytes)
-        else:
-            raise CodecError(f"an encoded page has the method {header.method}")
-        reader.finish()
-        spread([plain], page)
+        spread([plain_page(data)], page)
 
     def _header(self, method: int, page_bytes: int) -> bytes:
         return pack_header(Header(method, self._item_bytes, self._layout_digest, page_bytes))
 
-    def _from_planes(self, reader: ChunkReader, page_bytes: int) -> NDArray[np.uint8]:
-        num_elements, num_tail_bytes = divmod(page_bytes, self._item_bytes)
-        plain = np.empty(page_bytes, np.uint8)
-        whole = plain[: page_bytes - num_tail_bytes].reshape(num_elements, self._item_bytes)
-        for index in range(self._item_bytes if num_elements else 0):
-            whole[:, index] = reader.chunk(num_elements)
-        if num_tail_bytes:
-            plain[-num_tail_bytes:] = np.frombuffer(reader.take(num_tail_bytes), np.uint8)
-        return plain
+
+def plain_page(data: memoryview) -> NDArray[np.uint8]:
+    """Return a page that was encoded exactly: its header says all of it. Raises ``CodecError``."""
+    header = unpack_header(data)
+    reader = ChunkReader(data[HEADER_BYTES:])
+    if header.method == METHOD_RAW:
+        plain = np.frombuffer(reader.take(header.page_bytes), np.uint8)
+    elif header.method == METHOD_PLANES and header.item_bytes:
+        plain = _from_planes(reader, header.page_bytes, header.item_bytes)
+    else:
+        raise CodecError(f"an encoded page has the method {header.method}")
+    reader.finish()
+    return plain
+
+
+def _from_planes(reader: ChunkReader, page_bytes: int, item_bytes: int) -> NDArray[np.uint8]:
+    num_elements, num_tail_bytes = divmod(page_bytes, item_bytes)
+    plain = np.empty(page_bytes, np.uint8)
+    whole = plain[: page_bytes - num_tail_bytes].reshape(num_elements, item_bytes)
+    for index in range(item_bytes if num_elements else 0):
+        whole[:, index] = reader.chunk(num_elements)
+    if num_tail_bytes:
+        plain[-num_tail_bytes:] = np.frombuffer(reader.take(num_tail_bytes), np.uint8)
+    return plain

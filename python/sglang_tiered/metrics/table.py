@@ -145,7 +145,7 @@ METRICS = _metrics(
     ("purged_pages", COUNTER, "tier", _of(_STORING, "num_pages_erased"), "Pages removed by a purge."),
     ("reinserted_pages", COUNTER, "tier", {"nvme": "nvme.num_pages_reinserted"}, "Pages in use that were rewritten when their region was evicted."),
     ("reinserted_bytes", COUNTER, "tier", {"nvme": "nvme.bytes_reinserted"}, "Payload bytes of those."),
-    ("codec_on", GAUGE, "", "codec.is_on", "1 while pages are encoded on their way to NVMe, 0 while that is measured to cost more than it saves; only with --tier-codec."),
+    ("codec_on", GAUGE, "", "codec.is_on", "1 while pages are encoded on their way to NVMe, 0 while that is measured to cost more than it saves and NVMe is not full; only with --tier-codec."),
     ("codec_pages", COUNTER, "operation", {"encode": "codec.num_encoded", "decode": "codec.num_decoded"}, "Pages that were encoded, or decoded."),
     ("codec_page_bytes", COUNTER, "operation", {"encode": "codec.encoded_page_bytes", "decode": "codec.decoded_page_bytes"}, "Bytes of those in host memory."),
     ("codec_stored_bytes", COUNTER, "", "codec.encoded_bytes", "Bytes of those that were encoded, as stored."),

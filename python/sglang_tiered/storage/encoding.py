@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.codecs import NO_CODEC, make_codec
 from sglang_tiered.codecs.chunks import MIN_SAVED_SHARE
-from sglang_tiered.codecs.encoded import unpack_header
-from sglang_tiered.codecs.zstd import ZstdCodec
+from sglang_tiered.codecs.encoded import METHOD_FP8, METHOD_INT8, unpack_header
+from sglang_tiered.codecs.zstd import ZstdCodec, plain_page
 from sglang_tiered.errors import CodecError
 from sglang_tiered.storage.base import Reason, Tier
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_tiered.codecs import PageLayout
     from sglang_tiered.storage.base import Page
 
-__all__ = ["EncodingStats", "PageEncoding", "encoded_from"]
+__all__ = ["EncodingStats", "PageEncoding", "page_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ _SAMPLED_PAGES = 64
 _MARGIN = 1.25
 """What is off comes on again when it saves so many times what it costs."""
 
+_LONG_BYTES = 1 << 20
+"""A shorter read or write takes as long whatever its length, so fewer bytes of it save nothing."""
+
+_LOSSY_METHODS = {METHOD_FP8: "fp8", METHOD_INT8: "int8"}
 
 _EVIDENCE_BYTES = 64 << 20
 _MEMORY_BYTES = 1 << 30
@@ -80,7 +84,7 @@ class _Pace:
         return self.amount / max(1, self.num_bytes)
 
 
-def encoded_from(stored: memoryview) -> int:
+def _encoded_from(stored: memoryview) -> int:
     """Return the length of the page that these bytes, or more, are the encoding of; 0 where they
     are none."""
     try:
@@ -89,13 +93,32 @@ def encoded_from(stored: memoryview) -> int:
         return 0
 
 
+def page_alone(stored: memoryview) -> tuple[memoryview, str | None]:
+    """Return a page by its stored bytes alone, and the lossy codec that it is still encoded by,
+    which takes the layout. Raises ``ImportError``."""
+    if _encoded_from(stored) <= stored.nbytes:
+        return stored, None
+    lossy = _LOSSY_METHODS.get(unpack_header(stored).method)
+    if lossy is not None:
+        return stored, lossy
+    try:
+        return plain_page(stored).data, None
+    except (CodecError, MemoryError):
+        return stored, None  # it only begins as one
+
+
+def _of_bytes(seconds: float, num_bytes: int) -> float:
+    """Return what of the time of a read or write is its bytes'."""
+    return seconds if num_bytes >= _LONG_BYTES else 0.0
+
+
 class PageEncoding:
     """Encodes pages by the codec of that name, and decodes what any server of the namespace stored.
     With ``NO_CODEC`` it only decodes. Any thread.
 
     What a codec costs and saves is measured in seconds of the threads that move pages. It is off
     while it costs more at every one of ``tiers``; one that was not measured yet counts for it, and
-    without any it stays on.
+    without any it stays on. In a full store it stays on too: what gets no room is computed again.
     """
 
     def __init__(
@@ -110,15 +133,21 @@ class PageEncoding:
         self._codec = ZstdCodec(layout) if name == NO_CODEC else make_codec(name, layout)
         self._clock = clock
         self._lock = threading.Lock()  # a leaf, of all below
-        self._stats = EncodingStats(is_on=name != NO_CODEC)
+        self._stats = EncodingStats(is_on=self.encodes)
         self._encoding, self._saving, self._decoding, self._writes = (_Pace() for _ in range(4))
         self._reads = {tier: _Pace() for tier in tiers}
         self._num_asked = 0
         self._has_told = False
 
-    def encode(self, page: Page) -> Page:
-        """Return what to store of a page: fewer bytes, or the page itself."""
-        if not self._wants():
+    @property
+    def encodes(self) -> bool:
+        """Return whether there is a codec, which may be off."""
+        return self.name != NO_CODEC
+
+    def encode(self, page: Page, *, is_full: bool = False) -> Page:
+        """Return what to store of a page: fewer bytes, or the page itself. ``is_full``: for it
+        others must go."""
+        if not self._wants(is_full=is_full):
             return page
         page_bytes = sum(segment.nbytes for segment in page)
         began = self._clock()
@@ -144,7 +173,7 @@ class PageEncoding:
         a page of another length, which leaves it untouched, ``CORRUPT`` where they do not decode,
         or ``IO_ERROR`` where that cannot be told."""
         page_bytes = sum(segment.nbytes for segment in page)
-        if encoded_from(stored) != page_bytes:
+        if _encoded_from(stored) != page_bytes:
             return Reason.MISS
         began = self._clock()
         try:
@@ -168,45 +197,47 @@ class PageEncoding:
         pace = self._reads.get(tier)
         if pace is not None:
             with self._lock:
-                pace.note(seconds, num_bytes)
+                pace.note(_of_bytes(seconds, num_bytes), num_bytes)
 
     def note_write(self, seconds: float, num_bytes: int) -> None:
         """Note how long a thread took to write stored bytes to NVMe."""
         with self._lock:
-            self._writes.note(seconds, num_bytes)
+            self._writes.note(_of_bytes(seconds, num_bytes), num_bytes)
 
     def stats(self) -> EncodingStats:
         with self._lock:
             return replace(self._stats)
 
-    def _wants(self) -> bool:
+    def _wants(self, *, is_full: bool) -> bool:
         """Return whether to encode a page."""
-        if self.name == NO_CODEC:
+        if not self.encodes:
             return False
         with self._lock:
             self._num_asked += 1
-            was_on, pays = self._stats.is_on, self._pays()
+            was_on, pays = self._stats.is_on, self._pays(is_full=is_full)
             self._stats.is_on = pays
             costs_s, saves_s = self._costs_s(), self._saves_s()
             is_sample = self._num_asked % _SAMPLED_PAGES == 0
         if was_on != pays:
             logger.info(
                 "the codec %s is %s: to encode and decode a GiB of pages takes a thread %.2f s, "
-                "and saves it %.2f s of reading and writing",
+                "and saves it %.2f s of reading and writing%s",
                 self.name,
                 "on again" if pays else "off",
                 costs_s * (1 << 30),
                 saves_s * (1 << 30),
+                "; the store is full" if is_full else "",
             )
         return pays or is_sample
 
-    def _pays(self) -> bool:
+    def _pays(self, *, is_full: bool) -> bool:
         """The caller holds the lock."""
         if not self._reads or not self._encoding.is_known:
             return True
         if self._saving.per_byte < MIN_SAVED_SHARE:
             return False  # whatever the disk does; and what is never shorter is never decoded
-        if not all(p.is_known for p in (self._decoding, self._writes, *self._reads.values())):
+        measured = (self._decoding, self._writes, *self._reads.values())
+        if is_full or not all(pace.is_known for pace in measured):
             return True
         return self._costs_s() * (1 if self._stats.is_on else _MARGIN) <= self._saves_s()
 
@@ -218,8 +249,9 @@ class PageEncoding:
         return (read_s + self._writes.per_byte) * self._saving.per_byte
 
     def _tell(self, error: Exception) -> None:
-        if not self._has_told:
-            self._has_told = True
+        with self._lock:
+            has_told, self._has_told = self._has_told, True
+        if not has_told:
             logger.warning(
                 "the codec %s fails (%s): such pages are stored as they are, and misses where they "
                 "were encoded; said once",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,18 @@ from kit.runs import (
 )
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.codecs import CodecError, PageLayout
-from sglang_tiered.storage.base import Reason, Run, Tier
+from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.format import padded
+from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from sglang_tiered.storage.base import Page
 
     OpenRegion = Callable[..., RegionEngine]
 
@@ -189,9 +193,9 @@ def test_a_rounded_page_is_never_an_exact_one(open_region: OpenRegion) -> None:
     assert finished(same.submit_load(blank(run))) == [Reason.CORRUPT], "by mistake"
 
 
-def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion) -> None:
-    encoding = soft_encoding()
-    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
+def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion, tmp_path: Path) -> None:
+    encoding, device = soft_encoding(), watched_device(tmp_path)
+    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB, device=device)
     kept = make_soft_run(11, [65_536] * 2)
     store(engine, kept)
     seed = 100
@@ -203,6 +207,7 @@ def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion) -> Non
     num_encoded = encoding.stats().num_encoded
     loads(engine, kept)
     assert num_encoded == encoding.stats().num_encoded == 2
+    assert device.by_writer and all(device.by_writer), "in whole blocks"
 
 
 def test_what_a_load_takes_includes_decoding(
@@ -251,6 +256,120 @@ def test_staging_is_one_span_for_each_thread(open_region: OpenRegion) -> None:
     assert taken and max(taken) <= 4 * MiB
 
 
+class WatchedDevice(FileDevice):
+    """Notes of every long read and write whether direct I/O would take all of its memory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.reads: list[bool] = []
+        self.writes: list[bool] = []
+        self.by_writer: list[bool] = []
+
+    def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        is_writer = threading.current_thread().name == "tier-writer"
+        note_memory(self.by_writer if is_writer else self.reads, segments)
+        return super().readv(fd, segments, offset)
+
+    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        note_memory(self.writes, segments)
+        return super().writev(fd, segments, offset)
+
+
+def note_memory(found: list[bool], segments: Sequence[memoryview]) -> None:
+    def passes(segment: memoryview) -> bool:
+        if segment.readonly or segment.nbytes % BLOCK_BYTES:
+            return False
+        return ctypes.addressof(ctypes.c_char.from_buffer(segment)) % BLOCK_BYTES == 0
+
+    if sum(segment.nbytes for segment in segments) > 64 << 10:
+        found.append(all(map(passes, segments)))
+
+
+def watched_device(tmp_path: Path) -> WatchedDevice:
+    (tmp_path / "store").mkdir()
+    return WatchedDevice(tmp_path / "store")
+
+
+def in_aligned_memory(run: Run) -> Run:
+    pages = []
+    for page in run.pages:
+        memory = aligned_buffer(padded(sum(segment.nbytes for segment in page)))
+        memory[:] = b"".join(page)
+        pages.append((memory,))
+    return Run(run.keys, tuple(pages))
+
+
+def test_encoded_pages_leave_neighbours_their_direct_path(
+    open_region: OpenRegion, tmp_path: Path
+) -> None:
+    device = watched_device(tmp_path)
+    engine = open_region(soft_encoding(), device=device)
+    soft, hard = (make(14, [262_144] * 3) for make in (make_soft_run, make_run))
+    pages = (soft.pages[0], hard.pages[1], soft.pages[2])
+    run = in_aligned_memory(Run(soft.keys, pages))
+    store(engine, run)
+    assert engine.stats().stored_bytes < run.num_bytes
+    target = in_aligned_memory(blank(run))
+    assert finished(engine.submit_load(target)) == [Reason.OK] * 3
+    assert page_data(target) == page_data(run)
+    for found in (device.writes, device.reads):
+        assert found and all(found)
+
+
+def test_pages_of_an_extent_are_encoded_at_once(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one thread would bound what a server stores."""
+    encoding = soft_encoding()
+    encode, both = encoding._codec.encode, threading.Barrier(2)
+
+    def meet(page: Any) -> Any:
+        both.wait(TIMEOUT_S)
+        return encode(page)
+
+    monkeypatch.setattr(encoding._codec, "encode", meet)
+    engine = open_region(encoding)
+    run = make_soft_run(15, [8192] * 2)
+    store(engine, run)
+    assert encoding.stats().num_encoded == 2
+    loads(engine, run)
+
+
+def test_pages_keep_their_order_over_encoders(open_region: OpenRegion) -> None:
+    """Of both kinds, as many as no thread gets the same number of."""
+    engine = open_region(soft_encoding())
+    soft, hard = (make(16, [5000 + n for n in range(23)]) for make in (make_soft_run, make_run))
+    pages = [(soft if n % 3 else hard).pages[n] for n in range(23)]
+    run = Run(soft.keys, tuple(pages))
+    store(engine, run)
+    loads(engine, run)
+
+
+def test_an_erasure_during_encoding_hides_the_page(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = soft_encoding()
+    encode, reached, goes_on = encoding._codec.encode, threading.Event(), threading.Event()
+
+    def slowly(page: Any) -> Any:
+        reached.set()
+        assert goes_on.wait(TIMEOUT_S)
+        return encode(page)
+
+    monkeypatch.setattr(encoding._codec, "encode", slowly)
+    engine = open_region(encoding)
+    run = make_soft_run(17, [8192] * 2)
+    job = engine.submit_store(run)
+    assert reached.wait(TIMEOUT_S)
+    erased = engine.erase(Erasure.of(run.keys[:1]))
+    goes_on.set()
+    assert erased.result(TIMEOUT_S)
+    finished(job)
+    assert engine.contains(run.keys) == [False, True]
+    engine = open_region(encoding)
+    assert engine.contains(run.keys) == [False, True]
+
+
 class Observer:
     """Notes the bytes of reads that ended."""
 
@@ -292,15 +411,22 @@ class Paced:
         codec.encode, codec.decode = slow_encode, slow_decode
         self.run = make_soft_run(1, [MiB])
         self.target = blank(self.run)
+        self.waiting = 0  # bytes to read and write
 
-    def move(self, num_pages: int, *, codec_s: float, disk_s: float, tier: Tier) -> int:
-        """Store and load pages of a MiB; returns how many were encoded."""
+    def move(
+        self, num_pages: int, *, codec_s: float, disk_s: float, tier: Tier, io_bytes: int = 2 * MiB
+    ) -> int:
+        """Store and load pages of a MiB, so much at once; returns how many were encoded."""
         self.codec_s = codec_s
         before = self.encoding.stats().num_encoded
         for _ in range(num_pages):
             (page,) = self.encoding.encode(self.run.pages[0])
-            self.encoding.note_write(disk_s * page.nbytes / MiB, page.nbytes)
-            self.encoding.note_read(tier, disk_s * page.nbytes / MiB, page.nbytes)
+            self.waiting += page.nbytes
+            while self.waiting >= io_bytes:
+                took_s = disk_s * io_bytes / MiB
+                self.encoding.note_write(took_s, io_bytes)
+                self.encoding.note_read(tier, took_s, io_bytes)
+                self.waiting -= io_bytes
             if page.nbytes < MiB:
                 assert self.encoding.decode(page, self.target.pages[0]) is Reason.OK
         return self.encoding.stats().num_encoded - before
@@ -330,6 +456,49 @@ def test_what_gets_no_shorter_goes_off() -> None:
     for _ in range(70):
         assert encoding.encode(page) is page
     assert not encoding.stats().is_on
+
+
+def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None:
+    """An evicted page is computed again."""
+    encoding, seen = soft_encoding(), list[bool]()
+    encode = encoding.encode
+
+    def watched(page: Page, *, is_full: bool = False) -> Page:
+        seen.append(is_full)
+        return encode(page, is_full=is_full)
+
+    encoding.encode = watched  # type: ignore[method-assign]
+    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
+    for seed in range(200, 300):
+        store(engine, make_soft_run(seed, [65_536] * 4))
+        if engine.stats().num_pages_evicted:
+            break
+    assert (seen[0], seen[-1]) == (False, True)
+    assert engine.erase(Erasure()).result(TIMEOUT_S)
+    store(engine, make_soft_run(300, [65_536]))
+    assert not seen[-1], "there is room again"
+
+
+def test_a_full_store_keeps_the_codec_on() -> None:
+    paced = Paced(Tier.NVME)
+    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
+    assert not paced.encoding.stats().is_on
+    page = paced.run.pages[0]
+    assert paced.encoding.encode(page, is_full=True) is not page
+    assert paced.encoding.stats().is_on
+    assert paced.encoding.encode(page) is page
+    assert not paced.encoding.stats().is_on
+
+
+def test_short_reads_count_as_saving_nothing() -> None:
+    """They take as long whatever their length, a bucket's above all."""
+    paced = Paced(Tier.NVME)
+    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
+    paced.move(200, **slow)
+    assert paced.encoding.stats().is_on
+    paced = Paced(Tier.NVME)
+    paced.move(200, **slow, io_bytes=MiB // 16)
+    assert not paced.encoding.stats().is_on
 
 
 def test_what_pays_at_the_bucket_stays_on() -> None:

@@ -17,7 +17,7 @@ from sglang_tiered.storage.region.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure, Job, Page
@@ -39,9 +39,10 @@ __all__ = [
     "hashed_writes",
     "is_one_write",
     "page_bytes",
-    "page_segments",
     "packed_header",
     "plan_spans",
+    "stored_blocks",
+    "stored_bytes",
 ]
 
 MAX_EXTENT_BYTES = 32 << 20  # of payload: to place and publish one takes a millisecond of Python
@@ -57,9 +58,19 @@ def page_bytes(page: Page) -> int:
     return sum(map(_nbytes, page))
 
 
-def page_segments(page: Page) -> Iterable[memoryview]:
-    """Return what is read or written of a page: its segments that are not empty."""
-    return filter(_nbytes, page)
+def stored_bytes(page: Page, length: int) -> Page:
+    """Return a page of that length without the rest of its last block, where that lies behind it in
+    memory as it does on disk."""
+    return (page[0][:length],) if len(page) == 1 else page
+
+
+def stored_blocks(page: Page, padding: memoryview) -> Iterator[memoryview]:
+    """Yield what is read or written of a page: whole blocks, as few segments as its memory allows.
+    ``padding`` is a block that stands for the rest of the last one."""
+    yield from filter(_nbytes, page)
+    missing = -page_bytes(page) % BLOCK_BYTES
+    if missing:
+        yield padding[:missing]
 
 
 @dataclass(eq=False, slots=True)
@@ -116,7 +127,7 @@ class ExtentWrite:
     extent: Extent
     ordinal: int
     parts: list[Part]
-    pages: list[Page]
+    pages: list[Page]  # some with the rest of their last block
     pieces: list[Piece] = field(init=False)  # empty once it is let go
     payload_bytes: int = field(init=False)
     num_left: int = 0  # pieces that are not done
@@ -159,7 +170,7 @@ class Wanted(NamedTuple):
     offset: int  # within the region
     length: int  # bytes, without padding
     checksum: int
-    page: Page
+    page: Page  # perhaps with room for the rest of its last block
 
 
 @dataclass(eq=False, slots=True)
@@ -221,14 +232,14 @@ def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
     extent = piece.write.extent
     rows = slice(piece.start, piece.stop)
     keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]
+    lengths = extent.pages["length"][rows].tolist()
     extent.pages["checksum"][rows] = [
-        page_checksum(extent.namespace, key, page) for key, page in zip(keys, pages, strict=True)
+        page_checksum(extent.namespace, key, stored_bytes(page, length))
+        for key, page, length in zip(keys, pages, lengths, strict=True)
     ]
     segments: list[memoryview] = []
-    for page, length in zip(pages, extent.pages["length"][rows].tolist(), strict=True):
-        segments.extend(page_segments(page))
-        if padded(length) > length:
-            segments.append(_ZEROS[: padded(length) - length])
+    for page in pages:
+        segments.extend(stored_blocks(page, _ZEROS))
     offset = piece.write.start + piece.offset
     if is_one_write(piece.write):
         offset = extent.offset

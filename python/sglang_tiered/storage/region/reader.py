@@ -14,7 +14,7 @@ from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import page_segments
+from sglang_tiered.storage.region.pending import stored_blocks, stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ class RegionReader(StorePart):
         stored = []
         start = 0
         for item, length in zip(wanted, lengths, strict=True):
-            page = (memory[start : start + item.length],) if length else item.page
+            page = (memory[start : start + length],) if length else item.page
             stored.append(item._replace(page=page))
             start += length
         return stored
@@ -96,7 +96,8 @@ class RegionReader(StorePart):
         for position, (item, read) in enumerate(zip(wanted, stored, strict=True)):
             if read.page is not item.page and reasons[position] is Reason.OK:
                 assert encoding is not None
-                reasons[position] = encoding.decode(read.page[0], item.page)
+                (data,) = stored_bytes(read.page, item.length)
+                reasons[position] = encoding.decode(data, item.page)
 
     def _skip(self, span: LoadSpan) -> None:
         """Finish a span that was not tried; its pages stay indexed."""
@@ -170,10 +171,7 @@ class RegionReader(StorePart):
     def _read_pages(self, span: Sequence[Wanted]) -> int:
         segments: list[memoryview] = []
         for item in span:
-            segments.extend(page_segments(item.page))
-            padding = padded(item.length) - item.length
-            if padding:
-                segments.append(self._scratch[:padding])
+            segments.extend(stored_blocks(item.page, self._scratch))
         first, encoding = span[0], self._state.encoding
         began = time.perf_counter()
         with self._health.watch():
@@ -197,4 +195,5 @@ def _is_encoded(item: Wanted) -> bool:
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:
-    return page_checksum(namespace, item.key, item.page) == item.checksum
+    page = stored_bytes(item.page, item.length)
+    return page_checksum(namespace, item.key, page) == item.checksum

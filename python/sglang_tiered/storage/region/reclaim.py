@@ -347,8 +347,9 @@ class Reclaimer(StorePart):
         memory = aligned_buffer(sum(padded(item.length) for item in wanted))
         placed, start = [], 0
         for item in wanted:
-            placed.append(item._replace(page=(memory[start : start + item.length],)))
-            start += padded(item.length)
+            end = start + padded(item.length)
+            placed.append(item._replace(page=(memory[start:end],)))
+            start = end
         good: list[Wanted] = []
         for span in plan_spans(placed):
             while span:
