@@ -111,7 +111,8 @@ def test_encoded_pages_outlive_a_restart_without_the_codec(
     capfd.readouterr()
     assert store_cli.main(["stat", str(tmp_path / "kv"), "--json"]) == 0
     total = json.loads(capfd.readouterr().out)["total"]
-    ratio = total["page_bytes"] / total["payload_bytes"]
+    (entry,) = total["namespaces"]
+    ratio = entry["page_bytes"] / entry["payload_bytes"]
     record_property("pages_in_memory_over_stored", ratio)
     assert ratio > 1.15, "float32, of random weights"
     assert total["tokens"] >= 6 * (LENGTH // 64) * 64

@@ -64,8 +64,10 @@ def kv_page_size(pools: Mapping[PoolName, Any]) -> PageSize:
     """Return what tells the KV pool's pages in a tier, and how many tokens one holds."""
     kv = pools[PoolName.KV]
     nbytes = page_bytes(kv)
-    num_alike = sum(page_bytes(pool) == nbytes for pool in pools.values())
-    return PageSize(int(getattr(kv, "logical_page_size", kv.page_size)), nbytes, num_alike)
+    sizes = [page_bytes(pool) for pool in pools.values()]
+    num_tokens = int(getattr(kv, "logical_page_size", kv.page_size))
+    others = tuple(sorted({*sizes} - {nbytes}))
+    return PageSize(num_tokens, nbytes, sizes.count(nbytes), others)
 
 
 def engine_keys(pool: PoolName | str, hashes: Sequence[str]) -> list[bytes]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.region.device import read_small_file
 from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME, TEMPORARY_SUFFIX
@@ -15,6 +17,8 @@ from sglang_tiered.storage.region.walk import persist
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from sglang_tiered.storage.region.device import Device
 
@@ -26,11 +30,21 @@ MAX_PAGE_SIZES = 64
 
 class PageSize(NamedTuple):
     """What the pages of a namespace hold that have tokens in them: those of a model's KV pool.
-    ``num_pools``: so many pools have pages of that many bytes, each for the same tokens."""
+    ``num_pools``: so many pools have pages of that many bytes, each for the same tokens.
+    ``others`` are the bytes of pages of other pools; None where that was not noted."""
 
     num_tokens: int
     nbytes: int
     num_pools: int = 1
+    others: tuple[int, ...] | None = None
+
+    def in_memory(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return how long pages are in memory that are stored in these lengths; -1 where that is
+        not told, as one that is encoded may be of any pool."""
+        stored = np.asarray(lengths, np.int64)
+        is_whole = np.isin(stored, (self.nbytes, *(self.others or ())))
+        is_told = (stored < self.nbytes) & (self.others == ())
+        return np.where(is_whole, stored, np.where(is_told, self.nbytes, -1))
 
 
 def read_note(shard: Path, name: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from sglang_tiered.tools.terminal import print_lines, write_json
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
     from pathlib import Path
 
     from sglang_tiered.storage.bucket.requests import Requests
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_SUMMED = ("pages", "page_bytes", "stored_bytes", "erased_pages", "pins", "foreign")
+_SUMMED = ("pages", "stored_bytes", "erased_pages", "pins", "foreign")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,10 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         for record in records:
             if record.what is not None:
                 erased.add(record)
-        namespaces = [_collect(target.requests, Layout(name), erased) for name in target.namespaces]
-    for entry in namespaces:
-        size = sizes.get(bytes.fromhex(entry["namespace"]))
-        entry["tokens"] = _num_tokens(entry, size)
+        namespaces = [
+            _collect(target.requests, Layout(name), erased, sizes.get(name))
+            for name in target.namespaces
+        ]
     report = {
         "url": target.url,
         "namespaces": namespaces,
@@ -68,21 +70,27 @@ def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
     return sizes
 
 
-def _num_tokens(entry: dict[str, Any], size: PageSize | None) -> int | None:
-    """Return the tokens of a namespace; None where nobody noted its pages, or where some are of
-    other pools, which a listing does not tell apart."""
-    if size is None or entry["page_bytes"] != entry["pages"] * size.nbytes:
+def _num_tokens(lengths: Sequence[int], size: PageSize | None) -> int | None:
+    """Return the tokens of pages that are stored in these lengths; None where nobody noted that, or
+    where they do not tell."""
+    if size is None:
         return None
-    return int(entry["pages"]) * size.num_tokens // size.num_pools
+    in_memory = size.in_memory(lengths)
+    if (in_memory < 0).any():
+        return None
+    return int((in_memory == size.nbytes).sum()) * size.num_tokens // size.num_pools
 
 
 def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in namespaces if entry[key] is not None]
 
 
-def _collect(requests: Requests, layout: Layout, erased: Erased) -> dict[str, Any]:
+def _collect(
+    requests: Requests, layout: Layout, erased: Erased, size: PageSize | None
+) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
     oldest, newest, tenants = float("inf"), 0.0, set()
+    lengths = array.array("Q")
     for chunk in requests.listing(layout.pages):
         for path, nbytes, modified, _ in chunk:
             name = parse_page(path)
@@ -90,7 +98,7 @@ def _collect(requests: Requests, layout: Layout, erased: Erased) -> dict[str, An
                 found["foreign"] += 1
                 continue
             found["pages"] += 1
-            found["page_bytes"] += name.length
+            lengths.append(name.length)
             found["stored_bytes"] += nbytes
             found["erased_pages"] += erased.kills(
                 layout.namespace, name.tenant, name.key, name.stamp
@@ -102,6 +110,7 @@ def _collect(requests: Requests, layout: Layout, erased: Erased) -> dict[str, An
     return {
         "namespace": layout.namespace.hex(),
         **found,
+        "tokens": _num_tokens(lengths, size),
         "tenants": sum(any(tenant) for tenant in tenants),
         "oldest_age_s": max(now - oldest, 0.0) if tenants else None,
         "newest_age_s": max(now - newest, 0.0) if tenants else None,
@@ -114,7 +123,6 @@ def _show(report: dict[str, Any]) -> None:
         {
             "pages": lambda entry: f"{entry['pages']:,}",
             "tokens": lambda entry: number_text(entry.get("tokens")),
-            "payload": lambda entry: format_bytes(entry["page_bytes"]),
             "in the store": lambda entry: format_bytes(entry["stored_bytes"]),
             "tenants": lambda entry: number_text(entry.get("tenants")),
             "oldest": lambda entry: age_text(entry["oldest_age_s"]),

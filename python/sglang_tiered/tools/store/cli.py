@@ -53,12 +53,14 @@ holds the lock. "superseded" pages were stored again later, "purged" ones, with 
 forgotten one by one, are never served; "used" is payload over disk space. A tenant is
 a digest of its names. "tokens" are those that a lookup can hit, where the server that
 stored them noted how many a page holds; the ranks of one server hold the same ones.
+"ratio" is what a codec makes of pages "in memory". All three are told by the lengths
+of pages: "-" where pages of several lengths were encoded.
 
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
 
 Of a URL: pages, bytes and age by namespace, from listings alone; tokens with
---tier-dir, of pages that are of one pool.
+--tier-dir, as above.
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
@@ -77,7 +79,8 @@ One line per page: shard, region, extent ordinal, offset in the region, length,
 checksum, key, namespace. A key stored again has a line for each copy; the last one
 is served. With --json each line is an object.
 
---extract writes the bytes of one page to a new file, once they are verified.
+--extract writes one page to a new file, once it is verified: decoded, but for one of
+a lossy codec, which takes the model's layout.
 """
 _GC = """\
 What could be given back: regions that no server can read (header damaged, older

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
+from sglang_tiered.extras import require
+from sglang_tiered.storage.encoding import page_alone
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.walk import read_run
@@ -112,13 +114,14 @@ def _extract(target: Target, arguments: argparse.Namespace) -> int:
             for view in reader.views(full=False, jobs=arguments.jobs):
                 found += _entries(shard.name, view, arguments.extract, arguments.namespace or "")
     entry = _newest(found, target, arguments.extract)
-    data = _read(target, entry)
+    stored = _read(target, entry)
     where = f"{entry.shard}, region {entry.region}, offset {entry.offset}"
-    if data is None:
+    if stored is None:
         note(f"page {entry.key.hex()} ({where}) does not match its checksum; nothing was written")
         return 1
-    _write(arguments.output, data)
-    note(f"{entry.length} bytes of page {entry.key.hex()} ({where}) verified and written")
+    page, remark = _decoded(stored)
+    _write(arguments.output, page)
+    note(f"{page.nbytes} bytes of page {entry.key.hex()} ({where}) verified and written{remark}")
     return 0
 
 
@@ -142,8 +145,20 @@ def _newest(found: list[_Entry], target: Target, wanted: str) -> _Entry:
     return max(found, key=lambda entry: (entry.region, entry.offset))
 
 
-def _read(target: Target, entry: _Entry) -> bytes | None:
-    """Return the bytes of a page; ``None`` when they do not verify."""
+def _decoded(stored: memoryview) -> tuple[memoryview, str]:
+    """Return a page as it is in memory, where the store knows that, and what to say of it."""
+    try:
+        page, codec = page_alone(stored)
+    except ImportError:
+        require("to extract an encoded page", "zstandard")
+        raise
+    if codec is not None:
+        return page, f", as stored: encoded by {codec}, which takes the model's layout to decode"
+    return page, "" if page is stored else f", decoded from {stored.nbytes} bytes"
+
+
+def _read(target: Target, entry: _Entry) -> memoryview | None:
+    """Return the bytes of a page as stored; ``None`` when they do not verify."""
     shard = next(shard for shard in target.shards if shard.name == entry.shard)
     with ShardReader(shard, entry.region) as reader:
         try:
@@ -166,10 +181,10 @@ def _read(target: Target, entry: _Entry) -> bytes | None:
     page = buffer[: entry.length]
     if page_checksum(entry.namespace, entry.key, [page]) != entry.checksum:
         return None
-    return page.tobytes()
+    return page
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: memoryview) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.storage.encoding import encoded_from
 from sglang_tiered.storage.region import erase_log, pins
-from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
     parse_region_name,
     region_name,
     unpack_checkpoint,
@@ -25,12 +22,11 @@ from sglang_tiered.tools.store.inspection import inspect_region
 from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.inspection import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
@@ -122,32 +118,6 @@ class ShardReader:
                         yield view
             finally:
                 pool.shutdown(cancel_futures=True)
-
-    def page_lengths(
-        self, view: RegionView, noted: Mapping[bytes, PageSize]
-    ) -> npt.NDArray[np.int64]:
-        """Return the bytes that each page of a region has in memory, where it may be encoded: in a
-        namespace whose page size is noted."""
-        contents = view.contents
-        lengths: npt.NDArray[np.int64] = contents.pages["length"].astype(np.int64)
-        asked = np.zeros(len(lengths), np.bool_)
-        for namespace, size in noted.items():
-            ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
-            asked |= ours & (lengths != size.nbytes)
-        rows, offsets = np.flatnonzero(asked), contents.page_offsets()
-        if not rows.size:
-            return lengths
-        block = aligned_buffer(BLOCK_BYTES)
-        with contextlib.suppress(OSError):
-            fd = self.device.open(view.name)
-            try:
-                for row in rows.tolist():
-                    filled = self.device.readv(fd, [block], int(offsets[row]))
-                    page_bytes = encoded_from(block[: min(filled, int(lengths[row]))])
-                    lengths[row] = max(page_bytes, lengths[row])
-            finally:
-                self.device.close(fd)
-        return lengths
 
     def _view(self, name: str, full: bool, meter: Meter) -> RegionView:
         before = self._modified(name)

@@ -1,5 +1,4 @@
-"""``stat``: what a store holds, how full it is and who uses it. Of sealed payload it reads the
-first block of encoded pages alone."""
+"""``stat``: what a store holds, how full it is and who uses it. Reads no sealed payload."""
 
 from __future__ import annotations
 
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy.typing as npt
-
     from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.inspection import RegionView
@@ -42,9 +39,10 @@ __all__ = ["run"]
 
 _COUNTED = (
     *("pages", "superseded_pages", "purged_pages"),
-    *("page_bytes", "payload_bytes", "physical_bytes"),
+    *("payload_bytes", "physical_bytes"),
 )
 _STATES = ("sealed", "open", "damaged", "other_format")
+_UNTOLD = {"page_bytes": None, "tokens": None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,6 +79,8 @@ def _collect(target: Target, jobs: int) -> dict[str, Any]:
                 sum_["payload_bytes"] += entry["payload_bytes"]
                 if field == "namespace":
                     sum_["tokens"] = _total_tokens(shards, name)
+                    before, added = sum_.get("page_bytes", 0), entry["page_bytes"]
+                    sum_["page_bytes"] = None if None in (before, added) else before + added
         total[field + "s"] = sorted(sums.values(), key=lambda e: -e["payload_bytes"])
     return {
         "directory": str(target.path),
@@ -100,8 +100,8 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         holder, checkpoint = reader.holder, reader.checkpoint
         num_gone, erased, pins = reader.num_gone, reader.erased, reader.pins
         sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
-        lengths = [reader.page_lengths(view, sizes) for view in views]
-    tokens = _count_tokens(views, lengths, erased, sizes)
+    told = _told_of(views, erased, sizes)
+    tokens = [each["tokens"] for each in told.values()]
     now = time.time_ns()
     ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
     states = [view.state.replace(" ", "_") for view in views]
@@ -120,10 +120,9 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "pages": len(pages),
         "superseded_pages": len(pages) - len(np.unique(pages)),
         "purged_pages": sum(int(erased.dead_pages(v.sequence, v.contents).sum()) for v in views),
-        "page_bytes": sum(int(each.sum()) for each in lengths),
         "payload_bytes": payload,
         "physical_bytes": physical,
-        "tokens": sum(tokens.values()) if tokens else None,
+        "tokens": sum(tokens) if tokens else None,
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
@@ -138,7 +137,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         **{
             field + "s": [
                 {field: value.hex(), "pages": number, "payload_bytes": nbytes}
-                | ({"tokens": tokens.get(value)} if field == "namespace" else {})
+                | ((_UNTOLD | told.get(value, {})) if field == "namespace" else {})
                 for value, (number, nbytes) in sorted(
                     totals(views, field).items(), key=lambda item: -item[1][1]
                 )
@@ -154,29 +153,35 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
     }
 
 
-def _count_tokens(
-    views: Sequence[RegionView],
-    lengths: Sequence[npt.NDArray[np.int64]],
-    erased: Erased,
-    sizes: Mapping[bytes, PageSize],
-) -> dict[bytes, int]:
-    """Return the tokens that a lookup can hit, of the namespaces whose page size is noted."""
-    found: dict[bytes, list[Any]] = {namespace: [] for namespace in sizes}
-    for view, page_bytes in zip(views, lengths, strict=True):
-        alive = ~erased.dead_pages(view.sequence, view.contents)
+def _told_of(
+    views: Sequence[RegionView], erased: Erased, sizes: Mapping[bytes, PageSize]
+) -> dict[bytes, dict[str, int]]:
+    """Return what the noted sizes of pages tell of namespaces: the bytes in memory of all pages,
+    and the tokens that a lookup can hit. Left out is one where the lengths of pages do not tell."""
+    keys: dict[bytes, list[Any]] = {namespace: [] for namespace in sizes}
+    told = dict.fromkeys(sizes, 0)
+    for view in views:
+        contents = view.contents
+        alive = ~erased.dead_pages(view.sequence, contents)
         for namespace, size in sizes.items():
-            ours = np.repeat(
-                view.contents.of_namespace(namespace), view.contents.extents["num_pages"]
+            ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
+            if namespace not in told or not ours.any():
+                continue
+            in_memory = size.in_memory(contents.pages["length"][ours])
+            if in_memory.min() < 0:
+                del told[namespace]
+                continue
+            told[namespace] += int(in_memory.sum())
+            keys[namespace].append(
+                contents.pages["key"][ours][alive[ours] & (in_memory == size.nbytes)]
             )
-            wanted = ours & alive & (page_bytes == size.nbytes)
-            found[namespace].append(view.contents.pages["key"][wanted])
-    counted = {}
-    for namespace, keys in found.items():
-        num_pages = len(np.unique(np.concatenate(keys))) if keys else 0
-        if num_pages:
-            size = sizes[namespace]
-            counted[namespace] = num_pages * size.num_tokens // size.num_pools
-    return counted
+    found = {}
+    for namespace, page_bytes in told.items():
+        if keys[namespace]:
+            size, num_pages = sizes[namespace], len(np.unique(np.concatenate(keys[namespace])))
+            tokens = num_pages * size.num_tokens // size.num_pools
+            found[namespace] = {"page_bytes": page_bytes, "tokens": tokens}
+    return found
 
 
 def _total_tokens(shards: Iterable[dict[str, Any]], namespace: str | None = None) -> int | None:
@@ -217,7 +222,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     print_table(
         [
             *("shard", "pages", "tokens", "superseded", "purged"),
-            *("in memory", "payload", "ratio", "on disk", "used"),
+            *("payload", "on disk", "used"),
         ],
         [
             [
@@ -226,9 +231,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
                 number_text(entry["tokens"]),
                 f"{entry['superseded_pages']:,}",
                 f"{entry['purged_pages']:,}",
-                format_bytes(entry["page_bytes"]),
                 format_bytes(entry["payload_bytes"]),
-                f"{(_share(entry['page_bytes'], entry['payload_bytes']) or 1):.2f}",
                 format_bytes(entry["physical_bytes"]),
                 "-" if entry["utilisation"] is None else f"{entry['utilisation']:.1%}",
             ]
@@ -241,19 +244,11 @@ def _show(target: Target, report: dict[str, Any]) -> None:
             continue  # tenants have no names here
         if entries:
             print_lines([""])
-            counts_tokens = field == "namespace"
-            print_table(
-                [field, "pages", *(["tokens"] if counts_tokens else []), "payload"],
-                [
-                    [
-                        entry[field][:16] if int(entry[field], 16) else "none",
-                        f"{entry['pages']:,}",
-                        *([number_text(entry["tokens"])] if counts_tokens else []),
-                        format_bytes(entry["payload_bytes"]),
-                    ]
-                    for entry in entries[:MAX_LISTED]
-                ],
-            )
+            columns = [field, "pages", "payload"]
+            if field == "namespace":
+                columns += ["tokens", "in memory", "ratio"]
+            rows = [_row(entry, field)[: len(columns)] for entry in entries[:MAX_LISTED]]
+            print_table(columns, rows)
     problems = [problem for shard in report["shards"] for problem in shard["problems"]]
     if problems:
         print_lines(["", f"damage ({len(problems)}; verify also checks every page):"])
@@ -261,6 +256,18 @@ def _show(target: Target, report: dict[str, Any]) -> None:
         if len(problems) > MAX_LISTED:
             print_lines([f"  and {len(problems) - MAX_LISTED:,} more; --json lists all"])
     print_lines(f"note: {text}" for text in _notes(report))
+
+
+def _row(entry: dict[str, Any], field: str) -> list[str]:
+    page_bytes, payload = entry.get("page_bytes"), entry["payload_bytes"]
+    return [
+        entry[field][:16] if int(entry[field], 16) else "none",
+        f"{entry['pages']:,}",
+        format_bytes(payload),
+        number_text(entry.get("tokens")),
+        "-" if page_bytes is None else format_bytes(page_bytes),
+        "-" if page_bytes is None else f"{_share(page_bytes, payload) or 1:.2f}",
+    ]
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

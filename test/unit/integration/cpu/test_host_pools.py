@@ -30,7 +30,11 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.integration.storage.host_pages import page_segments
+from sglang_tiered.integration.storage.host_pages import (
+    kv_page_size,
+    page_bytes,
+    page_segments,
+)
 from sglang_tiered.integration.storage.page_layout import check_codec, page_layout
 
 if TYPE_CHECKING:
@@ -294,6 +298,15 @@ def test_lossy_codec_is_refused_with_equal_page_lengths() -> None:
         check_codec("int8", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("zstd", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})
+
+
+def test_pages_of_other_lengths_are_noted() -> None:
+    """Or an encoded page of one pool would count as another's tokens."""
+    alike, other = (heads().host_pool, heads().host_pool), latent().host_pool
+    alone = kv_page_size(dict(zip((PoolName.KV, PoolName.SWA), alike, strict=True)))
+    assert alone == (PAGE, page_bytes(alike[0]), 2, ())
+    mixed = kv_page_size({PoolName.KV: alike[0], PoolName.MAMBA: other})
+    assert mixed == (PAGE, page_bytes(alike[0]), 1, (page_bytes(other),))
 
 
 def test_undescribed_pool_has_no_known_layout() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.base import Run
+    from sglang_tiered.storage.encoding import PageEncoding
 
 REGION = 64 * 1024
 SHARD = "tp0of1-pp0of1-dp0-0"
@@ -41,7 +42,10 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
     engines = []
 
     def open_(
-        shard: Path, namespace: bytes = NAMESPACE, region_bytes: int = REGION
+        shard: Path,
+        namespace: bytes = NAMESPACE,
+        region_bytes: int = REGION,
+        encoding: PageEncoding | None = None,
     ) -> RegionEngine:
         engine = RegionEngine(
             shard,
@@ -49,6 +53,7 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
             capacity_bytes=32 * region_bytes,
             region_bytes=region_bytes,
             num_threads=2,
+            encoding=encoding,
         )
         engines.append(engine)
         return engine

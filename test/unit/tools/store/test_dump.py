@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun, make_soft_run, soft_encoding
 from sglang_tiered.checksummed import page_checksum
+from sglang_tiered.codecs import PageLayout
 from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
@@ -108,6 +110,68 @@ def test_extract_writes_the_bytes_of_the_page(
     assert (outcome.code, outcome.out) == (0, "")
     assert output.read_bytes() == b"".join(run.pages[1])
     assert output.stat().st_mode & 0o777 == 0o600
+
+
+def extract_encoded(
+    cli: Cli, tier: Path, engine: RegionEngine, run: Run, store: Store
+) -> tuple[Any, Path]:
+    store(engine, run)
+    assert engine.stats().stored_bytes < run.num_bytes
+    engine.close()
+    output = tier.parent / "page.bin"
+    return cli("dump", tier, "--extract", run.keys[0].hex(), "--output", output), output
+
+
+def test_extract_decodes_an_encoded_page(
+    cli: Cli, tier: Path, open_engine: Open, store: Store
+) -> None:
+    engine = open_engine(shard_path(tier, "a"), encoding=soft_encoding())
+    run = make_soft_run(4, [12_001])
+    outcome, output = extract_encoded(cli, tier, engine, run, store)
+    assert outcome.code == 0
+    assert output.read_bytes() == b"".join(run.pages[0])
+    assert "12001 bytes of page" in outcome.err
+    assert "decoded from" in outcome.err
+
+
+def test_extract_says_what_it_cannot_decode(
+    cli: Cli, tier: Path, open_engine: Open, store: Store
+) -> None:
+    """The store does not know the model's layout."""
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=16)
+    engine = open_engine(shard_path(tier, "a"), encoding=PageEncoding("int8", layout))
+    run = make_soft_run(4, [layout.page_bytes])
+    outcome, output = extract_encoded(cli, tier, engine, run, store)
+    assert outcome.code == 0
+    assert output.stat().st_size < layout.page_bytes
+    assert "as stored: encoded by int8" in outcome.err
+
+
+def test_extract_names_the_library_it_lacks(
+    cli: Cli, tier: Path, open_engine: Open, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(shard_path(tier, "a"), encoding=soft_encoding())
+    run = make_soft_run(4, [12_000])
+    store(engine, run)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    output = tier.parent / "page.bin"
+    outcome = cli("dump", tier, "--extract", run.keys[0].hex(), "--output", output)
+    assert outcome.code == 2
+    assert "sglang-tiered[zstd]" in outcome.err
+    assert not output.exists()
+
+
+def test_a_page_that_begins_as_encoded_is_left(
+    cli: Cli, tier: Path, open_engine: Open, store: Store
+) -> None:
+    engine = open_engine(shard_path(tier, "a"))
+    page = bytes([0xC5, 1, 1, 2]) + b"\xff" * 5000
+    run = Run((b"\xab" * 32,), ((memoryview(page),),))
+    store(engine, run)
+    engine.close()
+    output = tier.parent / "page.bin"
+    assert cli("dump", tier, "--extract", "abab", "--output", output).code == 0
+    assert output.read_bytes() == page
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link"])

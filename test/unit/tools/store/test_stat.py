@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, MakeRun, make_soft_run, soft_encoding
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
@@ -59,9 +59,10 @@ def test_the_figures_are_those_of_the_store(
     assert (total["pages"], total["superseded_pages"]) == (11, 0)
     assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
     assert total["utilisation"] == pytest.approx((3 * PAYLOAD + 10_000) / (4 * REGION))
+    untold = {"tokens": None, "page_bytes": None}
     assert total["namespaces"] == [
-        {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD, "tokens": None},
-        {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000, "tokens": None},
+        {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD} | untold,
+        {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
     assert total["oldest_region_age_s"] >= total["newest_region_age_s"] >= 0
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
@@ -112,7 +113,7 @@ def test_ranks_of_a_replica_hold_the_same_tokens(
     ):
         engine = open_engine(shard_path(tier, name))
         store(engine, make_run(seed, [12_288, 12_288, 9_000]))
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288))
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, (9_000,)))
         engine.close()
     _, report = stat(cli, tier)
     assert [shard["tokens"] for shard in report["shards"]] == [None, 128, 128, 128]
@@ -125,7 +126,7 @@ def test_only_tokens_that_can_be_hit_count(
     cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
 ) -> None:
     engine = open_engine(shard)
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, num_pools=1))
+    add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, (12_000, 9_000)))
     assert stat(cli, tier)[1]["total"]["tokens"] == 3 * 64
     engine.set_namespace(OTHER_NAMESPACE)
     engine.set_namespace(NAMESPACE)
@@ -133,6 +134,40 @@ def test_only_tokens_that_can_be_hit_count(
     assert engine.erase(Erasure.of(make_run(1, [12_288]).keys)).result(20.0)
     engine.close()
     assert stat(cli, tier)[1]["total"]["tokens"] == 2 * 64
+
+
+def test_lengths_tell_what_a_codec_saved(
+    cli: Cli, tier: Path, open_engine: Open, store: Store, flip: Flip
+) -> None:
+    """Pages of one pool that are shorter than they were are encoded: none of them is read."""
+    shard = shard_path(tier, "tp0of1-pp0of1-dp0-1")
+    engine = open_engine(shard, encoding=soft_encoding())
+    run = make_soft_run(4, [12_288] * 2)
+    store(engine, run)
+    payload = engine.stats().stored_bytes
+    engine.close()
+    flip(shard / region_name(0), 8192)
+    engine = open_engine(shard)
+    for others, tokens in (((), 128), ((9_000,), None), (None, None)):
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
+        code, report = stat(cli, shard)
+        (entry,) = report["total"]["namespaces"]
+        assert (code, entry["tokens"], entry["payload_bytes"]) == (0, tokens, payload)
+        assert entry["page_bytes"] == (tokens and run.num_bytes)
+        ratio = "-" if tokens is None else f"{run.num_bytes / payload:.2f}"
+        assert cli("stat", shard).out.splitlines()[-1].split()[-1] == ratio
+    assert stat(cli, tier)[1]["total"]["namespaces"][0]["page_bytes"] is None, "of both shards"
+
+
+def test_pages_of_other_pools_have_no_tokens(
+    cli: Cli, tier: Path, shard: Path, open_engine: Open
+) -> None:
+    engine = open_engine(shard)
+    for others, tokens in (((9_000, 12_000), 192), ((12_000,), None)):
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
+        (entry,) = stat(cli, tier)[1]["total"]["namespaces"]
+        assert entry["tokens"] == tokens
+        assert entry["page_bytes"] == (tokens and 3 * PAYLOAD)
 
 
 def test_several_shards_are_added_up(
