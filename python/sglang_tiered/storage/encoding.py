@@ -39,7 +39,8 @@ _MARGIN = 1.25
 """What is off comes on again when it saves so many times what it costs."""
 
 _LONG_BYTES = 1 << 20
-"""A shorter read or write takes as long whatever its length, so fewer bytes of it save nothing."""
+"""A read or write of pages that take less in memory takes about as long whatever its length, so
+fewer bytes of it save nothing. In memory: or pages near it would count until they are encoded."""
 
 _LOSSY_METHODS = {METHOD_FP8: "fp8", METHOD_INT8: "int8"}
 
@@ -107,9 +108,9 @@ def page_alone(stored: memoryview) -> tuple[memoryview, str | None]:
         return stored, None  # it only begins as one
 
 
-def _of_bytes(seconds: float, num_bytes: int) -> float:
+def _of_bytes(seconds: float, memory_bytes: int) -> float:
     """Return what of the time of a read or write is its bytes'."""
-    return seconds if num_bytes >= _LONG_BYTES else 0.0
+    return seconds if memory_bytes >= _LONG_BYTES else 0.0
 
 
 class PageEncoding:
@@ -192,17 +193,19 @@ class PageEncoding:
             self._stats.decode_s += took_s
         return Reason.OK
 
-    def note_read(self, tier: Tier, seconds: float, num_bytes: int) -> None:
-        """Note how long a thread took to read stored bytes from a tier."""
+    def note_read(self, tier: Tier, seconds: float, num_bytes: int, memory_bytes: int) -> None:
+        """Note how long a thread took to read stored bytes from a tier, and what those pages take
+        in memory."""
         pace = self._reads.get(tier)
         if pace is not None:
             with self._lock:
-                pace.note(_of_bytes(seconds, num_bytes), num_bytes)
+                pace.note(_of_bytes(seconds, memory_bytes), num_bytes)
 
-    def note_write(self, seconds: float, num_bytes: int) -> None:
-        """Note how long a thread took to write stored bytes to NVMe."""
+    def note_write(self, seconds: float, num_bytes: int, memory_bytes: int) -> None:
+        """Note how long a thread took to write stored bytes to NVMe, of an extent of pages that
+        take so many in memory."""
         with self._lock:
-            self._writes.note(_of_bytes(seconds, num_bytes), num_bytes)
+            self._writes.note(_of_bytes(seconds, memory_bytes), num_bytes)
 
     def stats(self) -> EncodingStats:
         with self._lock:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -335,6 +338,78 @@ def test_pages_of_an_extent_are_encoded_at_once(
     loads(engine, run)
 
 
+def test_pages_are_left_before_a_store_fails(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is another's then."""
+    encoding = soft_encoding()
+    encode, failed, at_work = encoding.encode, threading.Event(), threading.Event()
+    job_ended, seen = threading.Event(), list[bool]()
+
+    def encode_one(page: Any, **options: Any) -> Any:
+        if page[0].nbytes == 8192:
+            assert at_work.wait(TIMEOUT_S)
+            failed.set()
+            raise MemoryError
+        at_work.set()
+        assert failed.wait(TIMEOUT_S)
+        seen.append(job_ended.wait(0.2))
+        return encode(page, **options)
+
+    monkeypatch.setattr(encoding, "encode", encode_one)
+    engine = open_region(encoding)
+    job = engine.submit_store(make_soft_run(19, [8192, 16_384]))
+    threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
+    assert finished(job) == [Reason.IO_ERROR] * 2
+    assert seen == [False]
+
+
+_STORES_AT_EXIT = """
+import atexit, sys
+from pathlib import Path
+from kit.runs import NAMESPACE, make_soft_run, soft_encoding
+from kit.waiting import finished
+from sglang_tiered.storage.region import RegionEngine
+
+engine = RegionEngine(
+    Path(sys.argv[1]), namespace=NAMESPACE, capacity_bytes=8 << 20, region_bytes=1 << 20,
+    encoding=soft_encoding(),
+)
+
+@atexit.register
+def end():
+    print(*finished(engine.submit_store(make_soft_run(20, [8192] * 2))))
+    engine.close()
+"""
+
+
+def test_pages_stored_at_exit_are_encoded(tmp_path: Path) -> None:
+    """No pool of ``concurrent.futures`` takes work by then."""
+    program = [sys.executable, "-c", _STORES_AT_EXIT, str(tmp_path / "store")]
+    ended = subprocess.run(
+        program,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert ended.stdout.split() == [str(Reason.OK)] * 2, ended.stderr
+
+
+def test_no_encoder_outlives_its_store(open_region: OpenRegion) -> None:
+    engine = open_region(soft_encoding())
+    store(engine, make_soft_run(21, [8192]))
+    names = [thread.name for thread in threading.enumerate()]
+    assert sum(name.startswith("tier-encoder") for name in names) == 4
+    engine.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("tier-encoder")]
+    open_region(soft_encoding("none"))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("tier-encoder")]
+
+
 def test_pages_keep_their_order_over_encoders(open_region: OpenRegion) -> None:
     """Of both kinds, as many as no thread gets the same number of."""
     engine = open_region(soft_encoding())
@@ -411,22 +486,19 @@ class Paced:
         codec.encode, codec.decode = slow_encode, slow_decode
         self.run = make_soft_run(1, [MiB])
         self.target = blank(self.run)
-        self.waiting = 0  # bytes to read and write
 
     def move(
         self, num_pages: int, *, codec_s: float, disk_s: float, tier: Tier, io_bytes: int = 2 * MiB
     ) -> int:
-        """Store and load pages of a MiB, so much at once; returns how many were encoded."""
+        """Store and load pages of a MiB, with others that take so much in memory; returns how many
+        were encoded."""
         self.codec_s = codec_s
         before = self.encoding.stats().num_encoded
         for _ in range(num_pages):
             (page,) = self.encoding.encode(self.run.pages[0])
-            self.waiting += page.nbytes
-            while self.waiting >= io_bytes:
-                took_s = disk_s * io_bytes / MiB
-                self.encoding.note_write(took_s, io_bytes)
-                self.encoding.note_read(tier, took_s, io_bytes)
-                self.waiting -= io_bytes
+            took_s = disk_s * page.nbytes / MiB
+            self.encoding.note_write(took_s, page.nbytes, io_bytes)
+            self.encoding.note_read(tier, took_s, page.nbytes, io_bytes)
             if page.nbytes < MiB:
                 assert self.encoding.decode(page, self.target.pages[0]) is Reason.OK
         return self.encoding.stats().num_encoded - before
@@ -501,12 +573,33 @@ def test_short_reads_count_as_saving_nothing() -> None:
     assert not paced.encoding.stats().is_on
 
 
+def test_pages_near_a_mebibyte_do_not_flap() -> None:
+    """They are longer than that until they are encoded."""
+    paced = Paced(Tier.NVME)
+    num_encoded = paced.move(800, codec_s=0.001, disk_s=0.01, tier=Tier.NVME, io_bytes=MiB)
+    assert num_encoded == 800
+
+
+def test_reads_and_writes_are_judged_by_memory(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, seen = soft_encoding(), list[tuple[int, int]]()
+    monkeypatch.setattr(encoding, "note_read", lambda tier, *figures: seen.append(figures[1:]))
+    monkeypatch.setattr(encoding, "note_write", lambda *figures: seen.append(figures[1:]))
+    engine = open_region(encoding)
+    run = make_soft_run(18, [MiB])
+    store(engine, run)
+    loads(engine, run)
+    assert len(seen) == 2
+    assert all(num_bytes < MiB == memory_bytes for num_bytes, memory_bytes in seen)
+
+
 def test_what_pays_at_the_bucket_stays_on() -> None:
     paced = Paced(Tier.NVME, Tier.OBJECT)
     paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
     assert paced.encoding.stats().is_on, "the bucket was not measured yet"
     for _ in range(200):
-        paced.encoding.note_read(Tier.OBJECT, 0.05, MiB)
+        paced.encoding.note_read(Tier.OBJECT, 0.05, MiB, MiB)
     assert paced.move(64, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME) == 64
 
 

@@ -189,7 +189,9 @@ class Transfers:
             return self._corrupt(page) if is_short else Reason.IO_ERROR
         encoding = self._state.encoding
         if encoding is not None:
-            encoding.note_read(Tier.OBJECT, time.perf_counter() - began, len(stored))
+            asked_bytes = sum(segment.nbytes for segment in page.page)
+            took_s = time.perf_counter() - began
+            encoding.note_read(Tier.OBJECT, took_s, len(stored), asked_bytes)
         if len(stored) < page.name.length or not is_page(path, page.name.checksum, (stored,)):
             return self._corrupt(page)
         with self._touching(page.load) as allowed:

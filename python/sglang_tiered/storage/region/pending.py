@@ -128,6 +128,7 @@ class ExtentWrite:
     ordinal: int
     parts: list[Part]
     pages: list[Page]  # some with the rest of their last block
+    memory_bytes: int  # of the pages as they came
     pieces: list[Piece] = field(init=False)  # empty once it is let go
     payload_bytes: int = field(init=False)
     num_left: int = 0  # pieces that are not done

@@ -14,7 +14,7 @@ from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import stored_blocks, stored_bytes
+from sglang_tiered.storage.region.pending import page_bytes, stored_blocks, stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class RegionReader(StorePart):
         try:
             ticket = span.ticket
             stored = self._staged(span.wanted)
-            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter)
+            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter, span.wanted)
             self._decode(span.wanted, stored, reasons)
         except Exception:
             logger.exception(
@@ -125,23 +125,38 @@ class RegionReader(StorePart):
             )
 
     def read(
-        self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None = None
+        self,
+        namespace: bytes,
+        span: Sequence[Wanted],
+        meter: Meter | None = None,
+        asked: Sequence[Wanted] = (),
     ) -> SpanResult:
         """Fill the pages of one span, and tell the store's health how that went. ``meter`` is told
-        what checking takes."""
-        result = self._read(namespace, span, meter)
+        what checking takes. ``asked`` is what a load wants, where encoded pages are to be decoded
+        from the span."""
+        result = self._read(namespace, span, meter, asked)
         if result.error is None:
             self._health.read_succeeded()
         else:
             self._health.read_failed(result.error)
         return result
 
-    def _read(self, namespace: bytes, span: Sequence[Wanted], meter: Meter | None) -> SpanResult:
+    def _read(
+        self,
+        namespace: bytes,
+        span: Sequence[Wanted],
+        meter: Meter | None,
+        asked: Sequence[Wanted],
+    ) -> SpanResult:
         """A page that does not verify, or whose read failed or came short, is read once more by
         itself before it fails."""
         failure: OSError | None = None
+        encoding, began = self._state.encoding, time.monotonic()
         try:
             filled = self._read_pages(span)
+            if encoding is not None and asked:
+                asked_bytes = sum(page_bytes(item.page) for item in asked)
+                encoding.note_read(Tier.NVME, time.monotonic() - began, filled, asked_bytes)
         except OSError as error:
             filled = 0
             failure = error
@@ -172,13 +187,9 @@ class RegionReader(StorePart):
         segments: list[memoryview] = []
         for item in span:
             segments.extend(stored_blocks(item.page, self._scratch))
-        first, encoding = span[0], self._state.encoding
-        began = time.perf_counter()
+        first = span[0]
         with self._health.watch():
-            filled = self._device.readv(first.region.fd, segments, first.offset)
-        if encoding is not None:
-            encoding.note_read(Tier.NVME, time.perf_counter() - began, filled)
-        return filled
+            return self._device.readv(first.region.fd, segments, first.offset)
 
 
 def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
@@ -191,7 +202,7 @@ def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list
 
 
 def _is_encoded(item: Wanted) -> bool:
-    return item.length < sum(segment.nbytes for segment in item.page)
+    return item.length < page_bytes(item.page)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

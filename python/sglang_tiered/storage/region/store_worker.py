@@ -420,7 +420,8 @@ class IoWorker(StorePart):
             with self._health.watch():
                 written = write_fully(self._device, write.region.fd, segments, offset)
             if encoding is not None:
-                encoding.note_write(time.perf_counter() - began, written)
+                took_s = time.perf_counter() - began
+                encoding.note_write(took_s, written, write.memory_bytes)
         finally:
             with self._state.lock:
                 self._state.end_write(written)

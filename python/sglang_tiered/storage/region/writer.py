@@ -9,17 +9,16 @@ write the log is rewound to where the failed extent began.
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.device import write_fully
+from sglang_tiered.storage.region.encoders import Encoders
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -39,15 +38,13 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, page_bytes
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Page
-    from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.part import Common
@@ -60,7 +57,6 @@ __all__ = [
 ]
 
 _MAX_WRITE_FAILURES = 3
-_NUM_ENCODERS = 4  # an extent has as many pages of 8 MiB
 
 
 def write_footer(device: Device, region: Region, contents: Contents) -> int:
@@ -91,7 +87,10 @@ class RegionWriter(StorePart):
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._max_tenant_bytes = max_tenant_bytes
-        self._encoders = ThreadPoolExecutor(_NUM_ENCODERS, "tier-encoder")
+        encoding = self._state.encoding
+        if encoding is not None and not encoding.encodes:
+            encoding = None
+        self._encoders = None if encoding is None else Encoders(encoding)
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -263,29 +262,19 @@ class RegionWriter(StorePart):
         places = [(p.ticket, p.start + offset) for p in parts for offset in range(p.num_pages)]
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
-        encoding = self._state.encoding
-        if encoding is not None and encoding.encodes:
+        memory_bytes = sum(lengths)
+        if self._encoders is not None:
             # Saved pages are as they were stored.
             rows = [row for row, (ticket, _) in enumerate(places) if not ticket.reinserted]
-            encoded = self._encoded([pages[row] for row in rows], encoding)
+            is_full = not self._reclaimer.has_room(self._region_bytes)
+            encoded = self._encoders.encode([pages[row] for row in rows], is_full=is_full)
             for row, (page, length) in zip(rows, encoded, strict=True):
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]
         table = page_table([(key, length, 0) for key, length in zip(keys, lengths, strict=True)])
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, table, first.tenant)
-        return ExtentWrite(region, extent, len(region.extents), parts, pages)
-
-    def _encoded(self, pages: list[Page], encoding: PageEncoding) -> Iterator[tuple[Page, int]]:
-        """Return what to store of pages, and of how many bytes, encoded by several threads."""
-        is_full = not self._reclaimer.has_room(self._region_bytes)
-
-        def encode(some: list[Page]) -> list[tuple[Page, int]]:
-            return _in_blocks([encoding.encode(page, is_full=is_full) for page in some], some)
-
-        share = max(1, -(-len(pages) // _NUM_ENCODERS))
-        shares = [pages[at : at + share] for at in range(0, len(pages), share)]
-        return itertools.chain.from_iterable(self._encoders.map(encode, shares))
+        return ExtentWrite(region, extent, len(region.extents), parts, pages, memory_bytes)
 
     def rewind(self, writes: Sequence[ExtentWrite], reason: Reason) -> None:
         """Forget extents of one region that nothing is under way of, the first of which could not
@@ -352,7 +341,8 @@ class RegionWriter(StorePart):
 
     def finish(self) -> None:
         """Seal the open region before closing; one without extents is removed."""
-        self._encoders.shutdown()
+        if self._encoders is not None:
+            self._encoders.close()
         region = self._region
         if region is not None and not region.extents:
             self.abandon()
@@ -399,23 +389,6 @@ class RegionWriter(StorePart):
             self._reclaimer.remove(region)
             raise
         return region
-
-
-def _in_blocks(encoded: list[Page], pages: list[Page]) -> list[tuple[Page, int]]:
-    """Return pages and their lengths, those that were encoded in memory that direct I/O takes: it
-    ends with their last block, in zeros."""
-    lengths = [page_bytes(page) for page in encoded]
-    whole = [0 if e is p else padded(n) for e, p, n in zip(encoded, pages, lengths, strict=True)]
-    if not any(whole):
-        return list(zip(encoded, lengths, strict=True))
-    memory = aligned_buffer(sum(whole))
-    found: list[tuple[Page, int]] = []
-    for page, length, num_bytes in zip(encoded, lengths, whole, strict=True):
-        found.append(((memory[:num_bytes],) if num_bytes else page, length))
-        if num_bytes:
-            memory[:length] = page[0]
-            memory = memory[num_bytes:]
-    return found
 
 
 def _alike(one: StoreTicket, other: StoreTicket) -> bool:
