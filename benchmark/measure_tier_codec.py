@@ -60,7 +60,11 @@ def life(
 ) -> Figures:
     encoding = PageEncoding(codec, layout, tiers=())
     engine = RegionEngine(
-        directory, namespace=bytes(32), capacity_bytes=2 * num_bytes, encoding=encoding
+        directory,
+        namespace=bytes(32),
+        capacity_bytes=4 * num_bytes,
+        region_bytes=64 * MiB,
+        encoding=encoding,
     )
     num_pages = num_bytes // pages[0].nbytes // RUN_PAGES * RUN_PAGES
     keys = [number.to_bytes(32, "big") for number in range(num_pages)]
