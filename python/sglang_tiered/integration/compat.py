@@ -243,6 +243,15 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.entrypoints.engine:Engine.__init__": ("self", "kwargs"),
     "sglang.srt.entrypoints.engine:Engine.shutdown": ("self",),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.abort_request": ("self", "rid"),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.pd_role_switch": (
+        "self",
+        "obj",
+        "request",
+    ),
+    "sglang.srt.managers.io_struct:PdRoleSwitchReqInput": ("new_role", "prepare_only"),
+    "sglang.srt.managers.io_struct:PdRoleSwitchReqOutput": (
+        *("success", "message", "old_role", "new_role", "safe_to_restore"),
+    ),
     "sglang.srt.managers.tokenizer_manager:ReqState": ("obj", "dispatched"),
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._dispatch_to_scheduler": (
         "self",

@@ -25,6 +25,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
 | TokenizerManager._dispatch_to_scheduler | BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's (``request_rooms``) |
 | SchedulerWeightUpdaterManager.flush_cache_after_weight_update | AFTER | a refused flush fails the update's answer, which then does not tell whether all weights are there |
+| TokenizerManager.pd_role_switch | AROUND | SGLang refuses to switch the role of a server that has requests, and routers go on sending them (``admin.role_switch``) |
 | disaggregation.utils.get_kv_class | AROUND | SGLang's table of transfer backends is closed; ``zmq`` is answered here, all others are passed on |
 | PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter and tokens its request has |
 | disaggregation.utils.prepare_abort | BEFORE | a handoff between servers of unequal models is answered with 503, not 500: another pair may serve the request |
@@ -42,6 +43,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.disaggregation.handoffs import Handoffs
     from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
 __all__ = ["Hooks", "register"]
@@ -137,12 +140,14 @@ class Hooks:
         self._control = Control()
         self._yielding = Yielding()
         self._messages: SchedulerMessages | None = None  # once there is a scheduler
+        self._handoffs: Handoffs | None = None  # once it has a KV manager of ours
 
     def table(self) -> Iterator[tuple[str, Callable[..., Any], HookType]]:
         """Yield every hook with its target and kind."""
         from sglang.srt.plugins.hook_registry import HookType
 
         from sglang_tiered.integration.admin.keys import around_auth
+        from sglang_tiered.integration.admin.role_switch import around_switch
         from sglang_tiered.integration.disaggregation import decode_loads, request_rooms
 
         clock, yielding = PrefillClock(), self._yielding
@@ -157,6 +162,7 @@ class Hooks:
             f"{_CACHE}.kv_cache_builder.auto_size_hicache": host_size.around_auto_size,
             f"{_CACHE}.utils.storage_namespace_seed": tenants.around_seed,
             "sglang.srt.utils.auth.decide_request_auth": around_auth,
+            f"{_TOKENIZER}.pd_role_switch": around_switch,
             f"{_DISAGGREGATION}.utils.get_kv_class": self.around_get_kv_class,
         }
         before: dict[str, Callable[..., Any]] = {
@@ -253,7 +259,10 @@ class Hooks:
         from sglang_tiered.integration.disaggregation import manager as kv_transfer
 
         if class_type.value == "manager":
-            return partial(kv_transfer.make_manager, self.config)
+            from sglang_tiered.integration.disaggregation.handoffs import Handoffs
+
+            self._handoffs = self._handoffs or Handoffs(self.config)
+            return partial(kv_transfer.make_manager, self._handoffs)
         return kv_transfer.CLASSES[class_type.value]
 
     # ---- Of a scheduler ----
@@ -280,14 +289,9 @@ class Hooks:
         if self._messages is not None:
             self._messages.note_loaded(recv_req, is_loaded=success)
 
-    def after_flush(self, flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
-        from sglang_tiered.integration.observe.transfer_stats import manager_of
-
-        if flushed:
-            self._control.memory_was_flushed(scheduler)
-            handoff = manager_of(scheduler)
-            if handoff is not None:
-                handoff.handed.memory_was_flushed()
+    def after_flush(self, flushed: bool, *_: Any, **__: Any) -> None:
+        if flushed and self._messages is not None:
+            self._messages.memory_was_flushed()
 
     def around_idle(self, original: Callable[[Any], None], scheduler: Any) -> None:
         from sglang_tiered.integration.observe.transfer_stats import manager_of
@@ -306,8 +310,14 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
 
         from sglang_tiered.integration.disaggregation.bootstrap_client import LOOKUP_DEADLINE_S
 
-        client = queue.kv_manager.bootstrap_client
-        CommonKVReceiver.query_prefill_dp_ranks = staticmethod(client.replicas_of)
+        # SGLang's class must not keep a manager alive whose role was switched, and is looked at
+        # again when the next is made.
+        client = weakref.proxy(queue.kv_manager.bootstrap_client)
+
+        def ask(bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
+            return client.replicas_of(bootstrap_addr, bootstrap_rooms)
+
+        CommonKVReceiver.query_prefill_dp_ranks = staticmethod(ask)
         queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
         queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
 

@@ -11,6 +11,7 @@ same order.
 | its resumption | SGLang ends the scheduler when asked to resume what was not released, as after a disk that hung |
 | flush, detachment of the storage | both need an idle scheduler; hints that load for no request would keep it busy |
 | ``POST /hicache/storage-backend/clear`` | it must empty memory only; ``/tier/purge`` alone removes what NVMe, the bucket and other servers hold |
+| switch of role | it needs an idle scheduler too, and drops what waits to be stored; what a flush ends ends with it; routers must hear of the new role before the next request |
 | of SGLang's debugger | a control message with free content, which reaches every rank; those of the tiers are answered, all others are passed on |
 | internal state | ``/server_info`` shows the tiers without ``--enable-metrics``, and the counters of the ``pod`` attention backend |
 | a LoRA adapter comes or goes | an adapter that was loaded while the server runs is part of what KV means, and has another id on every server |
@@ -19,6 +20,7 @@ same order.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +35,8 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     LoadLoRAAdapterFromTensorsReqInput,
     LoadLoRAAdapterReqInput,
+    PdRoleSwitchReqInput,
+    PdRoleSwitchReqOutput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
@@ -46,6 +50,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.runtime_context import get_exec
 
 from sglang_tiered.integration.admin.control import hide_memory
+from sglang_tiered.integration.admin.role_switch import NOT_IDLE
 from sglang_tiered.integration.attention.pod import PodAttention
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
@@ -87,6 +92,7 @@ class SchedulerMessages:
             FlushCacheReqInput: self._rest,
             DetachHiCacheStorageReqInput: self._rest,
             ClearHiCacheReqInput: self._clear,
+            PdRoleSwitchReqInput: self._switch_role,
             DumperControlReqInput: self._answer,
             GetInternalStateReq: self._tell_state,
             LoadLoRAAdapterReqInput: self._load_adapter,
@@ -211,6 +217,37 @@ class SchedulerMessages:
     def _rest(self, message: Any) -> Any:
         self._control.rest()
         return self._dispatch(message)
+
+    def memory_was_flushed(self) -> None:
+        """Note that SGLang has emptied device and host memory."""
+        self._control.memory_was_flushed(self._scheduler)
+        handoff = manager_of(self._scheduler)
+        if handoff is not None:
+            handoff.handed.memory_was_flushed()
+
+    def _switch_role(self, message: Any) -> Any:
+        """Switch once what waits for NVMe is stored. The ranks answer when all have switched, or
+        one would take requests that another cannot hand over yet."""
+        self._control.rest()
+        cache = self._cache
+        if cache is not None and cache.tiering is not None and cache.tiering.awaits_stores:
+            return PdRoleSwitchReqOutput(
+                message=f"{NOT_IDLE}; pages wait to be stored on NVMe, ask again",
+                old_role=self._scheduler.disaggregation_mode.value,
+                new_role=message.new_role,
+                safe_to_restore=True,
+            )
+        result = self._dispatch(message)
+        if message.prepare_only or result.old_role == result.new_role:
+            return result
+        if cache is not None:
+            (has_switched,) = least_on_every_rank(cache, [int(result.success)])
+            result.success = bool(has_switched)
+        if result.success:
+            self.memory_was_flushed()
+            if self._control.costs is not None:
+                self._control.costs.publish_if_due(math.inf)
+        return result
 
     def _clear(self, message: Any) -> Any:
         answer = self._control.clear(self._scheduler)

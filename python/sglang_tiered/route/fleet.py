@@ -63,6 +63,7 @@ class _Part(msgspec.Struct):
 
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disaggregation_bootstrap_port: int | None = None
+    draining: bool = False
 
 
 class _Tokens(msgspec.Struct):
@@ -287,8 +288,9 @@ class Fleet:
             return "refuses the key; pass --server-key-file"
         path = "/tier/costs"
         if status == 404:  # no NVMe: no prices
-            if member.replicas or not member.is_up:
-                if b'"disaggregation_mode"' not in answer:  # not ours, which says it there
+            is_ours = b'"disaggregation_mode"' in answer  # which says it there, and may switch
+            if is_ours or member.replicas or not member.is_up:
+                if not is_ours:
                     path = "/server_info"
                     status, answer = await self._call(member, path, MAX_INFO_BYTES, {})
                     if status in (401, 403):
@@ -300,7 +302,7 @@ class Fleet:
                 member.role = part.disaggregation_mode.replace("null", "aggregated")
                 member.bootstrap_port = part.disaggregation_bootstrap_port
                 self._report(member, {})  # what it told before its restart
-                member.is_draining, member.events = False, None
+                member.is_draining, member.events = part.draining, None
             path = "/ready"
             status, _ = await self._call(member, path, MAX_COSTS_BYTES, {})
         return "" if status == 200 else f"answers {status} to {path}"

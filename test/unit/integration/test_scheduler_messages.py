@@ -11,6 +11,8 @@ from sglang.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     GetInternalStateReq,
     LoadLoRAAdapterReqInput,
+    PdRoleSwitchReqInput,
+    PdRoleSwitchReqOutput,
     ReleaseMemoryOccupationReqInput,
     UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
@@ -235,3 +237,65 @@ def test_adapter_that_failed_to_load_means_nothing(monkeypatch: pytest.MonkeyPat
         send(LoadLoRAAdapterReqInput(lora_name="x", lora_path="/x", lora_id="1"))
         send(UnloadLoRAAdapterReqInput(lora_name="x", lora_id="1"))
     assert told == [("1", "/x", "x"), "1"]
+
+
+class Switching:
+    """A scheduler with tiers, whose role SGLang switches."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        cache = TieredRadixCache.__new__(TieredRadixCache)
+        cache.attn_cp_group = cache.attn_tp_group = None
+        cache.tp_world_size = 1
+        self.tiering: Any = SimpleNamespace(awaits_stores=False)
+        cache.tiering = self.tiering
+        self.result = PdRoleSwitchReqOutput(success=True, old_role="prefill", new_role="decode")
+        flushed = SimpleNamespace(memory_was_flushed=lambda: self.said.append("handoff"))
+        patch.setattr(scheduler_messages, "manager_of", lambda _: SimpleNamespace(handed=flushed))
+        control = Control()
+        patch.setattr(control, "rest", lambda: self.said.append("rest"))
+        patch.setattr(control, "memory_was_flushed", lambda _: self.said.append("tenants"))
+        patch.setattr(
+            control,
+            "costs",
+            SimpleNamespace(publish_if_due=lambda _: self.said.append("costs")),
+        )
+        scheduler = SimpleNamespace(
+            tree_cache=cache,
+            disaggregation_mode=SimpleNamespace(value="prefill"),
+            _request_dispatcher=self.dispatch,
+        )
+        self.send = SchedulerMessages(scheduler, control)
+
+    def dispatch(self, _: Any) -> Any:
+        self.said.append("sglang")
+        return self.result
+
+
+def test_switch_ends_what_a_flush_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Switching(monkeypatch)
+    assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
+    assert server.said == ["rest", "sglang", "tenants", "handoff", "costs"]
+
+
+@pytest.mark.parametrize("kept", ["prepare", "refused", "same role"])
+def test_role_that_stays_flushes_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    server = Switching(monkeypatch)
+    server.result.success = kept != "refused"
+    if kept == "same role":
+        server.result.old_role = "decode"
+    server.send(PdRoleSwitchReqInput(new_role="decode", prepare_only=kept == "prepare"))
+    assert server.said == ["rest", "sglang"]
+
+
+def test_switch_waits_for_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang takes the server for idle, and resets the tree that would have been stored."""
+    server = Switching(monkeypatch)
+    server.tiering.awaits_stores = True
+    refused = server.send(PdRoleSwitchReqInput(new_role="decode"))
+    assert (
+        not refused.success and refused.safe_to_restore and "wait to be stored" in refused.message
+    )
+    server.tiering.awaits_stores = False
+    assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
+    assert server.said[:3] == ["rest", "rest", "sglang"]

@@ -13,6 +13,7 @@ from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import EventSource, costs_key
+from sglang_tiered.route.envoy import CLUSTERS
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.source import Source
 
@@ -30,10 +31,11 @@ class Followed:
     def __init__(self, folder: Path, number: int) -> None:
         self.mocks = Mocks([0] * number)
         (folder / "servers").write_text("".join(f"{mock.url}\n" for mock in self.mocks))
+        self.folder = folder
         self.fleet: Fleet = self.mocks.run(self._start(str(folder / "servers")))
 
     async def _start(self, servers: str) -> Fleet:
-        fleet = Fleet(Source(servers), key="secret")
+        fleet = Fleet(Source(servers), key="secret", members_directory=self.folder)
         self._work = asyncio.create_task(fleet.run())
         return fleet
 
@@ -158,6 +160,37 @@ def test_server_without_costs_tells_its_part(
     assert problem in followed.member.problem and bool(problem) != followed.member.is_up
     assert followed.member.role == role
     assert followed.member.bootstrap_port == (8998 if role == "prefill" else None)
+
+
+# ---- Roles that are switched ----
+
+
+def clusters_of(followed: Followed) -> set[str]:
+    """Of Envoy, those that have the server."""
+    address = str(followed.server.port)
+    return {one for one in CLUSTERS if address in (followed.folder / f"{one}.json").read_text()}
+
+
+@pytest.mark.parametrize("tells_costs", [True, False])
+def test_switched_role_moves_a_server(followed: Followed, tells_costs: bool) -> None:
+    """To the other cluster of Envoy; until it has switched, it drains."""
+
+    async def part(_: web.Request) -> web.Response:
+        told = {"disaggregation_mode": role, "draining": drains}
+        port = {"disaggregation_bootstrap_port": 8998}
+        return web.json_response({"error": "no costs", **told, **port}, status=404)
+
+    drains = False
+    for role in ("prefill", "decode", "prefill"):
+        port = 8998 if role == "prefill" or not tells_costs else None
+        followed.server.costs = {"role": role, "bootstrap_port": port} if tells_costs else part
+        eventually(lambda role=role: clusters_of(followed) == {role})
+        assert followed.member.bootstrap_port == port
+        followed.server.is_draining = drains = True
+        eventually(lambda: followed.member.is_draining)
+        assert not followed.member.is_ready(followed.fleet._clock())
+        followed.server.is_draining = drains = False
+        eventually(lambda: followed.member.is_ready(followed.fleet._clock()))
 
 
 # ---- What counts ----

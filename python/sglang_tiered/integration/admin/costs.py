@@ -177,6 +177,7 @@ class CostPublisher:
         self._states: dict[Tier, tuple[bool, int | None, int | None, int | None]] = {}
         self._namespace = ""
         self._announced: PeerTier | None = None  # which tells others where this server is
+        self._role = ""  # and what it does, which may be switched
         self._was_quiet = False  # what the last record says
         self._has_failed = False
 
@@ -220,10 +221,12 @@ class CostPublisher:
         """Take a record now. Scheduler thread."""
         scheduler, cache, planner = self._scheduler, self._cache, self._tiering.planner
         costs, now = planner.costs, self._clock()
-        if now >= self._tiers_due:
+        role = _ROLES[scheduler.disaggregation_mode.value]
+        if now >= self._tiers_due or role != self._role:
+            if role != self._role:
+                self._role, self._announced = role, None
             self._tiers_due = now + TIERS_INTERVAL_S
             self._look_at_tiers(cache.storage)
-        role = _ROLES[scheduler.disaggregation_mode.value]
         num_used, _ = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
         host = cache.cache_controller.mem_pool_host
         tiers = {}

@@ -15,6 +15,7 @@ import msgspec
 from sglang_tiered.integration.admin.bodies import CallError, parse_limit
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
+from sglang_tiered.integration.admin.role_switch import is_draining
 from sglang_tiered.integration.admin.service import TierService
 from sglang_tiered.policy.server_costs import ABANDONED
 
@@ -34,9 +35,6 @@ __all__ = ["add_routes"]
 _MAX_DIGITS = 10  # of a token in a query: Python refuses to read thousands
 
 _NUM_REQUESTS = 20
-
-_PART = ("disaggregation_mode", "disaggregation_bootstrap_port")
-"""What a router must know of a server without costs."""
 
 _CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "purge": (("POST",), TierService.purge),
@@ -107,12 +105,16 @@ def _costs_endpoint(
 
         manager = get_global_state().tokenizer_manager
         abort_rooms(manager, request.headers.get(ABANDONED, ""))
-        draining, events = bool(manager.gracefully_exit), event_source(manager.server_args)
+        draining, events = is_draining(manager), event_source(manager.server_args)
         try:
             answer = server_costs(board, config, draining=draining, events=events)
         except CallError as error:
             again = {"Retry-After": "1"} if error.status == 503 else None
-            part = {name: getattr(manager.server_args, name) for name in _PART}
+            part = {  # what a router must know of a server without costs
+                "disaggregation_mode": manager.disaggregation_mode.value,
+                "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
+                "draining": draining,
+            }
             return JSONResponse({"error": str(error), **part}, error.status, again)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -117,7 +117,7 @@ class TieredRadixCache(HidingCache):
         with use_tiered_controller():
             super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
-        if get_disagg().disaggregation_mode == "decode":
+        if get_disagg().disaggregation_mode == "decode" or get_disagg().enable_pd_role_switch:
             # SGLang copies no fewer than 10 tokens back, but promises prefill fewer too.
             self.load_back_threshold = 1
         secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]

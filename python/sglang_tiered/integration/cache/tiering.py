@@ -225,6 +225,13 @@ class Tiering:
         if storage is not None:
             self.stores.store_soon(path, storage)
 
+    @property
+    def awaits_stores(self) -> bool:
+        """Whether nodes wait for their store, of which a reset of the tree would drop all. Not if
+        NVMe takes none. Alike on all ranks: where several must agree none waits."""
+        storage = self._cache.storage
+        return bool(self.stores.queue) and storage is not None and bool(storage.takes_stores)
+
     def stores_ended(self) -> None:
         """Free what stores held on to, once SGLang has taken their results."""
         self.copies.stores_ended()

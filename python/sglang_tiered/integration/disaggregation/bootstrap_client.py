@@ -109,6 +109,10 @@ class BootstrapClient:
         self._rooms_asked_at: dict[str, float] = {}  # by server; infinite while one is asked
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "kv-transfer-lookup")
 
+    def close(self) -> None:
+        """Ask no more. Threads that wait for an answer end with it."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def ensure_known(self, server: str) -> bool:
         """Whether a server is known by now; starts a lookup of one that is not."""
         if self.mark_used(server):

@@ -108,6 +108,16 @@ class HandedModel:
             self._complete = search.answer
             self._know(search.answer, UNKNOWN if search.is_nameless else self._note)
 
+    def tell_to(self, tell: Callable[[bytes | None, str], None]) -> None:
+        """Tell another endpoint from now on, at once what is known: the role was switched. The
+        thread of the one before has ended."""
+        with self._lock:
+            self._tell = tell
+            if self._model is None:
+                tell(None, "")
+            else:
+                self._know(self._model, self._note)
+
     def weights_changed(self, update: WeightUpdate, *, memory_is_clean: bool) -> None:
         """Name the new weights. End the rooms under way first. ``memory_is_clean``: no request
         matches KV of the weights before."""

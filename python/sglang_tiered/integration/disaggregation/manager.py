@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.common.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_lora, get_serving
+from sglang.srt.runtime_context import get_serving
 
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
@@ -41,18 +41,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     shown_server,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done
-from sglang_tiered.integration.disaggregation.handed_model import (
-    HandedAdapters,
-    HandedModel,
-    WeightUpdate,
-    digests_directory,
-    handed_model_of,
-)
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
-from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.rank_labels import rank_labels
-from sglang_tiered.integration.observe.transfer_stats import transfer_stats
-from sglang_tiered.metrics import TRANSFER_METRICS
 from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
 from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
@@ -65,7 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.disaggregation.handed_model import HandedModel, WeightUpdate
+    from sglang_tiered.integration.disaggregation.handoffs import Handoffs
     from sglang_tiered.transfer.decode.sessions import Address
 
 __all__ = [
@@ -106,6 +96,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     ),
     f"{_COMMON}Sender._poll_with_status": ("self", "check_status"),  # else ``poll`` is abstract
+    "sglang.srt.disaggregation.base.conn:BaseKVManager.teardown": ("self",),
+    "sglang.srt.disaggregation.role_switch:teardown_disaggregation": ("scheduler",),
     "sglang.srt.disaggregation.base.conn:BaseKVReceiver.supports_host_destination": ("self",),
     "sglang.srt.disaggregation.base.conn:BaseKVReceiver.is_abort_release_safe": ("self",),
     f"{_COMMON}Receiver.query_prefill_dp_ranks": ("bootstrap_addr", "bootstrap_rooms"),
@@ -123,12 +115,12 @@ logger = logging.getLogger(__name__)
 
 
 def make_manager(
-    config: TieredConfig | None, args: Any, mode: Any, server_args: Any, is_mla: bool | None = False
+    handoffs: Handoffs, args: Any, mode: Any, server_args: Any, is_mla: bool | None = False
 ) -> PrefillKVManager | DecodeKVManager:
     """The KV manager of this role. SGLang's queues make it, of all but the first argument."""
     check_signatures(SIGNATURES)
     role = DecodeKVManager if mode == DisaggregationMode.DECODE else PrefillKVManager
-    return role(config, args, mode, server_args, is_mla)
+    return role(handoffs, args, mode, server_args, is_mla)
 
 
 class KVManagerRole:
@@ -136,6 +128,7 @@ class KVManagerRole:
     class."""
 
     reports_transfer_latency = True
+    supports_role_switch = True
     arriving: Asked = NOTHING_MORE
     """What the request adds to the model whose end SGLang makes next."""
     recompute: Any = ()
@@ -151,11 +144,13 @@ class KVManagerRole:
     update_status: Any
     end_rooms: Any
     server_socket: Any
+    _zmq_ctx: Any
     bootstrap_host: str
     local_ip: str
 
-    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
+    def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
         args, _, server_args, is_mla = of_sglang
+        config = handoffs.config
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
         self._layout = kv_pools.layout_of(args, server_args, is_mla, self._transfer.codec)
         device = kv_pools.device_of(args)
@@ -163,18 +158,23 @@ class KVManagerRole:
         self.has_streams = device != "cpu"
         self.host_memory = kv_pools.host_memory_of(args)
         self.supports_host_destination = self.host_memory is not None
-        self._exporter: MetricsExporter | None = None
+        self._handoffs = handoffs
         self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
         super().__init__(*of_sglang)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
-        self.adapters = HandedAdapters(digests_directory(config), get_lora().lora_paths)
+        self.adapters = handoffs.adapters
         self._hand = partial(
-            handed_model_of,
-            config,
+            handoffs.hand,
             kv_pools.format_of(args, server_args),
             with_draft=bool(args.num_draft_entries),
         )
+
+    def teardown(self) -> None:
+        """End this role: peers are told, and ports, files and threads given back. SGLang makes the
+        other role's manager next, on the scheduler's thread, which is idle."""
+        self.endpoint.close()
+        self._zmq_ctx.destroy(linger=0)
 
     def weights_changed(self, update: WeightUpdate, *, memory_is_clean: bool) -> None:
         """End what is under way, and name the new weights. On the scheduler's thread, after they
@@ -222,15 +222,8 @@ class KVManagerRole:
     def _on_tick(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
         if self.handed is not None:
             self.handed.settle()
-        self._export(endpoint)
-
-    def _export(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
-        if not self.server_args.enable_metrics:
-            return
-        if self._exporter is None:
-            read = partial(transfer_stats, endpoint)
-            self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS, labels=rank_labels())
-        self._exporter.export()
+        if self.server_args.enable_metrics:
+            self._handoffs.export(endpoint)
 
     def _of_rank(self) -> Any:
         return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
@@ -256,8 +249,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: PrefillEndpoint
 
-    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
-        super().__init__(config, *of_sglang)
+    def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
+        super().__init__(handoffs, *of_sglang)
         self.handed = self._hand(self.endpoint.set_model)
 
     def end_rooms(self, reason: str) -> None:
@@ -344,9 +337,10 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
     """The receiving side of every handoff of one rank."""
 
     endpoint: DecodeEndpoint
+    _prefill_recompute_executor: Any  # SGLang's, once a request was computed again
 
-    def __init__(self, config: TieredConfig | None, *of_sglang: Any) -> None:
-        super().__init__(config, *of_sglang)
+    def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
+        super().__init__(handoffs, *of_sglang)
         self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
         self.endpoint = DecodeEndpoint(
             server=self.server,
@@ -358,6 +352,12 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             on_tick=self._on_tick,
         )
         self.handed = self._hand(lambda model, _: self.endpoint.set_model(model))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.bootstrap_client.close()
+        if self._prefill_recompute_executor is not None:
+            self._prefill_recompute_executor.shutdown(wait=False)
 
     def end_rooms(self, reason: str) -> None:
         """Fail what is under way, and what was received that the scheduler has not taken."""

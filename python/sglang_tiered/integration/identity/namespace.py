@@ -204,7 +204,10 @@ def received_identity(transfer: TransferConfig | None) -> dict[str, Any]:
     nothing does. It is part of the namespace, since a page does not tell which of the two it is."""
     from sglang.srt.runtime_context import get_disagg
 
-    if transfer is None or get_disagg().disaggregation_mode != "decode":
+    if transfer is None:
+        return {}
+    disagg = get_disagg()
+    if disagg.disaggregation_mode != "decode" and not disagg.enable_pd_role_switch:
         return {}
     received: dict[str, Any] = {}
     if transfer.codec in LOSSY_CODEC_NAMES:

@@ -50,18 +50,22 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
     if config.codec == "zstd":
         require("--transfer-codec zstd", "zstandard")
     if config.keys_path is not None:
-        load_keys(config.keys_path, role)
+        for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
+            load_keys(config.keys_path, needed)
     return config
 
 
 def transfer_arguments(
     explicit: Mapping[str, Any], config: TransferConfig | None, *, has_tiers: bool
 ) -> dict[str, str | None]:
-    """Return the flags that SGLang needs besides: the backend, and on decode the use of its tiers,
-    so that prefill sends only what they do not hold."""
+    """Return the flags that SGLang needs besides: the backend, and on decode, or what may become
+    it, the use of its tiers, so that prefill sends only what they do not hold."""
     if config is None:
         return {}
     added: dict[str, str | None] = {"--disaggregation-transfer-backend": TRANSFER_BACKEND}
-    if has_tiers and explicit["disaggregation_mode"] == "decode":
+    may_decode = explicit["disaggregation_mode"] == "decode" or explicit.get(
+        "enable_pd_role_switch"
+    )
+    if has_tiers and may_decode:
         added["--disaggregation-decode-enable-radix-cache"] = None
     return added

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from starlette.requests import Request
 
@@ -63,6 +64,11 @@ class Server:
             wall_clock=lambda: self.now + 5.0,
         )
         cache.tiering.publish_costs = self.publisher.publish_if_due
+
+    @property
+    def role(self) -> str:
+        role: str = self.scheduler.disaggregation_mode.value
+        return role
 
     def read(self) -> RankCosts:
         (record,) = self.board.read(lambda: self.now)
@@ -237,6 +243,18 @@ def test_role_decides_what_waits(cache: Any, mode: str) -> None:
     assert record.bootstrap_port == {"prefill": 8998, "decode": None}[mode]
 
 
+def test_others_hear_of_a_new_role_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(CostPublisher, "_look_at_tiers", lambda *_: told.append(server.role))
+    server.publisher.take()
+    server.publisher.take()
+    assert told == ["null"], "within a second"
+    server.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    server.scheduler.disaggregation_mode.value = "prefill"
+    assert server.publisher.take().role == "prefill"
+    assert told == ["null", "prefill"]
+
+
 @pytest.mark.parametrize(
     ("host", "is_tls", "url"),
     [
@@ -272,9 +290,10 @@ def ask(
     manager: Any = None,
 ) -> Any:
     settings = SimpleNamespace(kv_events_config=None, page_size=64)
-    settings.disaggregation_mode, settings.disaggregation_bootstrap_port = "prefill", 8998
+    settings.disaggregation_bootstrap_port = 8998
     manager = manager or SimpleNamespace(rid_to_state={})
     manager.gracefully_exit, manager.server_args = drains, settings
+    manager.disaggregation_mode = DisaggregationMode.PREFILL
     module = ModuleType("sglang.srt.entrypoints.http_server")
     module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -296,7 +315,7 @@ def test_servers_that_learn_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> N
         told = json.loads(response.body)
         assert f"learns no costs with {reason}" in told.pop("error")
         part = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
-        assert told == part, "a key opens nothing else that says so"
+        assert told == {**part, "draining": False}, "a key opens nothing else that says so"
 
 
 def test_endpoint_answers_only_what_was_published(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from page_calls import load_pages
 from platform_process import environment, run
+from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
@@ -35,6 +36,7 @@ from sglang_tiered.storage.base import Tier
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
     from zygote import Zygotes
 
 DEADLINE_S = 240.0
@@ -54,6 +56,30 @@ def load(cache: Any, tokens: list[int]) -> list[bool]:
     loaded: list[bool] = load_pages(cache.storage, hashes, pages)
     host.free(pages)
     return loaded
+
+
+def test_switched_role_keeps_every_page_of_nvme(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SGLang's own function, which clears the storage and resets the tree: what still waits for
+    its store would be lost."""
+    with monkeypatch.context() as slow:
+        slow.setattr(cache.tiering.stores, "_begin", lambda _: None)
+        compute(cache, TOKENS)
+        step(cache, lambda: not cache.ongoing_write_through)
+        assert cache.tiering.awaits_stores, "SGLang takes it for idle"
+    step(cache, lambda: not cache.tiering.awaits_stores)
+    settle(cache)
+    scheduler = SimpleNamespace(
+        disable_radix_cache=False,
+        tree_cache=cache,
+        req_to_token_pool=SimpleNamespace(clear=lambda: None),
+        token_to_kv_pool_allocator=cache.token_to_kv_pool_allocator,
+    )
+    _release_prefix_cache_for_role_switch(scheduler)
+    assert cache.is_empty
+    assert all(load(cache, TOKENS))
+    assert cache.storage.region_engine.stats().num_pages_erased == 0
 
 
 def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:

@@ -87,6 +87,23 @@ def test_equal_files_elsewhere_are_the_same_model(pair: tuple[Server, Server]) -
     assert pair[0].told[0] == (None, ""), "nothing is handed over before it is known"
 
 
+def test_switched_role_goes_on_with_what_is_known(
+    pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    server, told = pair[0], []
+    server.handed.tell_to(lambda *said: told.append(said))
+    assert told == [(None, "")], "not known yet"
+    eventually(lambda: (server.handed.settle(), told[-1][0])[1] is not None)
+    server.handed.tell_to(lambda *said: server.told.append(said))
+    assert server.says() == told[-1]
+    server.update(weights(tmp_path / "c", b"others"), is_clean=False)
+    assert server.says()[1] == STALE
+    server.handed.tell_to(lambda *said: told.append(said))
+    assert told[-1][1] == STALE, "until memory was flushed"
+    server.handed.memory_was_flushed()
+    assert told[-1][1] == REPLACED
+
+
 def test_one_sided_update_is_another_model(pair: tuple[Server, Server], tmp_path: Path) -> None:
     first, second = pair
     before = second.model

@@ -132,3 +132,13 @@ def test_received_kv_that_differs_is_kept_apart(
 ) -> None:
     with get_context().override_server_args(disaggregation_mode=role):
         assert namespace.received_identity(transfer) == received
+
+
+def test_server_that_may_receive_stores_apart_at_once() -> None:
+    """Its tiers are open when it becomes decode, and their namespace is one for its life."""
+    transfer = TransferConfig(codec="int8")
+    for role in ("prefill", "decode"):
+        with get_context().override_server_args(
+            disaggregation_mode=role, enable_pd_role_switch=True
+        ):
+            assert namespace.received_identity(transfer) == {"transfer_codec": "int8"}

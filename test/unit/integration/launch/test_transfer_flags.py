@@ -88,6 +88,19 @@ def test_what_cannot_work_is_one_sentence(explicit: dict[str, Any], sentence: st
     assert sentence in str(caught.value)
 
 
+def test_server_of_both_roles_needs_the_keys_of_both(tmp_path: Path) -> None:
+    """Keys that are missing at the switch leave a server without a role."""
+    switches = {"enable_pd_role_switch": True, "transfer_keys": str(tmp_path)}
+    make_keys(tmp_path)
+    for role in ("prefill", "decode"):
+        explicit = {"disaggregation_mode": role, **switches}
+        added = transfer_arguments(explicit, resolve_transfer(explicit), has_tiers=True)
+        assert "--disaggregation-decode-enable-radix-cache" in added, "it may become decode"
+    (tmp_path / "prefill.key_secret").unlink()
+    with pytest.raises(ConfigError, match="has no prefill.key_secret"):
+        resolve(**switches)
+
+
 def test_flags_of_another_role_or_backend_are_refused() -> None:
     for explicit in (
         {"transfer_connections": "2"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -165,28 +164,6 @@ def test_new_weights_store_nothing_before_the_flush(
     storage.tree_was_reset()
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
     assert storage.batch_exists(hashes("a")) == 1
-
-
-def test_a_role_switch_purges_nothing_stored(make: Fixture) -> None:
-    """By SGLang's own function: it clears the storage, then resets the tree."""
-    from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
-
-    storage = make.open(make_pool(0))
-    store_pages(storage, hashes("a"), slots(0))
-    emptied: list[str] = []
-    pool = SimpleNamespace(clear=lambda: emptied.append("pool"))
-    scheduler: Any = SimpleNamespace(
-        disable_radix_cache=False,
-        tree_cache=SimpleNamespace(
-            clear_storage_backend=storage.clear, reset=lambda: emptied.append("tree")
-        ),
-        req_to_token_pool=pool,
-        token_to_kv_pool_allocator=pool,
-    )
-    _release_prefix_cache_for_role_switch(scheduler)
-    assert emptied == ["tree", "pool", "pool"]
-    assert storage.batch_exists(hashes("a")) == 1
-    assert storage.region_engine.stats().num_pages_erased == 0
 
 
 def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:

@@ -1,0 +1,61 @@
+"""``around_switch``: drains a server before SGLang switches its role, in the process of HTTP.
+
+SGLang's ``/pd_role_switch`` refuses while anything runs. Routers learn from ``/tier/costs`` that
+the server drains, and send it nothing new. Once its requests have ended, and what waits for NVMe is
+stored, it switches. A server that is not empty in time keeps its role and serves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["NOT_IDLE", "around_switch", "is_draining"]
+
+NOT_IDLE = "instance is not idle"
+"""Begins SGLang's refusal for requests, and ours for what is not stored yet."""
+
+TOLD_S = 1.0
+"""After that every picker knows: it asks each of many servers once a second."""
+DRAINED_S = 120.0
+LOOK_S = 0.02
+
+_DRAINS = "_sglang_tiered_drains"
+
+
+def is_draining(manager: Any) -> bool:
+    """Whether a router should send this server (SGLang's ``TokenizerManager``) nothing new."""
+    return bool(manager.gracefully_exit or getattr(manager, _DRAINS, False))
+
+
+async def around_switch(
+    original: Callable[..., Awaitable[Any]], manager: Any, message: Any, request: Any = None
+) -> Any:
+    """Switch once the server is empty. What can never be is refused at once, as SGLang does."""
+    asked = msgspec.structs.replace(message, prepare_only=True)
+    answer = await original(manager, asked, request)
+    if message.prepare_only or answer.old_role == answer.new_role:
+        return answer
+    if not answer.success and NOT_IDLE not in answer.message:
+        return answer
+    until = time.monotonic() + DRAINED_S
+    setattr(manager, _DRAINS, True)
+    try:
+        await asyncio.sleep(TOLD_S)
+        while time.monotonic() < until:
+            if not manager.rid_to_state:
+                answer = await original(manager, message, request)
+                if answer.success or NOT_IDLE not in answer.message:
+                    return answer
+            await asyncio.sleep(LOOK_S)
+        answer.success, answer.safe_to_restore = False, True
+        answer.message = f"{NOT_IDLE}: it was not drained within {DRAINED_S:.0f} s; ask again"
+        return answer
+    finally:
+        setattr(manager, _DRAINS, False)

@@ -1,0 +1,142 @@
+"""Prefill and decode change places while clients wait: no request fails, answers stay the same, and
+what was stored before is found after."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conftest import PAGE, aligned, make_prompts
+from kit.scrapes import by_rank
+from kit.waiting import eventually
+from prefill_decode import PrefillDecode, transfer_state
+from server_process import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_PROMPTS, LENGTH, LONG = 4, 1500, 200
+PROMPTS = make_prompts(4901, NUM_PROMPTS, LENGTH)
+FLAGS = (
+    *("--enable-pd-role-switch", "--enable-metrics", "--tier-load", "always"),
+    *("--max-total-tokens", "8192", "--tier-host-bytes", "96MiB"),
+    *("--chunked-prefill-size", "512"),
+)
+
+
+class Switching:
+    """Two servers, and which of them is what."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        other = free_port()
+        self.pair = PrefillDecode.spawn(
+            model,
+            folder,
+            *FLAGS,
+            prefill=("--tier-dir", str(folder / "one")),
+            decode=(
+                *("--tier-dir", str(folder / "two")),
+                *("--disaggregation-bootstrap-port", str(other)),
+            ),
+        )
+        self.ports = [self.pair.bootstrap_port, other]
+
+    def change_places(self) -> float:
+        """Returns the seconds from the order until both have switched."""
+        pair, started = self.pair, time.monotonic()
+        roles = [(pair.prefill, "decode"), (pair.decode, "prefill")]
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda one: switch(*one), roles))
+        assert [answer["message"] for answer in answers] == ["ok", "ok"]
+        took = time.monotonic() - started
+        self.ports.reverse()
+        pair.bootstrap_port = self.ports[0]
+        pair.prefill, pair.decode = pair.decode, pair.prefill
+        return took
+
+    def handed_over(self) -> float:
+        """Bytes that decode had from prefill since it is decode."""
+        state = transfer_state(self.pair.decode)
+        return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
+
+
+def switch(server: Server, role: str) -> dict[str, object]:
+    body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+    answer: dict[str, object] = server.request("/pd_role_switch", body)
+    return answer
+
+
+def record_of(server: Server) -> dict[str, Any]:
+    record: dict[str, Any] = server.request("/tier/costs")["ranks"][0]
+    return record
+
+
+@pytest.fixture(scope="module")
+def switching(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switching]:
+    made = Switching(model, tmp_path_factory.mktemp("switching"))
+    try:
+        made.pair.wait_until_ready()
+        yield made
+    finally:
+        made.pair.kill()
+
+
+def test_roles_change_under_traffic(switching: Switching, stock: Server) -> None:
+    """The orders come while requests run; those end first, in their old roles."""
+    pair = switching.pair
+    expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
+    long = [answer.output_ids for answer in stock.generate_all(PROMPTS, num_new=LONG)]
+    assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
+    cold_bytes = switching.handed_over()
+    first = pair.prefill, pair.decode
+    with ThreadPoolExecutor(NUM_PROMPTS) as pool:
+        asked = [pool.submit(pair.generate, prompt, LONG) for prompt in PROMPTS]
+        eventually(lambda: record_of(pair.decode)["decode"]["requests"] > 0, "it generates")
+        started = time.monotonic()
+        switching.change_places()
+        assert [future.result(60).output_ids for future in asked] == long
+    assert (pair.prefill, pair.decode) == first[::-1]
+    num_pages = NUM_PROMPTS * (aligned(LENGTH) // PAGE)
+    for server in first:
+        state = server.tier_state()
+        assert state["tier_pages:nvme"] >= num_pages, "stored before it switched, and kept"
+    prefilled, decoded = pair.both(PROMPTS[0])
+    took = time.monotonic() - started
+    assert decoded.output_ids == expected[0]
+    assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(LENGTH), prefilled
+    print(f"{took:.1f} s from the order to the first answer in the new roles")
+    assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
+    assert switching.handed_over() < 0.1 * cold_bytes, "decode found what it stored as prefill"
+    for server in first:
+        text = server.request("/metrics")
+        assert by_rank(text, "transfer_rooms_ended_total", outcome="failed") == {"0": 0.0}
+        assert by_rank(text, "transfer_rooms_ended_total", outcome="done")["0"] > NUM_PROMPTS
+
+
+def test_roles_change_back_and_forth(switching: Switching, stock: Server) -> None:
+    for turn in range(3):
+        switching.change_places()
+        prompts = [PROMPTS[turn], *make_prompts(4910 + turn, 3, 700)]
+        got = [reply.output_ids for reply in switching.pair.generate_all(prompts)]
+        assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
+        servers = (switching.pair.prefill, switching.pair.decode)
+        roles = [record_of(server)["role"] for server in servers]
+        assert roles == ["prefill", "decode"], "routers learn of it"
+
+
+def test_role_of_its_own_is_no_switch(switching: Switching, stock: Server) -> None:
+    """Nothing is emptied."""
+    pair, prompt = switching.pair, make_prompts(4920, 1, 700)[0]
+    expected = pair.generate(prompt).output_ids
+    assert switch(pair.prefill, "prefill")["success"]
+    prefilled, decoded = pair.both(prompt)
+    assert decoded.output_ids == expected == stock.generate(prompt).output_ids
+    assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(700)

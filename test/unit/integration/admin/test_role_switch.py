@@ -1,0 +1,118 @@
+"""A server is drained before its role is switched, and goes on with its role where it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sglang.srt.disaggregation import role_switch as of_sglang
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
+
+from sglang_tiered.integration.admin import role_switch
+from sglang_tiered.integration.admin.role_switch import NOT_IDLE, around_switch, is_draining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DECODE = PdRoleSwitchReqInput(new_role="decode")
+
+
+class Server:
+    """SGLang's ``TokenizerManager``. ``answers``: of its schedulers, in their order; the last one
+    again and again. ``asked``: whether each question was one to prepare, and whether routers were
+    told that it drains."""
+
+    def __init__(self, *answers: str, running: int = 0) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[bool, bool]] = []
+        self.role = "prefill"
+        self.gracefully_exit = False
+        self.rid_to_state = dict.fromkeys(range(running))
+
+    async def switch(self, _: Any, message: Any, __: Any = None) -> Any:
+        self.asked.append((message.prepare_only, is_draining(self)))
+        said = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return PdRoleSwitchReqOutput(
+            success=said in ("ok", "ready"),
+            message=said,
+            old_role=self.role,
+            new_role=message.new_role,
+        )
+
+    def ask(self, message: Any = DECODE, when: Callable[[], None] = lambda: None) -> Any:
+        async def both() -> Any:
+            asking = asyncio.create_task(around_switch(self.switch, self, message))
+            await asyncio.sleep(0.1)
+            when()
+            return await asking
+
+        return asyncio.run(both())
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role_switch, "TOLD_S", 0.02)
+    monkeypatch.setattr(role_switch, "DRAINED_S", 0.5)
+
+
+def test_switch_waits_for_the_last_request() -> None:
+    server = Server("ok", running=2)
+
+    def ends() -> None:
+        assert server.asked == [(True, False)], "no scheduler was asked while requests run"
+        assert is_draining(server)
+        server.rid_to_state.clear()
+
+    assert server.ask(when=ends).success
+    assert server.asked[1:] == [(False, True)]
+    assert not is_draining(server)
+
+
+def test_switch_waits_for_its_stores() -> None:
+    server = Server("ok", f"{NOT_IDLE}; pages wait to be stored", NOT_IDLE, "ok")
+    assert server.ask().success
+    assert len(server.asked) == 4
+
+
+def test_busy_server_keeps_its_role() -> None:
+    for server in (Server("ok", running=1), Server(NOT_IDLE)):
+        answer = server.ask()
+        assert not answer.success and answer.safe_to_restore
+        assert "was not drained within" in answer.message
+        assert not is_draining(server)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_final_refusal_comes_at_once(after: int) -> None:
+    server = Server(*["ok"] * (after - 1), "zmq cannot")
+    assert server.ask().message == "zmq cannot"
+    assert len(server.asked) == after
+    assert not is_draining(server)
+
+
+def test_role_that_it_has_drains_nothing() -> None:
+    server = Server("ready", running=1)
+    server.role = "decode"
+    assert server.ask().success
+    assert server.asked == [(True, False)]
+
+
+def test_preparing_drains_nothing() -> None:
+    server = Server("ok", running=1)
+    assert server.ask(PdRoleSwitchReqInput(new_role="decode", prepare_only=True)).success
+    assert server.asked == [(True, False)]
+
+
+def test_sglang_says_not_idle_in_these_words() -> None:
+    """By which a refusal that ends is told from one that does not."""
+    scheduler: Any = SimpleNamespace(
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        server_args=SimpleNamespace(enable_pd_role_switch=True),
+        _pd_role_switch_unhealthy=False,
+        _pd_role_switch_in_progress=False,
+        is_fully_idle=lambda: False,
+    )
+    assert of_sglang.handle_pd_role_switch(scheduler, DECODE).message.startswith(NOT_IDLE)
