@@ -226,8 +226,8 @@ class SchedulerMessages:
             handoff.handed.memory_was_flushed()
 
     def _switch_role(self, message: Any) -> Any:
-        """Switch once what waits for NVMe is stored. The ranks answer when all have switched, or
-        one would take requests that another cannot hand over yet."""
+        """Switch once what waits for NVMe is stored, and every rank can. The ranks answer when all
+        have switched, or one would take requests that another cannot hand over yet."""
         self._control.rest()
         cache = self._cache
         if cache is not None and cache.tiering is not None and cache.tiering.awaits_stores:
@@ -237,9 +237,16 @@ class SchedulerMessages:
                 new_role=message.new_role,
                 safe_to_restore=True,
             )
-        result = self._dispatch(message)
-        if message.prepare_only or result.old_role == result.new_role:
+        result = self._dispatch(msgspec.structs.replace(message, prepare_only=True))
+        can_switch = result.success
+        if cache is not None:
+            (least,) = least_on_every_rank(cache, [int(can_switch)])
+            if can_switch and not least:
+                result.success = can_switch = False
+                result.message = "another rank cannot switch; its log says why"
+        if message.prepare_only or not can_switch or result.old_role == result.new_role:
             return result
+        result = self._dispatch(message)
         if cache is not None:
             (has_switched,) = least_on_every_rank(cache, [int(result.success)])
             result.success = bool(has_switched)

@@ -249,7 +249,9 @@ class Switching:
         cache.tp_world_size = 1
         self.tiering: Any = SimpleNamespace(awaits_stores=False)
         cache.tiering = self.tiering
-        self.result = PdRoleSwitchReqOutput(success=True, old_role="prefill", new_role="decode")
+        self.result = PdRoleSwitchReqOutput(
+            success=True, old_role="prefill", new_role="decode", safe_to_restore=True
+        )
         flushed = SimpleNamespace(memory_was_flushed=lambda: self.said.append("handoff"))
         patch.setattr(scheduler_messages, "manager_of", lambda _: SimpleNamespace(handed=flushed))
         control = Control()
@@ -267,15 +269,24 @@ class Switching:
         )
         self.send = SchedulerMessages(scheduler, control)
 
-    def dispatch(self, _: Any) -> Any:
-        self.said.append("sglang")
+    def dispatch(self, message: Any) -> Any:
+        self.said.append("prepare" if message.prepare_only else "sglang")
         return self.result
 
 
 def test_switch_ends_what_a_flush_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Switching(monkeypatch)
     assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
-    assert server.said == ["rest", "sglang", "tenants", "handoff", "costs"]
+    assert server.said == ["rest", "prepare", "sglang", "tenants", "handoff", "costs"]
+
+
+def test_no_rank_switches_while_another_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks at its own device's memory. Ranks of two roles wait for each other for ever."""
+    server = Switching(monkeypatch)
+    monkeypatch.setattr(scheduler_messages, "least_on_every_rank", lambda *_: [0])
+    refused = server.send(PdRoleSwitchReqInput(new_role="decode"))
+    assert not refused.success and refused.safe_to_restore and "another rank" in refused.message
+    assert server.said == ["rest", "prepare"]
 
 
 @pytest.mark.parametrize("kept", ["prepare", "refused", "same role"])
@@ -285,7 +296,7 @@ def test_role_that_stays_flushes_nothing(monkeypatch: pytest.MonkeyPatch, kept: 
     if kept == "same role":
         server.result.old_role = "decode"
     server.send(PdRoleSwitchReqInput(new_role="decode", prepare_only=kept == "prepare"))
-    assert server.said == ["rest", "sglang"]
+    assert server.said == ["rest", "prepare"]
 
 
 def test_switch_waits_for_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,4 +309,4 @@ def test_switch_waits_for_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) ->
     )
     server.tiering.awaits_stores = False
     assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
-    assert server.said[:3] == ["rest", "rest", "sglang"]
+    assert server.said[:4] == ["rest", "rest", "prepare", "sglang"]

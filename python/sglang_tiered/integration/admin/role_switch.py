@@ -21,10 +21,10 @@ __all__ = ["NOT_IDLE", "around_switch", "is_draining"]
 NOT_IDLE = "instance is not idle"
 """Begins SGLang's refusal for requests, and ours for what is not stored yet."""
 
-TOLD_S = 1.0
-"""After that every picker knows: it asks each of many servers once a second."""
+TOLD_S = 1.5
+"""After that every picker knows: it asks each of many servers a second after the last answer."""
 DRAINED_S = 120.0
-LOOK_S = 0.02
+LOOK_S = 0.1  # SGLang logs each refusal
 
 _DRAINS = "_sglang_tiered_drains"
 
@@ -44,6 +44,9 @@ async def around_switch(
         return answer
     if not answer.success and NOT_IDLE not in answer.message:
         return answer
+    if getattr(manager, _DRAINS, False):
+        answer.success, answer.message = False, "another role switch is already in progress"
+        return answer
     until = time.monotonic() + DRAINED_S
     setattr(manager, _DRAINS, True)
     try:
@@ -57,5 +60,5 @@ async def around_switch(
         answer.success, answer.safe_to_restore = False, True
         answer.message = f"{NOT_IDLE}: it was not drained within {DRAINED_S:.0f} s; ask again"
         return answer
-    finally:
-        setattr(manager, _DRAINS, False)
+    finally:  # nothing is rolled back, so a switch that failed half way leaves a server of no role
+        setattr(manager, _DRAINS, not (answer.success or answer.safe_to_restore))

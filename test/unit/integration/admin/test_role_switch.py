@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
+BROKEN = "role switch failed; instance unhealthy"
 
 
 class Server:
@@ -40,6 +41,7 @@ class Server:
             message=said,
             old_role=self.role,
             new_role=message.new_role,
+            safe_to_restore=said != BROKEN,
         )
 
     def ask(self, message: Any = DECODE, when: Callable[[], None] = lambda: None) -> Any:
@@ -91,6 +93,29 @@ def test_final_refusal_comes_at_once(after: int) -> None:
     assert server.ask().message == "zmq cannot"
     assert len(server.asked) == after
     assert not is_draining(server)
+
+
+def test_broken_switch_gets_no_more_requests() -> None:
+    """SGLang rolls nothing back."""
+    server = Server("ready", BROKEN)
+    assert server.ask().message == BROKEN
+    assert is_draining(server)
+
+
+def test_second_order_ends_no_drain_of_the_first() -> None:
+    server = Server("ok", running=1)
+
+    async def both() -> Any:
+        first = asyncio.create_task(around_switch(server.switch, server, DECODE))
+        await asyncio.sleep(0.1)
+        second = await around_switch(server.switch, server, DECODE)
+        assert not second.success and "in progress" in second.message
+        assert is_draining(server), "for the first"
+        server.rid_to_state.clear()
+        return await first
+
+    assert asyncio.run(both()).success
+    assert server.asked == [(True, False), (True, True), (False, True)]
 
 
 def test_role_that_it_has_drains_nothing() -> None:

@@ -131,8 +131,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         yield made
 
 
-def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("kv-transfer")]
+def threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name.startswith("kv-transfer")}
 
 
 def num_files() -> int:
@@ -153,10 +153,11 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         return last() is None
 
     num_open: list[int] = []
+    before = threads()  # of other tests
     for role in (PREFILL, DECODE) * 3:
         manager = rank.make(role)
         assert manager.supports_role_switch
-        assert threads() == [f"kv-transfer-{role.value}"]
+        assert [one.name for one in threads() - before] == [f"kv-transfer-{role.value}"]
         eventually(is_gone, "the manager before, once this one's series are exported")
         if role is DECODE:
             manager.try_ensure_parallel_info(f"127.0.0.1:{rank.bootstrap_port}")
@@ -164,7 +165,7 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         last = weakref.ref(manager)
         manager.teardown()
         del manager
-        eventually(lambda: not threads())
+        eventually(lambda: not threads() - before)
         num_open.append(num_files())
     eventually(lambda: num_files() <= num_open[1], f"{num_open} files were open after each role")
 

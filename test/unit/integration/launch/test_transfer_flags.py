@@ -88,7 +88,7 @@ def test_what_cannot_work_is_one_sentence(explicit: dict[str, Any], sentence: st
     assert sentence in str(caught.value)
 
 
-def test_server_of_both_roles_needs_the_keys_of_both(tmp_path: Path) -> None:
+def test_server_of_both_roles_needs_both_keys(tmp_path: Path) -> None:
     """Keys that are missing at the switch leave a server without a role."""
     switches = {"enable_pd_role_switch": True, "transfer_keys": str(tmp_path)}
     make_keys(tmp_path)
