@@ -108,6 +108,17 @@ def test_fp8_groups_are_scaled_one_by_one(dtype: str) -> None:
                     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_of_fp8_rounds_again(dtype: str) -> None:
+    """A page that comes back up from a bucket is encoded anew, on every server that takes it."""
+    generator = torch.Generator().manual_seed(9)
+    values = torch.randn(64, 48, generator=generator) + 20 * torch.randn(48, generator=generator)
+    values *= torch.exp2(torch.randint(-40, 14, (48,), generator=generator))
+    codec = make_codec("fp8", column(dtype, 64, 48))
+    once = through(codec, values.to(getattr(torch, dtype)))
+    assert torch.equal(through(codec, once), once)
+
+
 def test_fp8_keeps_zeros_and_their_signs() -> None:
     codec = make_codec("fp8", column("bfloat16", 4, 16))
     values = torch.zeros(4, 16, dtype=torch.bfloat16)

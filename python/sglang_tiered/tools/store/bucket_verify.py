@@ -129,7 +129,7 @@ def _show(report: dict[str, Any]) -> None:
         {
             "pages": lambda entry: f"{entry['pages']:,}",
             "bad pages": lambda entry: f"{entry['damaged_pages']:,}",
-            "payload": lambda entry: format_bytes(entry["page_bytes"]),
+            "in the store": lambda entry: format_bytes(entry["page_bytes"]),
             "pins": lambda entry: f"{entry['pins']:,}",
         },
     )
