@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.clock import Clock
 from kit.runs import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -460,76 +458,6 @@ class Observer:
         self.ended.append(reading)
 
 
-# ---- Whether it pays ----
-
-
-class Paced:
-    """A codec of speeds that the test sets, and a disk likewise."""
-
-    def __init__(self, *tiers: Tier) -> None:
-        self.clock = Clock(0.0)
-        self.encoding = PageEncoding(
-            "zstd", PageLayout.unknown("bfloat16"), tiers=tiers, clock=self.clock
-        )
-        codec: Any = self.encoding._codec
-        self.codec_s = 0.0  # a MiB, either way
-        encode, decode = codec.encode, codec.decode
-
-        def slow_encode(page: Any) -> Any:
-            self.clock.now += self.codec_s
-            return encode(page)
-
-        def slow_decode(stored: Any, page: Any) -> None:
-            self.clock.now += self.codec_s
-            decode(stored, page)
-
-        codec.encode, codec.decode = slow_encode, slow_decode
-        self.run = make_soft_run(1, [MiB])
-        self.target = blank(self.run)
-
-    def move(
-        self, num_pages: int, *, codec_s: float, disk_s: float, tier: Tier, io_bytes: int = 2 * MiB
-    ) -> int:
-        """Store and load pages of a MiB, with others that take so much in memory; returns how many
-        were encoded."""
-        self.codec_s = codec_s
-        before = self.encoding.stats().num_encoded
-        for _ in range(num_pages):
-            (page,) = self.encoding.encode(self.run.pages[0])
-            took_s = disk_s * page.nbytes / MiB
-            self.encoding.note_write(took_s, page.nbytes, io_bytes)
-            self.encoding.note_read(tier, took_s, page.nbytes, io_bytes)
-            if page.nbytes < MiB:
-                assert self.encoding.decode(page, self.target.pages[0]) is Reason.OK
-        return self.encoding.stats().num_encoded - before
-
-
-def test_a_codec_that_costs_more_goes_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    paced = Paced(Tier.NVME)
-    fast = {"codec_s": 0.001, "disk_s": 0.0001, "tier": Tier.NVME}
-    assert paced.move(60, **fast) == 60, "nothing is concluded from little"
-    paced.move(100, **fast)
-    assert not paced.encoding.stats().is_on
-    assert paced.move(256, **fast) == 4, "some go on, or nobody would know when it pays"
-    assert "zstd is off" in caplog.text
-    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
-    paced.move(3000, **slow)
-    assert paced.encoding.stats().is_on
-    assert paced.move(64, **slow) == 64
-    assert [record.message.count("the codec zstd is") for record in caplog.records] == [1, 1]
-
-
-def test_what_gets_no_shorter_goes_off() -> None:
-    """Though nothing of it is ever decoded, or read."""
-    encoding, page = soft_encoding(), make_run(1, [MiB]).pages[0]
-    for _ in range(70):
-        assert encoding.encode(page) is page
-    assert not encoding.stats().is_on
-
-
 def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None:
     """An evicted page is computed again."""
     encoding, seen = soft_encoding(), list[bool]()
@@ -551,35 +479,6 @@ def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None
     assert not seen[-1], "there is room again"
 
 
-def test_a_full_store_keeps_the_codec_on() -> None:
-    paced = Paced(Tier.NVME)
-    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
-    assert not paced.encoding.stats().is_on
-    page = paced.run.pages[0]
-    assert paced.encoding.encode(page, is_full=True) is not page
-    assert paced.encoding.stats().is_on
-    assert paced.encoding.encode(page) is page
-    assert not paced.encoding.stats().is_on
-
-
-def test_short_reads_count_as_saving_nothing() -> None:
-    """They take as long whatever their length, a bucket's above all."""
-    paced = Paced(Tier.NVME)
-    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
-    paced.move(200, **slow)
-    assert paced.encoding.stats().is_on
-    paced = Paced(Tier.NVME)
-    paced.move(200, **slow, io_bytes=MiB // 16)
-    assert not paced.encoding.stats().is_on
-
-
-def test_pages_near_a_mebibyte_do_not_flap() -> None:
-    """They are longer than that until they are encoded."""
-    paced = Paced(Tier.NVME)
-    num_encoded = paced.move(800, codec_s=0.001, disk_s=0.01, tier=Tier.NVME, io_bytes=MiB)
-    assert num_encoded == 800
-
-
 def test_reads_and_writes_are_judged_by_memory(
     open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,19 +491,3 @@ def test_reads_and_writes_are_judged_by_memory(
     loads(engine, run)
     assert len(seen) == 2
     assert all(num_bytes < MiB == memory_bytes for num_bytes, memory_bytes in seen)
-
-
-def test_what_pays_at_the_bucket_stays_on() -> None:
-    paced = Paced(Tier.NVME, Tier.OBJECT)
-    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
-    assert paced.encoding.stats().is_on, "the bucket was not measured yet"
-    for _ in range(200):
-        paced.encoding.note_read(Tier.OBJECT, 0.05, MiB, MiB)
-    assert paced.move(64, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME) == 64
-
-
-def test_without_a_codec_nothing_is_encoded() -> None:
-    encoding = soft_encoding("none")
-    page = make_soft_run(1, [8192]).pages[0]
-    assert encoding.encode(page) is page
-    assert encoding.stats() == type(encoding.stats())(is_on=False)
