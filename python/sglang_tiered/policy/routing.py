@@ -3,15 +3,17 @@
 A server tells its prices (prefill, and loads from each tier below host memory) and its queue; an
 index tells what each holds of the prompt. The same ``CostModel.plan`` that the server will run
 says what of that is worth loading, so a tier that computing outruns attracts nothing. The rule is
-that of Mooncake's conductor (Qin et al., FAST 2025, Algorithm 1: queue, transfer and prefill, the
-least sum wins), with prices learnt per tier and a charge for the work that those behind will find:
+that of Mooncake's conductor (Qin et al., FAST 2025, Algorithm 1): queue, transfer and prefill, the
+least sum wins. Added are prices learnt per tier, and a charge for the work that those behind will
+find.
 
-    score = slowdown * (queue + batch + wait for loads + prefill of the rest) + charge * idle
+    score = slowdown * (queue + batch + wait for loads + prefill of the rest) + charge * idle.
 
-``idle`` is the same sum on an empty queue, and ``charge`` the number of requests that it delays:
-those that come before the queue is empty again, ``busy / (1 - busy) * (1 + queue / service)`` of
-them in a queue with Poisson arrivals (M/G/1: what a busy period lasts for the work that it began
-with). Without it each request takes the shortest queue and hits are lost when they count most.
+``idle`` is the same sum on an empty queue. ``charge`` is the number of requests that it delays:
+those that come before the queue is empty again. With Poisson arrivals they are
+``busy / (1 - busy) * (1 + queue / service)`` (M/G/1: what a busy period lasts for the work that it
+began with). Without the charge each request takes the shortest queue, and hits are lost when they
+count most.
 
 Every term is the least over the plans' lengths of a sum that no load and no price lowers. So a
 request that was sent to a server, more load or a slower tier never lower its score. A server's own

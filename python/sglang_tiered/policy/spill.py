@@ -1,10 +1,10 @@
 """``SpillQueue``: in which order, and how fast, host pages are written to NVMe.
 
 Nodes of the radix tree wait here from the moment their host copy is complete until their store
-begins. While the disk is idle that is the same moment. Under load three rules apply:
+begins. While the disk is idle that is the same moment. Under load three rules apply.
 
 - **Little in flight.** A store that was handed over pins its host pages and can no longer be
-  reordered, so only as much is handed over as the disk takes in about ``TARGET_WAIT_S``. The limit
+  reordered. So only as much is handed over as the disk takes in about ``TARGET_WAIT_S``. The limit
   doubles whenever the disk ran dry and halves when a store waited longer, like the congestion
   window of TCP, within ``MIN_SHARE`` and ``MAX_SHARE`` of the host tier.
 - **Loads first.** While loads are under way, stores hold until the waiting tokens pass the low

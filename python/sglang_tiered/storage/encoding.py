@@ -171,9 +171,9 @@ class PageEncoding:
         return (data,) if is_shorter else page
 
     def decode(self, stored: memoryview, page: Page) -> Reason:
-        """Fill a page from verified bytes that are fewer: ``OK``, ``MISS`` where they are those of
-        a page of another length, which leaves it untouched, ``CORRUPT`` where they do not decode,
-        or ``IO_ERROR`` where that cannot be told."""
+        """Fill a page from verified bytes that are fewer, and return ``OK``. ``MISS`` for those of
+        a page of another length leaves it untouched. ``CORRUPT``: they do not decode;
+        ``IO_ERROR``: that cannot be told."""
         page_bytes = sum(segment.nbytes for segment in page)
         if _encoded_from(stored) != page_bytes:
             return Reason.MISS

@@ -58,8 +58,8 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
 def transfer_arguments(
     explicit: Mapping[str, Any], config: TransferConfig | None, *, has_tiers: bool
 ) -> dict[str, str | None]:
-    """Return the flags that SGLang needs besides: the backend, and on decode, or what may become
-    it, the use of its tiers, so that prefill sends only what they do not hold."""
+    """Return the flags that SGLang needs besides. On decode, or what may become it, the use of its
+    tiers is among them, so that prefill sends only what they do not hold."""
     if config is None:
         return {}
     added: dict[str, str | None] = {"--disaggregation-transfer-backend": TRANSFER_BACKEND}

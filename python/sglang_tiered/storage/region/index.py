@@ -2,8 +2,8 @@
 
 An open-addressing hash table (linear probing, at most 60% full) of row numbers, over columns with
 one row per page. Every operation takes a whole run and works on arrays. So a chain of a thousand
-pages costs a few numpy calls per probe step instead of a thousand dictionary lookups, and a million
-pages cost no Python object at all. Nothing here locks: the owner's lock guards every call.
+pages costs a few numpy calls per probe step, not a thousand dictionary lookups. A million pages
+cost no Python object at all. Nothing here locks: the owner's lock guards every call.
 
 To erase a tenant takes no time that grows with its pages. Its place in the tenant table is declared
 dead, which hides them, and ``sweep`` removes their rows in small steps.

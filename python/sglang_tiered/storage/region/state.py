@@ -419,7 +419,7 @@ class StoreState:
 
     def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
         """Return the pages of a run that are held in the length asked for, or perhaps encoded, with
-        their places; ``is_use`` counts a hit for each, which is what reclaim goes by."""
+        their places. ``is_use``: each counts as hit, which reclaim goes by."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
