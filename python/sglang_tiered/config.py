@@ -179,6 +179,17 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`off`",
         ),
     ] = False
+    checkpoint_tokens: Annotated[
+        int | None,
+        Flag(
+            "--tier-checkpoint-tokens",
+            count("N"),
+            "Keep what a request generates every so many tokens, at whole pages, not at its end "
+            "only. When its server dies, so much is computed again, and what was not stored yet. "
+            "Not of states, sessions and beams.",
+            default="at the end of a request",
+        ),
+    ] = None
     tenant_share: Annotated[
         float | None,
         Flag(
@@ -207,6 +218,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_positive("tier-nvme-region-bytes", self.region_bytes)
         if self.writes_per_day is not None:
             require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
+        if self.checkpoint_tokens is not None:
+            require_positive("--tier-checkpoint-tokens", self.checkpoint_tokens)
         if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
             raise ConfigError(
                 f"tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "

@@ -4,7 +4,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | target | kind | reason |
 |---|---|---|
 | Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang ignores stores that end, and would refuse a flush until it resumes |
-| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache; and requests that generate give the tree what they have, which SGLang does at their end only (``answer_checkpoints``) |
 | Scheduler.is_fully_idle | AFTER | an abandoned load may still be reading while SGLang counts itself idle; ``/flush_cache`` then ends the scheduler, because its storage threads do not stop (``quiescing``) |
 | Scheduler.__init__ | AROUND | the first call of ours in a scheduler's process reads the launcher's configuration, on which SGLang's sizing of memory waits; a configuration refused once pools are sized ends the process with one sentence and code 2, where SGLang prints a traceback; the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; and messages to it pass ``SchedulerMessages``, which has a table of its own |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
@@ -52,6 +52,7 @@ import torch
 from sglang_tiered.config import TieredConfig
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import factory, host_size
+from sglang_tiered.integration.cache.ahead.answer_checkpoints import checkpoint_answers
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
 from sglang_tiered.integration.cpu import memory, number_format, processes
 from sglang_tiered.integration.identity import conversation_ids, named_in_body, tenants
@@ -137,6 +138,7 @@ class Hooks:
 
         self.config: TieredConfig | None = None
         self._on_cpu = on_cpu
+        self._clock = PrefillClock()
         self._control = Control()
         self._yielding = Yielding()
         self._messages: SchedulerMessages | None = None  # once there is a scheduler
@@ -150,11 +152,11 @@ class Hooks:
         from sglang_tiered.integration.admin.role_switch import around_switch
         from sglang_tiered.integration.disaggregation import decode_loads, request_rooms
 
-        clock, yielding = PrefillClock(), self._yielding
+        yielding = self._yielding
         around: dict[str, Callable[..., Any]] = {
             f"{_SCHEDULER}.__init__": self.around_scheduler,
-            f"{_SCHEDULER}.run_batch": clock.around_run,
-            f"{_SCHEDULER}.process_batch_result": clock.around_result,
+            f"{_SCHEDULER}.run_batch": self._clock.around_run,
+            f"{_SCHEDULER}.process_batch_result": self.around_result,
             f"{_SCHEDULER}.on_idle": self.around_idle,
             f"{_ADDER}._select_prefill_admission": yielding.around_select,
             f"{_ADDER}.add_chunked_req": yielding.around_add_chunked,
@@ -282,6 +284,18 @@ class Hooks:
             scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
         )
         self._yielding.comes(scheduler, req, tiering.returns)
+
+    def around_result(
+        self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any
+    ) -> Any:
+        returned = self._clock.around_result(original, scheduler, batch, result)
+        nvme = None if self.config is None else self.config.nvme
+        if nvme is not None and nvme.checkpoint_tokens is not None:
+            cache = _cache_of(scheduler)
+            if cache is not None and cache.tiering is not None:
+                may_free = scheduler.disaggregation_mode.value != "decode"
+                checkpoint_answers(cache, batch, nvme.checkpoint_tokens, may_free=may_free)
+        return returned
 
     def after_flush_of_update(
         self, _: Any, updater: Any, recv_req: Any, success: bool, *__: Any

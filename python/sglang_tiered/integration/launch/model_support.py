@@ -34,6 +34,8 @@ def check_model(server_args: Any, config: TieredConfig) -> None:
         is_hybrid_swa=model_config_of(server_args).is_hybrid_swa,
         full_attention_layers=model_config_of(server_args).full_attention_layer_ids,
     )
+    if config.nvme is not None and config.nvme.checkpoint_tokens is not None:
+        _check_checkpoints(server_args, is_hybrid_swa=model_config_of(server_args).is_hybrid_swa)
     _check_workers(server_args.tokenizer_worker_num)
     _check_rows_by_slot(server_args)
 
@@ -55,6 +57,25 @@ def _check(
             f"every layer of {architecture} has a sliding window, and SGLang caches such a model "
             "in device memory only; pass --tier-mode off."
         )
+
+
+def _check_checkpoints(server_args: Any, *, is_hybrid_swa: bool) -> None:
+    """Their trees would drop a window that is in use, or take a draft's row for the answer's."""
+    for reason, is_so in (
+        ("a sliding window", is_hybrid_swa),
+        ("--speculative-algorithm", server_args.speculative_algorithm is not None),
+        ("--strip-thinking-cache", server_args.strip_thinking_cache),
+        ("--pp-size", server_args.pp_size > 1),
+        (
+            f"--hicache-write-policy {server_args.hicache_write_policy}",
+            server_args.hicache_write_policy != "write_through",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"--tier-checkpoint-tokens keeps nothing of a running answer with {reason}; drop "
+                "either."
+            )
 
 
 def _check_rows_by_slot(server_args: Any) -> None:

@@ -129,3 +129,31 @@ def test_rows_kept_by_slot_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} would answer with rows of other") as caught:
         model_support._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
     assert str(caught.value).endswith("pass --tier-mode off.")
+
+
+PLAIN: dict[str, Any] = {
+    "speculative_algorithm": None,
+    "strip_thinking_cache": False,
+    "pp_size": 1,
+    "hicache_write_policy": "write_through",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"strip_thinking_cache": True}, "--strip-thinking-cache"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
+        ({}, "a sliding window"),
+    ],
+)
+def test_checkpoints_that_would_keep_nothing_are_refused(
+    change: dict[str, Any], reason: str
+) -> None:
+    model_support._check_checkpoints(SimpleNamespace(**PLAIN), is_hybrid_swa=False)
+    with pytest.raises(ConfigError, match=f"--tier-checkpoint-tokens .* with {reason}; drop"):
+        model_support._check_checkpoints(
+            SimpleNamespace(**{**PLAIN, **change}), is_hybrid_swa=not change
+        )

@@ -292,6 +292,7 @@ def test_flags_are_frozen() -> None:
             "--tier-load",
             "--tier-both-ends",
             "--tier-warm-host",
+            "--tier-checkpoint-tokens",
             "--tier-tenant-share",
             "--tier-trust-mm-hashes",
         ],
