@@ -80,6 +80,7 @@ FORKED = {
     "test_pins",
     "test_pod_backend",
     "test_prefetch",
+    "test_resume",
     "test_role_switch",
     "test_route",
     "test_route_pair",

@@ -7,7 +7,8 @@
 
 A prefix is named by exactly one of ``rid``, ``conversation_id``, ``text`` and ``input_ids``.
 Whatever goes wrong raises ``RequestError``. A call that waits for durable pages repeats its
-question for ``within_s`` seconds while the answer is 503. Imports neither torch nor SGLang.
+question for ``within_s`` seconds while the answer is 503. ``generate`` goes on with an answer whose
+server died. Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sglang_tiered.client.calls import (
     TenantUsage,
     Unpinned,
 )
+from sglang_tiered.client.generation import Generated
 from sglang_tiered.client.http import AsyncTierClient, TierClient
 from sglang_tiered.errors import RequestError
 
@@ -35,6 +37,7 @@ __all__ = [
     "ConversationPage",
     "ConversationPin",
     "Forgotten",
+    "Generated",
     "Pin",
     "Prefetch",
     "Purge",

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
 from sglang_tiered.client.calls import AsyncCalls, SyncCalls
+from sglang_tiered.client.generation import PATH, RESUME_S, SILENCE_S, Answer, BrokenStreamError
 from sglang_tiered.errors import RequestError
 from sglang_tiered.loopback import is_loopback_url
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
     from sglang_tiered.client.calls import Request
+    from sglang_tiered.client.generation import Generated
 
 __all__ = ["AsyncTierClient", "TierClient"]
 
-_FAILURES = (httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError)
-"""What httpx raises: ``ImportError`` for a proxy that it lacks a package for, the last three for
-what cannot be sent, and once it is closed."""
+_FAILURES = (
+    *(httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError),
+    BrokenStreamError,
+)
+"""What httpx raises: ``ImportError`` for a proxy that it lacks a package for, the three before the
+last for what cannot be sent, and once it is closed."""
 
 TIMEOUT_S = 45.0
 """More than the 30 s that a server works on one call."""
@@ -39,8 +48,43 @@ class TierClient(SyncCalls):
         try:
             response = self._http.request(request.method, request.path, **_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request, error) from error
+            raise _unsent(self._http, request.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        resume_s: float = RESUME_S,
+        silence_s: float = SILENCE_S,
+        is_seeded: bool = False,
+    ) -> Iterator[Generated]:
+        """Iterate over the tokens of an answer as they come. Where the server dies, drains, sheds
+        or is silent for ``silence_s``, the next request asks for the rest, until ``resume_s`` after
+        the break. ``is_seeded``: the servers draw by ``sampling_seed``. ``docs/conversations.md``
+        says which parameters that suits."""
+        answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
+        timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
+        while True:
+            try:
+                with self._http.stream(
+                    "POST", PATH, json=answer.body(), timeout=timeout
+                ) as response:
+                    if response.status_code != 200:
+                        text = response.read().decode(errors="replace")
+                        answer.check_status(response.status_code, response.headers, text)
+                    for data in response.iter_bytes():
+                        for piece in answer.read(data):
+                            yield piece
+                            if piece.finish_reason is not None:
+                                return
+                raise BrokenStreamError("it ended before the answer did")
+            except _FAILURES as error:
+                if not _is_break(error, answer):
+                    raise _unsent(self._http, PATH, error) from error
+                pause_s = answer.resume(error, _why(error))
+            time.sleep(pause_s)
 
     def close(self) -> None:
         """Close its connections."""
@@ -68,8 +112,40 @@ class AsyncTierClient(AsyncCalls):
         try:
             response = await self._http.request(request.method, request.path, **_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request, error) from error
+            raise _unsent(self._http, request.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        resume_s: float = RESUME_S,
+        silence_s: float = SILENCE_S,
+        is_seeded: bool = False,
+    ) -> AsyncIterator[Generated]:
+        """As ``TierClient.generate``."""
+        answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
+        timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
+        while True:
+            try:
+                async with self._http.stream(
+                    "POST", PATH, json=answer.body(), timeout=timeout
+                ) as response:
+                    if response.status_code != 200:
+                        text = (await response.aread()).decode(errors="replace")
+                        answer.check_status(response.status_code, response.headers, text)
+                    async for data in response.aiter_bytes():
+                        for piece in answer.read(data):
+                            yield piece
+                            if piece.finish_reason is not None:
+                                return
+                raise BrokenStreamError("it ended before the answer did")
+            except _FAILURES as error:
+                if not _is_break(error, answer):
+                    raise _unsent(self._http, PATH, error) from error
+                pause_s = answer.resume(error, _why(error))
+            await asyncio.sleep(pause_s)
 
     async def aclose(self) -> None:
         """Close its connections."""
@@ -87,6 +163,7 @@ def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     settings = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
+    settings["limits"] = httpx.Limits(max_connections=None)  # or answers wait for each other's
     if is_loopback_url(url):
         # Without what the environment says of proxies; OpenSSL reads its own variables.
         settings |= {"trust_env": False, "verify": ssl.create_default_context()}
@@ -108,19 +185,24 @@ def _unusable(url: str, error: Exception) -> RequestError:
     return RequestError(f"no client for {url} with these settings ({_why(error)}); mend them")
 
 
-def _unsent(
-    http: httpx.Client | httpx.AsyncClient, request: Request[Any], error: Exception
-) -> RequestError:
+def _unsent(http: httpx.Client | httpx.AsyncClient, path: str, error: Exception) -> RequestError:
     url = http.base_url
     if http.is_closed:
         return RequestError(f"this client of {url} is closed; make another")
     if not isinstance(error, httpx.HTTPError):
-        return RequestError(f"{request.path} cannot be sent ({_why(error)}); mend what it holds")
+        return RequestError(f"{path} cannot be sent ({_why(error)}); mend what it holds")
     if isinstance(error, httpx.TimeoutException):
         return RequestError(f"{url} did not answer in time; ask again, or pass a longer timeout_s")
     return RequestError(
         f"{url} cannot be reached ({_why(error)}); start that server, or pass its URL"
     )
+
+
+def _is_break(error: Exception, answer: Answer) -> bool:
+    """Return whether another stream may bring the rest. A server that was never there is none."""
+    if isinstance(error, httpx.ConnectError):
+        return answer.was_begun
+    return isinstance(error, (httpx.TransportError, BrokenStreamError))
 
 
 def _why(error: Exception) -> str:
