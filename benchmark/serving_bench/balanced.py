@@ -23,7 +23,7 @@ from serving_bench.measures import (
 )
 from serving_bench.paced_disk import PacedDisk, achieved_bytes_per_s
 from serving_bench.returning import ttft_line
-from serving_bench.systems import ONE_END, SYSTEMS
+from serving_bench.systems import ENCODED, ONE_END, SYSTEMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ def run(bench: Bench) -> None:
     if "stock" not in names:
         bench.report.note("balanced: needs stock among the systems, whose prefill it measures.")
         return
-    names.append(ONE_END)
+    names += [ONE_END, ENCODED]
     bench.close_main_fleet()
     with bench.workspace.folder("paced") as folder:
         disk = PacedDisk(folder)
@@ -228,6 +228,8 @@ def _report(bench: Bench, part: _Part) -> None:
             wanted=WANTED.get((peer, part.wanted), ""),
             beside=f"{ttft_line(part.rounds, peer)}; {fetched:.0%} fetched",
         )
+    encoded = [mean_ttft(one[ENCODED]) / mean_ttft(one["stock"]) for one in part.rounds]
+    report.add(f"balanced_{part.wanted:g}_ttft_encoded_over_stock", encoded)
     speed = part.achieved.get("tiered") or part.bytes_per_s
     ideals = [
         _round_ideal_s(one["stock"], new["stock"], bench.kv_bytes_per_token / speed)

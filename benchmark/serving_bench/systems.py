@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALWAYS",
+    "ENCODED",
     "ENVIRONMENT",
     "ONE_END",
     "START_DEADLINE_S",
@@ -36,14 +37,16 @@ __all__ = [
 ]
 
 SYSTEMS = ("stock", "hicache-host", "hicache-file", "tiered")
-# The tiers with another policy, of single scenarios, never chosen by name: every load is made; and
-# a prefix is loaded or computed, never both at once.
+# The tiers with another policy, of single scenarios, never chosen by name: every load is made; a
+# prefix is loaded or computed, never both at once; and NVMe has pages in fewer bytes, exactly.
 ALWAYS = "tiered-always"
 ONE_END = "tiered-one-end"
+ENCODED = "tiered-zstd"
 POLICIES: dict[str, list[str]] = {
     "tiered": [],
     ALWAYS: ["--tier-load", "always"],
     ONE_END: ["--tier-both-ends", "off"],
+    ENCODED: ["--tier-codec", "zstd"],
 }
 # With as many OpenMP threads as cores, GNU OpenMP spins at every barrier, which costs whole time
 # slices where anything else wants a core; it seems to stop doing so once a second thread of the
