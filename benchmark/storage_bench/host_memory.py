@@ -1,13 +1,14 @@
-"""Pages of host memory as SGLang's host pool has them: anonymous, page-aligned, already touched."""
+"""Pages of host memory as the launcher has SGLang's host pool: private, huge where the kernel has
+such pages, already touched."""
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from sglang_tiered.storage.region.device import aligned_buffer
 from storage_bench.figures import DifferentBytesError
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ class HostPages:
     def __init__(self, num_pages: int, page_bytes: int, seed: int | None = None) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        mapping = mmap.mmap(-1, num_pages * page_bytes)
+        mapping = aligned_buffer(num_pages * page_bytes)
         self._rows = np.frombuffer(mapping, dtype=np.uint8).reshape(num_pages, page_bytes)
         self.poison()
         if seed is not None:
             source = np.random.default_rng(seed)
             for row in self._rows:
                 row[:] = np.frombuffer(source.bytes(page_bytes), dtype=np.uint8)
-        view = memoryview(mapping)
+        view = mapping
         self.pages: tuple[Page, ...] = tuple(
             (view[start : start + page_bytes],)
             for start in range(0, num_pages * page_bytes, page_bytes)

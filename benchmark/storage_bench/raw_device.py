@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import json
-import mmap
 import os
 import shutil
 import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING
+
+from sglang_tiered.storage.region.device import aligned_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,7 +133,7 @@ def _run_threads(
 
     threads = []
     for _ in range(depth):
-        buffer = memoryview(mmap.mmap(-1, block_bytes))
+        buffer = aligned_buffer(block_bytes)
         buffer[:] = os.urandom(block_bytes)
         threads.append(threading.Thread(target=run, args=(buffer,)))
     start = time.perf_counter()
