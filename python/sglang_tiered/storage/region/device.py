@@ -45,8 +45,14 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return anonymous writable memory starting at a block boundary; freed with its last view."""
-    return memoryview(mmap.mmap(-1, nbytes))
+    """Return anonymous writable memory starting at a block boundary; freed with its last view. A
+    child of this process does not have it. Private, as shared memory is of small pages, of which
+    the device gets many pieces."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # or a fork may move what a read is being written to
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def read_small_file(path: Path | str, directory: int | None = None) -> bytes:
