@@ -23,14 +23,13 @@ class HostPages:
     def __init__(self, num_pages: int, page_bytes: int, seed: int | None = None) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        mapping = aligned_buffer(num_pages * page_bytes)
-        self._rows = np.frombuffer(mapping, dtype=np.uint8).reshape(num_pages, page_bytes)
+        view = aligned_buffer(num_pages * page_bytes)
+        self._rows = np.frombuffer(view, dtype=np.uint8).reshape(num_pages, page_bytes)
         self.poison()
         if seed is not None:
             source = np.random.default_rng(seed)
             for row in self._rows:
                 row[:] = np.frombuffer(source.bytes(page_bytes), dtype=np.uint8)
-        view = mapping
         self.pages: tuple[Page, ...] = tuple(
             (view[start : start + page_bytes],)
             for start in range(0, num_pages * page_bytes, page_bytes)

@@ -26,8 +26,8 @@ _FAILURES = (
     *(httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError),
     BrokenStreamError,
 )
-"""What httpx raises: ``ImportError`` for a proxy that it lacks a package for, the three before the
-last for what cannot be sent, and once it is closed."""
+"""What httpx raises: ``ImportError`` for a proxy that it lacks a package for, the three after it
+for what cannot be sent, and once it is closed. The last is ours."""
 
 TIMEOUT_S = 45.0
 """More than the 30 s that a server works on one call."""

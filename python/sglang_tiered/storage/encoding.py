@@ -4,8 +4,7 @@ A page is encoded on its way into NVMe. From there on its stored bytes travel as
 bucket, and into another region. They are decoded where a load delivers them, one for another server
 too; what comes from there into this NVMe is encoded anew. So no record says how a page is stored:
 one of fewer bytes than a load asks for is encoded, and its own header says of how many. Checksums
-are of the stored bytes, and verified
-first.
+are of the stored bytes, and verified first.
 """
 
 from __future__ import annotations
