@@ -17,6 +17,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
+# Torch's memory in huge pages: a disk is given every page by itself, and our side has huge ones.
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
 
 import torch
 from lmcache.v1.distributed.api import ObjectKey

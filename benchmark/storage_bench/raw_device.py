@@ -99,7 +99,11 @@ class RawDevice:
             "--output-format=json",
             *(["--end_fsync=1"] if direction == "write" else ["--readonly"]),
         ]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        # Its memory in huge pages, as ours is: a disk is given every page by itself.
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment
+        ).stdout
         figures = json.loads(output)["jobs"][0][direction]
         if figures["io_bytes"] != nbytes * len(paths):
             raise ValueError(f"fio moved {figures['io_bytes']} of {nbytes * len(paths)} bytes")
