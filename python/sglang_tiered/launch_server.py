@@ -151,6 +151,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         from sglang_tiered.integration.admin.cost_board import CostBoard
         from sglang_tiered.integration.admin.costs import num_local_ranks
         from sglang_tiered.integration.admin.http_api import add_routes
+        from sglang_tiered.integration.admin.keys import take_orders
         from sglang_tiered.integration.admin.page import add_page
         from sglang_tiered.integration.cpu import processes
 
@@ -165,6 +166,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)
+        take_orders(board.boot)
         add_page(app, has_key=bool(resolved.api_key or resolved.admin_api_key))
         try:
             launch_server(server_args, launch_callback=announce)

@@ -46,6 +46,10 @@ class Mock:
     ranks: tuple[int, ...] = (0,)
     events: EventSource | None = None
     info: Any = field(default_factory=dict)
+    switch: Any = None
+    """Answers an order to take another role; without it the order is carried out."""
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    """Those to take another role, with the keys that came with them."""
     tokens: int = 200
     """The status with which it tells tokens."""
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -104,6 +108,15 @@ class Mock:
             return web.Response(status=self.info)
         return web.json_response(self.info)
 
+    async def _role(self, request: web.Request) -> web.StreamResponse:
+        order = await request.json()
+        self.orders.append({**order, "key": request.headers.get("Authorization", "")})
+        if self.switch is not None:
+            answer: web.StreamResponse = await self.switch(request)
+            return answer
+        self.costs = {**self.costs, "role": order["new_role"]}
+        return web.json_response({"success": True, "message": "ok", "safe_to_restore": True})
+
     def _note(self, request: web.Request) -> None:
         assert "Authorization" not in request.headers, "of an operator"
         self.paths.append(request.path)
@@ -155,6 +168,7 @@ class Mock:
         ):
             app.router.add_get(path, answer)
         app.router.add_post("/v1/tokenize", self._tokenize)
+        app.router.add_post("/pd_role_switch", self._role)
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._chat)
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)

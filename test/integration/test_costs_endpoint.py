@@ -4,6 +4,7 @@ And ``GET /tier/``, the page for people, in a browser: what it shows of the same
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from sglang_tiered.policy.server_costs import (
     ServerCosts,
     costs_key,
     parse_server_costs,
+    switch_key,
 )
 
 if TYPE_CHECKING:
@@ -60,9 +62,11 @@ def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         )
 
 
-def status(server: Server, path: str, key: str | None) -> int:
+def status(server: Server, path: str, key: str | None, body: Any = None) -> int:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(server.url + path, headers=headers)
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {} if data is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers)
     try:
         with urllib.request.build_opener().open(request, timeout=60) as response:
             return int(response.status)
@@ -97,6 +101,16 @@ def test_costs_have_the_key_of_other_tier_endpoints(server: Server) -> None:
 def test_key_of_costs_opens_nothing_else(server: Server) -> None:
     paths = ("/tier/costs", "/tier/tenants", "/tier/requests", "/flush_cache")
     assert [status(server, path, costs_key(KEY)) for path in paths] == [200, 401, 401, 401]
+
+
+def test_key_of_an_order_opens_it_alone(server: Server) -> None:
+    """This server takes no role, and says so to whoever may ask."""
+    boot, until_s = rank(server).boot, int(time.time()) + 600
+    order = {"new_role": "decode", "decode_cuda_graph_memory_gb": 0}
+    keys = [switch_key(KEY, one, "decode", until_s) for one in (boot, "00" * 16)]
+    answers = [status(server, "/pd_role_switch", key, order) for key in (KEY, *keys, None)]
+    assert answers == [400, 400, 401, 401]
+    assert status(server, "/tier/costs", keys[0]) == 401
 
 
 def test_routers_plan_is_what_the_server_does(server: Server) -> None:

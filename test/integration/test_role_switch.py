@@ -3,16 +3,18 @@ what was stored before is found after."""
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from route_front import Front
 
 from conftest import PAGE, aligned, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from prefill_decode import PrefillDecode, transfer_state
+from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
 from server_process import free_port
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH, LONG = 4, 1500, 200
+KEY = "operator-of-the-test"
+KEPT = 512  # that decode keeps free for each of its requests
 PROMPTS = make_prompts(4901, NUM_PROMPTS, LENGTH)
 FLAGS = (
     *("--enable-pd-role-switch", "--enable-metrics", "--tier-load", "always"),
@@ -99,7 +103,15 @@ def test_roles_change_under_traffic(switching: Switching, stock: Server) -> None
     first = pair.prefill, pair.decode
     with ThreadPoolExecutor(NUM_PROMPTS) as pool:
         asked = [pool.submit(pair.generate, prompt, LONG) for prompt in PROMPTS]
-        eventually(lambda: record_of(pair.decode)["decode"]["requests"] > 0, "it generates")
+        seen: list[dict[str, Any]] = []
+
+        def generates() -> bool:
+            seen.append(record_of(pair.decode)["decode"])
+            return bool(seen[-1]["requests"] > 0)
+
+        eventually(generates, "it generates")
+        told = seen[-1]
+        assert 0 <= told["tokens"] / told["requests"] - LENGTH - KEPT <= LONG + 1
         started = time.monotonic()
         switching.change_places()
         assert [future.result(60).output_ids for future in asked] == long
@@ -140,3 +152,53 @@ def test_role_of_its_own_is_no_switch(switching: Switching, stock: Server) -> No
     prefilled, decoded = pair.both(prompt)
     assert decoded.output_ids == expected == stock.generate(prompt).output_ids
     assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(700)
+
+
+def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
+    """One prefills as much as it can, and one of two that decode has nothing to do. Orders have
+    keys made of the operator's."""
+    flags = (*FLAGS, "--admin-api-key", KEY)
+    folders = [("--tier-dir", str(tmp_path / name)) for name in ("one", "two", "three")]
+    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=folders[0], decode=folders[1])
+    idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *folders[2]))
+    (tmp_path / "key").write_text(KEY)
+    urls = [server.url for server in (pair.prefill, pair.decode, idle)]
+    front, prompts = None, iter(make_prompts(4930, 500, 3500))
+    try:
+        pair.wait_until_ready()
+        wait_until_healthy(idle)
+        front = Front.start(
+            tmp_path,
+            urls,
+            *("--envoy", "off", "--server-key-file", str(tmp_path / "key")),
+            *("--balance", "on", "--balance-cooldown", "10s"),
+        )
+        front.wait_until_ready(3)
+        ended = threading.Event()
+
+        def prefills() -> None:
+            while not ended.is_set():
+                assert pair.generate(next(prompts), 1).status == 200
+
+        with ThreadPoolExecutor(3) as pool:
+            working = [pool.submit(prefills) for _ in range(3)]
+            try:
+                eventually(
+                    lambda: "has taken its new role" in front.log, "one switches", timeout_s=120
+                )
+            finally:
+                ended.set()
+            for work in working:
+                work.result()
+        expected = dict(zip(urls, ("prefill", "decode", "prefill"), strict=True))
+        eventually(lambda: roles_of(front) == expected, "all serve")
+    finally:
+        if front is not None:
+            front.close()
+        idle.kill()
+        pair.kill()
+
+
+def roles_of(front: Front) -> dict[str, str]:
+    """Of the servers that take requests."""
+    return {row["url"]: row["role"] for row in front.servers() if row["ready"]}

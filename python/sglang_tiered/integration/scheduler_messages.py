@@ -50,7 +50,6 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.runtime_context import get_exec
 
 from sglang_tiered.integration.admin.control import hide_memory
-from sglang_tiered.integration.admin.role_switch import NOT_IDLE
 from sglang_tiered.integration.attention.pod import PodAttention
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
@@ -60,6 +59,7 @@ from sglang_tiered.integration.observe.samples import state_of
 from sglang_tiered.integration.observe.transfer_stats import manager_of, stats_of_scheduler
 from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
+from sglang_tiered.policy.server_costs import NOT_IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,7 +243,7 @@ class SchedulerMessages:
             (least,) = least_on_every_rank(cache, [int(can_switch)])
             if can_switch and not least:
                 result.success = can_switch = False
-                result.message = "another rank cannot switch; its log says why"
+                result.message = f"{NOT_IDLE}, or another rank cannot switch; its log says why"
         if message.prepare_only or not can_switch or result.old_role == result.new_role:
             return result
         result = self._dispatch(message)

@@ -15,12 +15,12 @@ from sglang_tiered.policy.routing import DecodeState, ServerState
 from sglang_tiered.policy.server_costs import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
-    from sglang_tiered.policy.server_costs import DecodeLoad, RankCosts
+    from sglang_tiered.policy.server_costs import RankCosts
 
-__all__ = ["RouterView"]
+__all__ = ["RouterView", "step_prices"]
 
 MICROSECOND = 1e-6
 
@@ -66,7 +66,7 @@ class RouterView:
             age_s=record.age_s,
         )
         decode = self.decode_states[server]
-        decode.prices = _step_prices(record.decode)
+        decode.prices = step_prices(record.decode.moments)
         decode.num_running = record.decode.requests
         decode.num_tokens = record.device.held_tokens
         decode.max_tokens = max(1, record.device.capacity_tokens)
@@ -81,10 +81,10 @@ class RouterView:
         return model
 
 
-def _step_prices(decode: DecodeLoad) -> tuple[float, float, float]:
+def step_prices(moments: Sequence[float]) -> tuple[float, float, float]:
     """Return the seconds of a decode step, and per request in it, by least squares over the steps
-    since the server's start. What a token of keys and values adds is in the price per request."""
-    steps, requests, microseconds, squares, products, _ = decode.moments
+    that are summed up. What a token of keys and values adds is in the price per request."""
+    steps, requests, microseconds, squares, products, _ = moments
     if steps < 1 or requests < steps:
         return 0.0, 0.0, 0.0  # there were none, or the sums are not of any
     spread = steps * squares - requests * requests

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 from typing import Annotated
 
 import msgspec
@@ -19,7 +20,11 @@ from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 
 __all__ = [
     "ABANDONED",
+    "COSTS_CALL",
+    "IN_PROGRESS",
+    "NOT_IDLE",
     "ROLES",
+    "SWITCH_CALL",
     "TIERS",
     "VERSION",
     "DecodeLoad",
@@ -30,11 +35,21 @@ __all__ = [
     "ServerCosts",
     "TierPrices",
     "Waiting",
+    "call_key",
     "costs_key",
     "parse_server_costs",
+    "switch_key",
 ]
 
 VERSION = 1
+
+COSTS_CALL, SWITCH_CALL = "GET /tier/costs", "POST /pd_role_switch"
+"""Those that take a key of their own."""
+
+NOT_IDLE = "instance is not idle"
+"""Begins SGLang's refusal to switch the role of a server with requests, and ours for what is not
+stored yet."""
+IN_PROGRESS = "another role switch is already in progress"
 
 ABANDONED = "x-sglang-tiered-abandoned"
 """With which who asks a prefill server for its costs names the rooms of requests that no decode
@@ -92,13 +107,16 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """The running batch. ``moments`` are SGLang's sums over decode steps since the start: 1, b, t,
-    b*b, b*t, g with batch size b, microseconds t, tokens g. The differences of two records give the
-    regression of a step's time on the size of its batch."""
+    """The running batch. ``tokens`` are those of memory that it takes, with what a decode server
+    keeps free for each of its requests; None of one that does not tell. ``moments`` are SGLang's
+    sums over decode steps since the start: 1, b, t, b*b, b*t, g with batch size b, microseconds t
+    and tokens g. The differences of two records give the regression of a step's time on its batch.
+    """
 
     requests: Count
     max_requests: Count
     moments: tuple[Moment, Moment, Moment, Moment, Moment, Moment]
+    tokens: Count | None = None
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -120,7 +138,7 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the snapshot to the answer. It grows while the scheduler computes, and for as
     long as it hangs; an idle one takes a snapshot every second."""
 
-    boot: str
+    boot: Annotated[str, Meta(pattern="^[0-9a-f]{0,64}$")]
     """Hex, drawn at each start of the server."""
 
     rank: Rank
@@ -131,6 +149,9 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     bootstrap_port: int | None
     """Where decode finds this prefill server; None for other roles."""
+
+    computes_on: Annotated[str, Meta(max_length=32)] = ""
+    """SGLang's ``--device``: ``cuda`` or ``cpu``, for example. Empty of one that does not tell."""
 
     namespace: str
     """Hex. Pages are shared by servers with equal ones. Empty until the weights were read, and
@@ -261,19 +282,32 @@ def parse_server_costs(data: bytes) -> ServerCosts:
         raise ValueError(f"this is no answer of /tier/costs: {error}") from error
 
 
-@functools.cache
 def costs_key(operator_key: str) -> str:
     """Return the key that a server with this operator's key takes for ``GET /tier/costs``, and for
-    nothing else. Takes 50 ms, once: who has it tries operator's keys no faster."""
+    nothing else."""
+    return call_key(operator_key, COSTS_CALL)
+
+
+@functools.cache
+def call_key(operator_key: str, call: str) -> str:
+    """Return the key for one call alone, or that of which those for its orders are made. Takes
+    50 ms, once: who has it tries operator's keys no faster."""
     made = hashlib.scrypt(
         operator_key.encode("utf-8", "surrogateescape"),
-        salt=b"sglang-tiered GET /tier/costs",
+        salt=f"sglang-tiered {call}".encode(),
         n=1 << 14,
         r=8,
         p=1,
         dklen=32,
     )
     return made.hex()
+
+
+def switch_key(operator_key: str, boot: str, role: str, until_s: int) -> str:
+    """Return the key for one order alone: until that Unix time a server with this operator's key
+    and this boot takes it for ``POST /pd_role_switch`` to that role."""
+    key, order = call_key(operator_key, SWITCH_CALL).encode(), f"{role}.{until_s}"
+    return f"{order}.{hmac.digest(key, f'{boot}.{order}'.encode(), 'sha256').hex()}"
 
 
 def _refuse_free(prices: tuple[float, ...]) -> None:

@@ -23,10 +23,13 @@ import zmq.asyncio
 from sglang_tiered.policy.router_view import RouterView
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
+    SWITCH_CALL,
     EventSource,
     RankCosts,
+    call_key,
     costs_key,
     parse_server_costs,
+    switch_key,
 )
 from sglang_tiered.route.envoy import CLUSTERS, write_members
 from sglang_tiered.route.events import follow, publisher_of
@@ -53,6 +56,8 @@ is picked where none is ready."""
 EVENTS_AGAIN_S = 5.0
 ABANDONED_S, MAX_ABANDONED = 2.0, 256
 """For how long a server is told of a request that nobody will ask it for, and of how many."""
+ORDER_S = 300
+"""For how long a key for one order opens that: clocks differ by less."""
 NEVER, NOWHERE = float("-inf"), -1
 
 logger = logging.getLogger(__name__)
@@ -101,6 +106,11 @@ class Member:
             return None
         return "pool" if self.role == "aggregated" else self.role
 
+    @property
+    def boot(self) -> str:
+        """Of this start of a server that tells costs."""
+        return next((one.record.boot for one in self.replicas.values()), "")
+
     def is_ready(self, now_s: float, fresh_s: float = FRESH_S) -> bool:
         """Whether it takes requests, as far as is known of one that answered so lately."""
         return self.is_up and not self.is_draining and now_s - self.seen_s < fresh_s
@@ -127,9 +137,13 @@ class Replica:
         return 0 if self.known is None else 1 << self.known.slot
 
 
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 class Fleet:
     """``run`` until cancelled, then ``close``. ``members`` is by ``IP:PORT``. ``key``: the
-    operator's, of which servers are sent what opens their costs alone."""
+    operator's, of which servers are sent what opens their costs, or one order, and nothing else."""
 
     def __init__(
         self,
@@ -140,7 +154,10 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._directory, self._clock = source, members_directory, clock
-        self._asks_with = {} if key is None else {"Authorization": f"Bearer {costs_key(key)}"}
+        self._asks_with = {} if key is None else _bearer(costs_key(key))
+        if key is not None:
+            call_key(key, SWITCH_CALL)  # it takes a while, and is kept
+        self._key = key
         self.members: dict[str, Member] = {}
         self.view, self.index, self.stored = RouterView(), PageIndex(), PageFollower()
         self._free: list[int] = []
@@ -149,11 +166,8 @@ class Fleet:
 
     async def run(self) -> None:
         """Follow the source, and each server of it."""
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         headers = {"Accept-Encoding": "identity"}
-        self._session = aiohttp.ClientSession(
-            headers=headers, timeout=timeout, auto_decompress=False
-        )
+        self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
         self._write()
         last, due, told = None, NEVER, ""
         while True:
@@ -193,15 +207,37 @@ class Fleet:
                     return msgspec.json.decode(answer, type=_Tokens).tokens
         return None
 
+    async def switch(
+        self, member: Member, role: str, graph_gb: float, within_s: float
+    ) -> tuple[int, bytes]:
+        """Have a server that tells costs take another role. It drains before it answers."""
+        asked = {"new_role": role, "decode_cuda_graph_memory_gb": graph_gb}
+        until_s, key = int(time.time()) + ORDER_S, self._key
+        headers = {} if key is None else _bearer(switch_key(key, member.boot, role, until_s))
+        path = SWITCH_CALL.partition(" ")[2]
+        return await self._call(member, path, MAX_INFO_BYTES, headers, asked, within_s)
+
     async def _call(
-        self, member: Member, path: str, most: int, headers: dict[str, str], body: Any = None
+        self,
+        member: Member,
+        path: str,
+        most: int,
+        headers: dict[str, str],
+        body: Any = None,
+        within_s: float = ANSWER_S,
     ) -> tuple[int, bytes]:
         """Return status and body, as it was sent; no server sends the picker elsewhere. Raises
         ``ValueError`` for one of more than ``most`` bytes."""
         assert self._session is not None
         method, taken = "GET" if body is None else "POST", bytearray()
+        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=ANSWER_S)
         async with self._session.request(
-            method, member.url + path, json=body, headers=headers, allow_redirects=False
+            method,
+            member.url + path,
+            json=body,
+            headers=headers,
+            allow_redirects=False,
+            timeout=timeout,
         ) as answer:
             async for part in answer.content.iter_any():
                 taken += part

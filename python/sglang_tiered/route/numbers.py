@@ -5,11 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Enum,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
+from sglang_tiered.policy.balance import HALVES, HOLDS
 from sglang_tiered.route.picker import Picked, Refused
 
 if TYPE_CHECKING:
+    from sglang_tiered.policy.balance import RoleBalance
     from sglang_tiered.route.fleet import Fleet
     from sglang_tiered.route.tokens import TokenReader
 
@@ -28,7 +37,9 @@ class Numbers:
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry)
-        self.picks = counter("picks", "Requests that were sent somewhere.", ("by", "retry"))
+        self.picks = counter(
+            "picks", "Requests that were sent somewhere.", ("by", "retry", "computes_on")
+        )
         self.refused = counter("refused", "Requests that were refused.", ("class", "status"))
         self.tokens = counter("prompt_tokens", "Of picked requests, by where they lie.", ("tier",))
         self.answers = counter("answers", "Heads that came back.", ("status", "as_picked"))
@@ -45,13 +56,39 @@ class Numbers:
             "ttft_seconds", "From the pick to the first token of a stream.", buckets=_TTFT_SECONDS
         )
 
+        self.switches = counter(
+            "role_switches", "Servers asked to take a role.", ("role", "outcome")
+        )
+        self.load = gauge("role_load", "Servers that a role has work for.", ("role",))
+        self.headroom = gauge(
+            "headroom",
+            "How many times their load servers could do, as now and at best.",
+            ("split",),
+        )
+        self.balance = Enum(
+            "balance",
+            "What the last look at the roles came to.",
+            namespace=_NAMESPACE,
+            registry=self.registry,
+            states=("off", "failed", *HOLDS),
+        )
+
+    def balanced(self, policy: RoleBalance) -> None:
+        """Note a look at the roles."""
+        self.balance.state(policy.why)
+        for role, load in zip(HALVES, policy.loads, strict=True):
+            self.load.labels(role).set(load)
+        for split, times in zip(("now", "best"), policy.headrooms, strict=True):
+            self.headroom.labels(split).set(times)
+
     def decided(self, answer: Picked | Refused, seconds: float, is_retry: bool) -> None:
         """Count a decision."""
         self.seconds.observe(seconds)
         if isinstance(answer, Refused):
             self.refused.labels(answer.klass, str(answer.status)).inc()
             return
-        self.picks.labels(answer.by, "yes" if is_retry else "no").inc()
+        on = "" if answer.replica is None else answer.replica.record.computes_on
+        self.picks.labels(answer.by, "yes" if is_retry else "no", on).inc()
         held = answer.held
         for tier in ("device", "host", "nvme", "peer", "object"):
             self.tokens.labels(tier).inc(getattr(held, tier))

@@ -15,6 +15,7 @@ import grpc
 from aiohttp import web
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.route.balancer import Balancer
 from sglang_tiered.route.classes import Classes
 from sglang_tiered.route.ext_proc import (
     MAX_MESSAGE_BYTES,
@@ -72,6 +73,8 @@ class PickerService:
         tasks = [following, ended]
         if self._recorder is not None:
             tasks.append(asyncio.create_task(self._recorder.run()))
+        if config.with_balance:
+            tasks.append(asyncio.create_task(Balancer(self.fleet, self._numbers, config).run()))
         try:
             await self._listen(server, runner)
             await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)

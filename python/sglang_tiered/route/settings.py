@@ -7,14 +7,16 @@ from typing import Annotated
 import msgspec
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import DIRECTORY, FILE, ON_OFF, TIME, Flag, Kind, count, text
+from sglang_tiered.flags import DIRECTORY, FILE, ON_OFF, TIME, Flag, Kind, count, size, text
 
 __all__ = ["RouteConfig"]
 
-_PORT = count("N")
+_PORT = _COUNT = count("N")
 _SWITCH = Kind("", ON_OFF.parse)
 DEFAULT_PORT = 30000
 DEFAULT_PICK_S = 0.3
+MIN_COOLDOWN_S = 10.0
+"""Over so long servers count how busy they are."""
 
 
 class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +130,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--server-key-file",
             FILE,
             "File with the key that the servers want from an operator (`--admin-api-key`, or else "
-            "`--api-key`). They are sent one made of it, which opens `/tier/costs` alone.",
+            "`--api-key`). They are sent one made of it, which opens `/tier/costs` alone, and with "
+            "`--balance on` one for each order, which opens that alone.",
             default="none",
         ),
     ] = None
@@ -142,6 +145,48 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`0.3s`",
         ),
     ] = DEFAULT_PICK_S
+    with_balance: Annotated[
+        bool,
+        Flag(
+            "--balance",
+            ON_OFF,
+            "Whether servers change between prefill and decode as the load turns, one at a time "
+            "(`--enable-pd-role-switch`). Of several fronts only one may.",
+            default="`off`",
+        ),
+    ] = False
+    balance_cooldown_s: Annotated[
+        float,
+        Flag(
+            "--balance-cooldown",
+            TIME,
+            "Least time between two such changes; over so long load is measured.",
+            default="`60s`",
+        ),
+    ] = 60.0
+    balance_floor: Annotated[
+        int,
+        Flag("--balance-floor", _COUNT, "Servers that each role keeps at least.", default="1"),
+    ] = 1
+    balance_tpot_s: Annotated[
+        float,
+        Flag(
+            "--balance-tpot",
+            TIME,
+            "Time between two tokens at which a decode server has all that it can do.",
+            default="`0.1s`",
+        ),
+    ] = 0.1
+    balance_graph_memory: Annotated[
+        int,
+        Flag(
+            "--balance-graph-memory",
+            size("drop it to ask for none"),
+            "Memory that must be free on a device for decode's CUDA graphs, where a server that "
+            "began as prefill takes that role. With less it keeps its role, and is asked no more.",
+            default="none: a server whose graphs find no room decodes without them, slower",
+        ),
+    ] = 0
     drain_s: Annotated[
         float,
         Flag(
@@ -169,6 +214,21 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--pick-timeout {self.pick_s:g}s is no time to wait for a pick; choose one from "
                 "0.01s to 10s."
             )
+
+        if self.balance_cooldown_s < MIN_COOLDOWN_S or self.balance_floor < 1:
+            raise ConfigError(
+                f"--balance-cooldown must be {MIN_COOLDOWN_S:g}s or more, --balance-floor at "
+                "least 1."
+            )
+        if not 0.001 <= self.balance_tpot_s <= 10:
+            raise ConfigError(
+                f"--balance-tpot {self.balance_tpot_s:g}s is no time between two tokens; choose "
+                "one from 0.001s to 10s."
+            )
+        usual = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
+        of_balance = [name for name in usual if name.startswith("balance_")]
+        if not self.with_balance and any(getattr(self, one) != usual[one] for one in of_balance):
+            raise ConfigError("--balance-... is nothing without --balance on; pass it too.")
 
     @property
     def grpc_port(self) -> int:

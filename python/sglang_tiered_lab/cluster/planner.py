@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_tiered.policy.balance import decode_rate, headroom_of, largest_batch
 from sglang_tiered_lab.trace.cluster.plan import Member, Plan
 from sglang_tiered_lab.trace.cluster.simulation import run_cluster
 
@@ -187,10 +188,10 @@ class Planner:
                 seconds += kind.hardware.prefill_s(request.input_tokens - before, before)
             new_s[kind.name] = seconds / len(requests)
             fixed, per_request, per_token = kind.step_s
-            each_s = per_request + per_token * mean_context
+            prices = fixed, per_request + per_token * mean_context
             fits = kind.kv_tokens / (mean_context + mean_output / 2)
-            batch = max(0.0, min(fits, (plan.tpot_s - fixed) / each_s))
-            decoded[kind.name] = batch / (fixed + batch * each_s) / mean_output
+            batch = largest_batch(prices, fits, plan.tpot_s)
+            decoded[kind.name] = decode_rate(prices, batch) / mean_output
         spare: dict[Split, float] = {}
         for split in self.candidates:
             if split is None:
@@ -198,7 +199,7 @@ class Planner:
             pairs = list(zip(self.fleet.counts, split, strict=True))
             prefills = sum(number / new_s[kind.name] for (kind, _), number in pairs)
             decodes = sum((count - number) * decoded[kind.name] for (kind, count), number in pairs)
-            spare[split] = min(prefills, decodes) / rate
+            spare[split] = headroom_of((prefills, decodes), (rate, rate))
         return spare
 
 

@@ -14,6 +14,7 @@ from sglang_tiered.policy.routing import Held
 from sglang_tiered.policy.server_costs import Room
 from sglang_tiered.policy.shedding import RequestClass
 from sglang_tiered.route.fleet import Fleet, Member, Replica
+from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
@@ -43,12 +44,19 @@ class World:
         self.fleet = Fleet(Source(str(file)), clock=self.clock)
         self.picker = Picker(self.fleet, clock=self.clock, draw=lambda: 0.0)
 
-    def add(self, *, num_ranks: int = 1, is_priced: bool = True, **more: Any) -> Member:
+    def add(
+        self,
+        *,
+        num_ranks: int = 1,
+        is_priced: bool = True,
+        costs: CostModel = MODEL,
+        **more: Any,
+    ) -> Member:
         number = len(self.fleet.members) + 1
         member = Member(f"http://192.0.2.{number}:30000", f"192.0.2.{number}:30000")
         if is_priced:
             for rank in range(num_ranks):
-                record = record_of(MODEL, **{"rank": rank, **more})
+                record = record_of(costs, **{"rank": rank, **more})
                 place = self.fleet.view.add(record, self.clock())
                 member.replicas[rank] = Replica(member, record, place)
                 member.role, member.bootstrap_port = record.role, record.bootstrap_port
@@ -88,6 +96,25 @@ def test_a_long_queue_outweighs_pages(world: World) -> None:
     prompt = prompt_of()
     world.fleet.index.store(busy.replicas[0].place, DEVICE, prompt.keys(PAGE))
     assert world.pick(prompt).targets[0] is idle
+
+
+def test_cpu_server_is_taken_by_price_alone(world: World) -> None:
+    """As any server, where waiting for the fast ones takes longer; and counted."""
+    slow = CostModel(
+        page_tokens=PAGE,
+        bytes_per_token=1000,
+        prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
+    )
+    gpu = world.add(queue_wait_s=5.0, computes_on="cuda")
+    cpu = world.add(costs=slow, computes_on="cpu")
+    numbers = Numbers()
+    for num_tokens, expected in ((4 * PAGE, cpu), (20 * PAGE, gpu)):
+        picked = world.pick(prompt_of(num_tokens))
+        assert picked.targets[0] is expected
+        numbers.decided(picked, 0.001, is_retry=False)
+    for name in ("cpu", "cuda"):
+        labels = {"by": "cost", "retry": "no", "computes_on": name}
+        assert numbers.registry.get_sample_value("sglang_tiered_route_picks_total", labels) == 1
 
 
 def test_siblings_follow_before_any_event(world: World) -> None:

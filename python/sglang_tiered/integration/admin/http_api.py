@@ -1,5 +1,6 @@
 """The endpoints of the tiers in SGLang's HTTP server: routes, JSON and statuses alone. Their API
-keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else.
+keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else
+(``keys``).
 
 A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
 ``docs/openapi.json`` describes all of it; ``scripts/write_openapi.py`` writes that file.

@@ -1,24 +1,61 @@
-"""The key that opens ``GET /tier/costs`` alone: it is made of the operator's."""
+"""Keys that open one call alone, made of the operator's: of ``GET /tier/costs``, and of one order
+by ``POST /pd_role_switch``, which each process of a server takes once."""
 
 from __future__ import annotations
 
 import hmac
+import re
+import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.policy.server_costs import costs_key
+from sglang_tiered.policy.server_costs import COSTS_CALL, SWITCH_CALL, costs_key, switch_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["around_auth"]
+__all__ = ["around_auth", "ordered_role", "take_orders"]
+
+
+class _Orders:
+    """``taken``: keys that were used."""
+
+    boot = ""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+
+_orders = _Orders()
+_ORDER = re.compile(r"Bearer (prefill|decode)\.([0-9]{1,12})\.[0-9a-f]{64}")
+
+
+def take_orders(boot: str) -> None:
+    """Have this process take keys for orders to this start of its server."""
+    _orders.boot = boot
 
 
 def around_auth(decide: Callable[..., Any], **told: Any) -> Any:
-    """Wrap SGLang's ``decide_request_auth``: for the costs a key that is made of the operator's is
-    as good as that."""
+    """Wrap SGLang's ``decide_request_auth``: for its call a key that is made of the operator's is
+    as good as that. It does not see the role that is asked for: ``around_switch`` does."""
     operator = told["admin_api_key"] or told["api_key"]
-    if operator and (told["method"], told["path"]) == ("GET", "/tier/costs"):
-        given = (told["authorization_header"] or "").encode("utf-8", "surrogateescape")
-        if hmac.compare_digest(given, f"Bearer {costs_key(operator)}".encode()):
-            told["authorization_header"] = f"Bearer {operator}"
+    given = told["authorization_header"] or ""
+    call, wanted = f"{told['method']} {told['path']}", ""
+    if operator and call == COSTS_CALL:
+        wanted = costs_key(operator)
+    elif operator and call == SWITCH_CALL and (order := _ORDER.fullmatch(given)):
+        role, until_s = order[1], int(order[2])
+        if time.time() < until_s and _orders.boot and given not in _orders.taken:
+            wanted = switch_key(operator, _orders.boot, role, until_s)
+    if wanted and hmac.compare_digest(
+        given.encode("utf-8", "surrogateescape"), f"Bearer {wanted}".encode()
+    ):
+        told["authorization_header"] = f"Bearer {operator}"
+        if call == SWITCH_CALL:
+            _orders.taken.add(given)
     return decide(**told)
+
+
+def ordered_role(headers: Mapping[str, str]) -> str:
+    """Return the role that the key of a request to switch is for; nothing for an operator's."""
+    order = _ORDER.fullmatch(headers.get("authorization", ""))
+    return order[1] if order else ""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_tiered.integration.admin.keys import ordered_role
+from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["NOT_IDLE", "around_switch", "is_draining"]
-
-NOT_IDLE = "instance is not idle"
-"""Begins SGLang's refusal for requests, and ours for what is not stored yet."""
+__all__ = ["around_switch", "is_draining"]
 
 TOLD_S = 1.5
 """After that every picker knows: it asks each of many servers a second after the last answer."""
@@ -40,12 +40,15 @@ async def around_switch(
     """Switch once the server is empty. What can never be is refused at once, as SGLang does."""
     asked = msgspec.structs.replace(message, prepare_only=True)
     answer = await original(manager, asked, request)
+    if request is not None and ordered_role(request.headers) not in ("", message.new_role):
+        answer.success, answer.message = False, "the key is one for another role"
+        return answer
     if message.prepare_only or answer.old_role == answer.new_role:
         return answer
     if not answer.success and NOT_IDLE not in answer.message:
         return answer
     if getattr(manager, _DRAINS, False):
-        answer.success, answer.message = False, "another role switch is already in progress"
+        answer.success, answer.message = False, IN_PROGRESS
         return answer
     until = time.monotonic() + DRAINED_S
     setattr(manager, _DRAINS, True)

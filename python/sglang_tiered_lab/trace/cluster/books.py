@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from sglang_tiered.policy.routing import ServerState
+    from sglang_tiered.policy.server_costs import RankCosts
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
 __all__ = ["Books", "Knowledge"]
@@ -208,7 +209,7 @@ class Books:
         state = self.told.states[server]
         state.slowdown = 1.0
         state.sent.clear()
-        self.told.report(server, self._reporters[server].take(now_s), now_s)
+        self.told.report(server, self.record(server, now_s), now_s)
 
     # ---- Requests ----
 
@@ -273,11 +274,15 @@ class Books:
             _, _, units, bits, is_added = late.popleft()
             self._apply(self.view, units, bits, is_added)
 
+    def record(self, server: int, now_s: float) -> RankCosts:
+        """Return what a server says now."""
+        return self._reporters[server].take(now_s)
+
     def report(self, now_s: float) -> None:
         """Take in what all servers say now."""
         for number, server in enumerate(self._servers):
             if server.is_live:
-                self.told.report(number, self._reporters[number].take(now_s), now_s)
+                self.told.report(number, self.record(number, now_s), now_s)
                 decode = self.told.decode_states[number]
                 # What is on its way there no record has.
                 decode.num_running += self._num_coming[number]
@@ -289,5 +294,5 @@ class Books:
         fresh.states = [dataclasses.replace(state, sent=[]) for state in self.told.states]
         fresh.decode_states = [dataclasses.replace(state) for state in self.told.decode_states]
         for number in among:
-            fresh.report(number, self._reporters[number].take(now_s), now_s)
+            fresh.report(number, self.record(number, now_s), now_s)
         return fresh.states

@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser, real: Callable[[str], float])
     what.add_argument(
         "--change", metavar="S:WHAT:SERVER,...", default="", help="die, drain or join at S seconds"
     )
+    what.add_argument(
+        "--balance",
+        metavar="S",
+        type=real,
+        help="roles follow the load, S seconds between switches",
+    )
     what.add_argument("--seed", metavar="N", type=int, default=0)
     knows = parser.add_argument_group("what the router knows")
     knows.add_argument("--lag", metavar="S", type=real, default=0.0, help="of events")
@@ -189,6 +195,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ConfigError("--price-factor and --max-waiting must be greater than zero.")
     if options.price_noise > MAX_NOISE:
         raise ConfigError(f"--price-noise {options.price_noise:g} is more than {MAX_NOISE}.")
+    if options.balance is not None and (not options.balance or members[0].role == "both"):
+        raise ConfigError("--balance wants seconds above zero, and a --fleet of both roles.")
     return Plan(
         members=members,
         policy="in-turn",
@@ -219,6 +227,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             charge=options.charge,
         ),
         changes=_changes(options.change, len(members)),
+        cooldown_s=options.balance,
         seed=options.seed,
     )
 

@@ -34,6 +34,7 @@ class Outcome:
         self.prompt_tokens = 0
         self.outside_s = [member.kind.outside_s for member in plan.members]
         self.num_shed = self.num_falsely_shed = self.num_restarted = 0
+        self.switches: list[tuple[float, int, str]] = []  # when a server took which role
         self.last_arrival_s = self.wall_s = 0.0
         self.busy = self.max_over_mean = 0.0
 
@@ -155,6 +156,7 @@ class Outcome:
             "shed": self.num_shed,
             "falsely_shed": self.num_falsely_shed,
             "restarted": self.num_restarted,
+            "switches": self.switches,
             "goodput_by_class": [
                 float(np.mean(good[self.priority == number]))
                 for number in range(len(self.plan.classes))

@@ -37,7 +37,9 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run. Times of requests are divided by ``speed``. ``classes`` are shares of the
-    conversations, the most important first; ``tiers`` are those that servers have."""
+    conversations, the most important first; ``tiers`` are those that servers have.
+    ``cooldown_s`` is the least time between two servers that change their roles; without it they
+    keep them."""
 
     members: Sequence[Member]
     policy: str
@@ -52,4 +54,5 @@ class Plan:
     knowledge: Knowledge = field(default_factory=Knowledge)
     tuning: Tuning = field(default_factory=Tuning)
     changes: Sequence[Change] = ()
+    cooldown_s: float | None = None
     seed: int = 0

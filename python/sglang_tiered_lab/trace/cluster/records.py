@@ -62,7 +62,9 @@ class Reporter:
             busy=server.busy_share(),
             ahead_tokens=server.ahead(),
             waiting=Waiting(len(server.waiting), server.waiting_tokens),
-            decode=DecodeLoad(len(server.decoding), MAX_REQUESTS, server.moments),
+            decode=DecodeLoad(
+                len(server.decoding), MAX_REQUESTS, server.moments, server.used_tokens
+            ),
             device=Room(server.held_tokens, server.kv_tokens),
             host=Room(server.tiers[1].tokens, server.tiers[1].capacity_tokens),
         )

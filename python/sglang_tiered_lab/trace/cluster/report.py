@@ -84,6 +84,14 @@ def print_outcomes(
     moved_names = ("from host", "NVMe", "peers", "bucket", "handed over")
     header = ("prompt tokens", "load", "hit", *TIERS, *moved_names)
     print_table((*header, "requests/s simulated"), rows, left=1)
+    for load, outcome in found:
+        moves = ", ".join(
+            f"{number} {role} at {at_s:,.0f} s" for at_s, number, role in outcome.switches
+        )
+        if outcome.plan.cooldown_s is not None:
+            print_lines(
+                ["", f"{outcome.plan.policy} at load {load:g}, roles taken: {moves or '-'}"]
+            )
     print_lines(["", f"{wall_s:,.1f} s of wall time; peak memory {format_bytes(peak_bytes)}"])
 
 

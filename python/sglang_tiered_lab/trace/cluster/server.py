@@ -549,6 +549,17 @@ class Server:
         page = self.kind.page_tokens
         return (-(-tokens // page) + 1) * page
 
+    def switch(self, role: str) -> list[list[int]]:
+        """Take another role, when idle: memory is emptied, NVMe is not. Returns by tier the blocks
+        that left."""
+        device, host, nvme = self.tiers
+        gone: list[list[int]] = [list(device.units), list(host.units), []]
+        self._begin_empty()
+        self.tiers = (*self.tiers[:2], nvme)
+        self.role = role
+        self.version += 1
+        return gone
+
     def die(self) -> list[Job]:
         """End everything, pages included; returns the jobs that were there, with what they have
         generated."""

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.policy.balance import LOOK_S, RoleBalance
 from sglang_tiered_lab.trace.cluster.books import Books
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change
@@ -20,6 +21,7 @@ from sglang_tiered_lab.trace.replay.copies import mix
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sglang_tiered.policy.balance import RoleSwitch
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.replay.server import Request
@@ -28,6 +30,10 @@ __all__ = ["Simulation", "run_cluster"]
 
 
 _SERVER, _HANDED, _CHANGE, _TIMER = range(4)
+
+SWITCHES_S, DRAINED_S = 3.0, 120.0
+"""What a switch takes once its server is idle, as measured; and for how long it waits to be idle.
+"""
 
 
 class Simulation:
@@ -91,6 +97,13 @@ class Simulation:
             self._push(0.0, _TIMER, (plan.knowledge.report_s, self.books.report))
         if self.router.poll_s:
             self._push(0.0, _TIMER, (self.router.poll_s, self._poll))
+        self._balance: RoleBalance | None = None
+        self._closed: set[int] = set()  # by a change, which no switch undoes
+        self._switch: RoleSwitch | None = None
+        self._ordered_s = self._busy_s = 0.0
+        if plan.cooldown_s is not None:
+            self._balance = RoleBalance(cooldown_s=plan.cooldown_s, floor=1, tpot_s=plan.tpot_s)
+            self._push(0.0, _TIMER, (LOOK_S, self._look_at_roles))
         self._last_arrival_s = 0.0
         self._refresh()
 
@@ -327,11 +340,42 @@ class Simulation:
         if change.what == "join":
             server.is_live = server.is_open = True
             server.last_s = now_s
+            self._closed.discard(server.number)
         else:
             server.is_open = False
+            self._closed.add(server.number)
         self._refresh()
         if change.what == "die" and server.is_live:
             self._die(server, now_s)
+
+    # ---- Roles ----
+
+    def _look_at_roles(self, now_s: float) -> None:
+        """Order a switch, or see how far the last one is: its server drains, and then switches."""
+        assert self._balance is not None
+        if self._switch is None:
+            ours = [one.number for one in self.servers if one.is_open]
+            told = {str(one): [self.books.record(one, now_s)] for one in ours}
+            self._switch = self._balance.look(now_s, told)
+            if self._switch is not None:
+                self._ordered_s = self._busy_s = now_s
+                self.servers[int(self._switch.server)].is_open = False
+                self._refresh()
+            return
+        server = self.servers[int(self._switch.server)]
+        if self.books.num_requests[server.number]:
+            self._busy_s = now_s
+        switched = server.is_live and now_s - self._busy_s >= SWITCHES_S
+        if switched:
+            gone = server.switch(self._switch.role)
+            self.books.stored(server.number, (), gone, now_s, (), bucket=False)
+            self.router.died(server.number)
+            self.outcome.switches.append((now_s, server.number, server.role))
+        if switched or not server.is_live or now_s - self._ordered_s >= DRAINED_S:
+            server.is_open = server.is_live and server.number not in self._closed
+            self._refresh()
+            self._balance.ended(self._switch, now_s, switched=switched, again=server.is_live)
+            self._switch = None
 
     def _die(self, server: Server, now_s: float) -> None:
         number = server.number

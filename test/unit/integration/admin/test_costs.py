@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from starlette.requests import Request
@@ -52,7 +53,9 @@ class Server:
             max_running_requests=8,
             max_total_num_tokens=4096,
             decode_moment_totals=[0.0] * 6,
-            server_args=SimpleNamespace(disaggregation_bootstrap_port=8998),
+            server_args=SimpleNamespace(
+                disaggregation_bootstrap_port=8998, num_reserved_decode_tokens=512, device="cpu"
+            ),
             **more,
         )
         self.publisher = CostPublisher(
@@ -92,7 +95,7 @@ def test_record_tells_what_the_planner_believes(server: Server) -> None:
     planner.arrives("r", num_held=0, num_new=700, num_before=64, num_ahead=0)
     request = SimpleNamespace(seqlen=900, extend_end=300)
     server.scheduler.waiting_queue, server.scheduler.chunked_req = ["r"], request
-    server.scheduler.running_batch.reqs = ["a", "b"]
+    server.scheduler.running_batch.reqs = [SimpleNamespace(), SimpleNamespace()]
     server.num_used = 77
     server.cache.tiering.prefill_begins([(300, 0)], server.now)
     record = server.read()
@@ -112,7 +115,9 @@ def test_record_tells_what_the_planner_believes(server: Server) -> None:
     first_s = costs.prefill.prices[0] + costs.prefill.seconds(300, 0)
     rest_s = costs.prefill.seconds(600, 300)
     assert record.running_prefill_s == pytest.approx(first_s + rest_s)
-    assert (record.decode.requests, record.device.held_tokens) == (2, 77)
+    assert (record.decode.requests, record.decode.tokens) == (2, None)
+    assert record.device.held_tokens == 77
+    assert record.computes_on == "cpu"
     asked = {"num_held": 256, "num_new": 700, "num_before": 0, "queue_wait_s": 0.1}
     assert record.cost_model().plan(**asked) == costs.plan(**asked)
 
@@ -165,7 +170,7 @@ def test_long_batch_is_told_before_it_runs(server: Server) -> None:
 
 
 def test_scheduler_at_rest_shows_no_work(server: Server) -> None:
-    server.scheduler.running_batch.reqs = ["a"]
+    server.scheduler.running_batch.reqs = [SimpleNamespace()]
     server.publisher.publish_if_due()
     server.now += 0.001
     server.publisher.rests()
@@ -215,7 +220,7 @@ def test_first_machine_counts_the_replicas_that_tell(
 def test_failed_record_never_stops_the_scheduler(
     server: Server, lacks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.scheduler.running_batch.reqs = ["a"]
+    server.scheduler.running_batch.reqs = [SimpleNamespace()]
     server.publisher.publish_if_due()
     setattr(server.scheduler, lacks, None)
     for _ in range(3):
@@ -228,18 +233,31 @@ def test_failed_record_never_stops_the_scheduler(
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_role_decides_what_waits(cache: Any, mode: str) -> None:
+def test_role_decides_what_counts(cache: Any, mode: str) -> None:
     queues = {
         "disagg_prefill_bootstrap_queue": SimpleNamespace(queue=[1]),
         "disagg_decode_prealloc_queue": SimpleNamespace(queue=[1, 2]),
         "disagg_decode_transfer_queue": SimpleNamespace(queue=[1, 2, 3]),
     }
+    # Whoever asked each of its requests would take longer with each.
+    batch = SimpleNamespace(reqs=[None, None], seq_lens_cpu=torch.tensor([30, 12]))
     with CostBoard.create(1) as board:
         server = Server(cache, board, **queues)
         server.scheduler.disaggregation_mode.value = mode
+        server.scheduler.running_batch = batch
+        server.num_used = 100
         record = server.publisher.take()
+        server.num_used = 35
+        shared = server.publisher.take().decode.tokens
+        assert shared == (35 + 2 * 512 if mode == "decode" else None), "a prefix is held once"
+        batch.seq_lens_cpu = None
+        assert server.publisher.take().decode.tokens is None, "lengths are on the device"
+        batch.reqs = []
+        idle = {"prefill": None, "decode": 0}[mode]
+        assert server.publisher.take().decode.tokens == idle
     assert record.role == mode
     assert record.waiting.requests == {"prefill": 1, "decode": 5}[mode]
+    assert record.decode.tokens == {"prefill": None, "decode": 42 + 2 * 512}[mode]
     assert record.bootstrap_port == {"prefill": 8998, "decode": None}[mode]
 
 

@@ -12,7 +12,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
-from sglang_tiered.integration.admin.role_switch import NOT_IDLE, around_switch, is_draining
+from sglang_tiered.integration.admin.role_switch import around_switch, is_draining
+from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,13 +126,24 @@ def test_role_that_it_has_drains_nothing() -> None:
     assert server.asked == [(True, False)]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_key_for_one_role_orders_no_other(role: str) -> None:
+    server = Server("ok")
+    key = switch_key("own", "00" * 16, role, 1 << 31)
+    request = SimpleNamespace(headers={"authorization": f"Bearer {key}"})
+    answer = asyncio.run(around_switch(server.switch, server, DECODE, request))
+    assert answer.success is (role == "decode")
+    assert [prepares for prepares, _ in server.asked] == [True, False][: 1 + answer.success]
+    assert not is_draining(server)
+
+
 def test_preparing_drains_nothing() -> None:
     server = Server("ok", running=1)
     assert server.ask(PdRoleSwitchReqInput(new_role="decode", prepare_only=True)).success
     assert server.asked == [(True, False)]
 
 
-def test_sglang_says_not_idle_in_these_words() -> None:
+def test_sglang_refuses_for_now_in_these_words() -> None:
     """By which a refusal that ends is told from one that does not."""
     scheduler: Any = SimpleNamespace(
         disaggregation_mode=DisaggregationMode.PREFILL,
@@ -141,3 +153,5 @@ def test_sglang_says_not_idle_in_these_words() -> None:
         is_fully_idle=lambda: False,
     )
     assert of_sglang.handle_pd_role_switch(scheduler, DECODE).message.startswith(NOT_IDLE)
+    scheduler._pd_role_switch_in_progress = True
+    assert of_sglang.handle_pd_role_switch(scheduler, DECODE).message == IN_PROGRESS

@@ -54,9 +54,25 @@ def test_mixed_hardware_and_changes_run(trace: Path, capsys: pytest.CaptureFixtu
     assert "2:h200:prefill,1:a100:prefill,2:2xh100:decode" in capsys.readouterr().out
 
 
+def test_roles_that_follow_the_load_are_told(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    words = ["--fleet", "1:h100:prefill,3:h100:decode", "--policy", "cost", "--stretch", "0.05"]
+    words += ["--replicate", "32", "--balance", "2", "--json", str(file)]
+    assert main(["replay", str(trace), "--cluster", *words]) == 0
+    (run,) = json.loads(file.read_text())["raw"]["runs"]
+    at_s, number, role = run["switches"][0]
+    assert (
+        f"cost at load 1, roles taken: {number} {role} at {at_s:.0f} s" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("--balance", "5"), "a --fleet of both roles"),
+        (("--balance", "0", "--fleet", "1:h100:prefill,1:h100:decode"), "seconds above zero"),
         (("--fleet", "4xh100"), "is no group of servers"),
         (("--fleet", "4:b200"), "is no hardware"),
         (("--fleet", "4:h100:prefill"), "needs servers of both roles"),

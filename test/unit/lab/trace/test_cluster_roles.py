@@ -1,0 +1,157 @@
+"""Servers that change their roles while the load turns: at too much of it more requests in time
+than any fixed split serves, nobody lost, and what NVMe holds kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from sglang_tiered_lab.trace.cluster import simulation
+from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
+from sglang_tiered_lab.trace.cluster.profiles import load_profiles
+from sglang_tiered_lab.trace.cluster.residency import DEVICE, HOST, NVME
+from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
+from sglang_tiered_lab.trace.replay.server import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sglang_tiered_lab.trace.cluster.outcome import Outcome
+
+KIND = load_profiles().kind("h100", "llama-3.1-8b")
+BLOCK, BLOCKS_A_UNIT = 512, 4
+UNIT = BLOCK * BLOCKS_A_UNIT
+NUM_SERVERS, NUM_REQUESTS, SPEED, COOLDOWN_S = 6, 1200, 2.0, 20.0
+
+
+def plan(num_prefill: int, **more: object) -> Plan:
+    roles = ["prefill"] * num_prefill + ["decode"] * (NUM_SERVERS - num_prefill)
+    members = [Member(kind=KIND, role=role) for role in roles]
+    more = {"speed": SPEED, **more}
+    return Plan(members=members, policy="cost", unit_tokens=UNIT, **more)  # type: ignore[arg-type]
+
+
+def turning(path: Path) -> list[Request]:
+    """Answers are half as long at first, then twice as long to half of the prompt: prefill has
+    twice as much to do as decode, then decode as prefill."""
+    made = []
+    with path.open() as file:
+        for number, line in enumerate(itertools.islice(file, NUM_REQUESTS)):
+            row = json.loads(line)
+            tokens, answer = row["input_length"], max(1, row["output_length"] // 2)
+            if number >= NUM_REQUESTS // 2:
+                tokens, answer = max(1, tokens // 2), 2 * row["output_length"]
+            blocks = row["hash_ids"][: -(-tokens // BLOCK)]
+            units = blocks[BLOCKS_A_UNIT - 1 :: BLOCKS_A_UNIT]
+            if len(blocks) % BLOCKS_A_UNIT:
+                units.append(blocks[-1])
+            made.append(Request(row["timestamp"] / 1000, tokens, answer, units, False))
+    return made
+
+
+def gaps(outcome: Outcome) -> list[float]:
+    """Between roles that were taken, and before the first."""
+    times = [0.0, *(at_s for at_s, _, _ in outcome.switches)]
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize(("speed", "fixed", "moved"), [(2.0, 0.48, 0.74), (1.5, 0.89, 0.885)])
+def test_roles_follow_a_trace_that_turns(
+    published: Callable[[str], Path], speed: float, fixed: float, moved: float
+) -> None:
+    """As ``docs/cluster.md`` says."""
+    requests = turning(published("conversation"))
+    splits = range(1, NUM_SERVERS)
+    runs = {number: run_cluster(plan(number, speed=speed), requests) for number in splits}
+    best = max(runs, key=lambda number: runs[number].goodput)
+    assert runs[best].goodput == pytest.approx(fixed, abs=0.02)
+    run = run_cluster(plan(best, speed=speed, cooldown_s=COOLDOWN_S), requests)
+    assert run.goodput == pytest.approx(moved, abs=0.02)
+    assert run.num_shed == 0 and not np.isnan(run.done_s).any()
+    assert [role for _, _, role in run.switches] == ["decode"]
+    assert all(gap >= COOLDOWN_S for gap in gaps(run))
+
+
+# ---- What a switch does ----
+
+
+def crowd(count: int, prompt: int, answer: int, every_s: float) -> list[Request]:
+    """Prompts of units, each with an equal one long after it."""
+    return [
+        Request(
+            every_s * n,
+            prompt * UNIT,
+            answer,
+            range(1000 * (n % 100), 1000 * (n % 100) + prompt),
+            n >= 100,
+        )
+        for n in range(count)
+    ]
+
+
+PROMPTS = crowd(300, prompt=8, answer=8, every_s=0.4)
+"""Nearly twice what one server prefills in time."""
+
+
+@pytest.mark.parametrize("policy", ["cost", "cache-aware", "in-turn"])
+def test_a_switch_loses_nobody(policy: str) -> None:
+    run = Simulation(
+        dataclasses.replace(plan(1, cooldown_s=10.0, speed=1.0), policy=policy), PROMPTS
+    )
+    outcome = run.run()
+    assert outcome.switches and {role for _, _, role in outcome.switches} == {"prefill"}
+    assert all(gap >= 10.0 for gap in gaps(outcome))
+    assert not np.isnan(outcome.done_s).any()
+    assert not any(run.books.num_requests)
+    switched = outcome.switches[0][1]
+    assert run.servers[switched].computed_tokens > 0, "it prefills now"
+
+
+def test_a_switch_empties_memory_and_keeps_nvme() -> None:
+    run = Simulation(plan(3, speed=1.0), PROMPTS[:20])
+    run.run()
+    server = run.servers[0]
+    held = set(server.tiers[NVME].units)
+    gone = server.switch("decode")
+    assert held and set(gone[DEVICE]) <= held
+    assert not server.tiers[DEVICE].units and not list(server.tiers[HOST].units)
+    assert set(server.tiers[NVME].units) == held
+    assert server.role == "decode"
+
+
+def test_a_server_that_never_rests_keeps_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer lasts longer than the drain: the server serves on, and the next one is asked."""
+    monkeypatch.setattr(simulation, "DRAINED_S", 8.0)
+    answers = [Request(0.0, UNIT, 10_000, [-number], False) for number in range(20)]
+    run = Simulation(plan(1, cooldown_s=4.0, speed=1.0), [*answers, *PROMPTS])
+    asked = []
+    refresh = run._refresh
+
+    def note() -> None:
+        asked.append([one.number for one in run.servers if not one.is_open])
+        refresh()
+
+    monkeypatch.setattr(run, "_refresh", note)
+    outcome = run.run()
+    assert not outcome.switches
+    drained = [closed for closed in asked if closed]
+    assert len(drained) >= 4 and {len(closed) for closed in drained} == {1}
+    assert len({closed[0] for closed in drained[:4]}) == 4, "no server twice before the others"
+    assert not np.isnan(outcome.done_s).any()
+
+
+def test_a_death_ends_a_switch() -> None:
+    """Of a server that drains: whoever is left is measured anew, and one of them is asked."""
+    number = run_cluster(plan(1, cooldown_s=10.0, speed=1.0), PROMPTS).switches[0][1]
+    changes = [Change(at_s=12.0, what="die", server=number)]
+    run = Simulation(plan(1, cooldown_s=10.0, speed=1.0, changes=changes), PROMPTS)
+    outcome = run.run()
+    assert not run.servers[number].is_open
+    assert outcome.switches and number not in {server for _, server, _ in outcome.switches}
+    assert not np.isnan(outcome.done_s).any()
