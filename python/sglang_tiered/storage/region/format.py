@@ -161,11 +161,28 @@ class Contents(NamedTuple):
         lengths = _padded_lengths(self.pages)
         before = np.cumsum(lengths) - lengths
         first_page = np.cumsum(num_pages) - num_pages
-        fixed = _EXTENT.size + CHECKSUM_BYTES
-        headers = -(-(fixed + num_pages * PAGE_DTYPE.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
-        payload = self.extents["offset"].astype(np.int64) + headers
+        payload = self._payload_offsets()
         shift: npt.NDArray[np.int64] = np.repeat(payload - before[first_page], num_pages)
         return before + shift
+
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Return where each extent ends."""
+        return self._payload_offsets() + self.payload_bytes()
+
+    @property
+    def end(self) -> int:
+        """Return where the last extent ends; without one, where the first will begin."""
+        if not len(self.extents):
+            return BLOCK_BYTES
+        offset, number = (int(self.extents[-1][name]) for name in ("offset", "num_pages"))
+        return Extent(offset, b"", self.pages[len(self.pages) - number :]).end
+
+    def _payload_offsets(self) -> npt.NDArray[np.int64]:
+        num_pages = self.extents["num_pages"].astype(np.int64)
+        fixed = _EXTENT.size + CHECKSUM_BYTES
+        headers = -(-(fixed + num_pages * PAGE_DTYPE.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
+        offsets: npt.NDArray[np.int64] = self.extents["offset"].astype(np.int64) + headers
+        return offsets
 
     def of_namespace(self, namespace: bytes) -> npt.NDArray[np.bool_]:
         """Return which extents were stored under the namespace."""

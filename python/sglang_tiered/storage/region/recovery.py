@@ -49,7 +49,6 @@ from sglang_tiered.storage.region.format import (
     Contents,
     newer_format,
     other_version,
-    padded,
     parse_region_name,
     region_name,
     unpack_checkpoint,
@@ -59,10 +58,8 @@ from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
     UNREADABLE_ERRNOS,
+    RegionScan,
     persist,
-    read_footer,
-    read_run,
-    walk,
 )
 from sglang_tiered.storage.region.writer import write_footer
 
@@ -268,15 +265,12 @@ class _Recovery:
             return
         item = None
         try:
-            block = aligned_buffer(BLOCK_BYTES)
-            try:
-                is_whole = read_run(device, fd, block, 0)
-            except OSError as error:
-                if error.errno not in UNREADABLE_ERRNOS:
-                    raise
-                self.unread[sequence] = error
+            scan = RegionScan(device, fd, BLOCK_BYTES)
+            block = scan.read(0, aligned_buffer(BLOCK_BYTES))
+            if scan.error is not None:
+                self.unread[sequence] = scan.error
                 return
-            if not is_whole:
+            if block is None:
                 self._discard(sequence)
                 return
             version = other_version(block)
@@ -352,22 +346,16 @@ class _Recovery:
         """Read the footer of a region, or find its extents without one. Several threads at
         once."""
         region = item.region
-        try:
-            item.contents = read_footer(self.device, region)
-        except OSError as error:
-            if error.errno not in UNREADABLE_ERRNOS:
-                raise
-            item.error = error
-        if item.contents is not None:
-            return item
-        # The checkpoint speaks of the file as we left it, not of one that was cut since.
-        intact = self.device.is_intact(region.fd, region.nbytes)
-        extents, failure = walk(self.device, region, region.durable_tail if intact else 0)
-        item.error = item.error or failure
-        item.is_walked = True
-        if extents:
-            region.tail = extents[-1].end
-            item.contents = Contents.of(extents)
+        scan = RegionScan(self.device, region.fd, region.nbytes, region.nonce)
+        item.contents = scan.footer()
+        if item.contents is None:
+            # The checkpoint speaks of the file as we left it, not of one that was cut since.
+            intact = self.device.is_intact(region.fd, region.nbytes)
+            item.is_walked = True
+            contents = scan.walk(region.durable_tail if intact else 0)
+            if len(contents.extents):
+                region.tail, item.contents = contents.end, contents
+        item.error = scan.error
         return item
 
     def _seal(self, item: _Found, contents: Contents) -> None:
@@ -400,7 +388,7 @@ class _Recovery:
         regions.add(region)
         pages, offsets = contents.pages, contents.page_offsets()
         if len(pages):
-            region.published_tail = int(offsets[-1]) + padded(int(pages["length"][-1]))
+            region.published_tail = contents.end
         # A killed process may have left what it wrote in a cache: the next sync covers it.
         region.dirty = region.durable_tail < region.published_tail
         ours = np.repeat(contents.of_namespace(self.namespace), num_pages)

@@ -136,17 +136,11 @@ def _is_bucket(directory: Path) -> bool:
 
 
 def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
-    if name == "stat":
-        from sglang_tiered.tools.store.bucket_stat import run
-    elif name == "verify":
-        from sglang_tiered.tools.store.bucket_verify import run
-    elif name == "gc":
-        from sglang_tiered.tools.store.bucket_gc import run
-    else:
-        raise ConfigError(
-            f"{name} is for a directory of the NVMe tier; a URL has stat, verify, gc."
-        )
-    return run
+    if name == "dump":
+        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
+    from sglang_tiered.tools.store import bucket
+
+    return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:

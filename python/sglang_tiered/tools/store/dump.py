@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sglang_tiered.tools.store.inspection import RegionView
+    from sglang_tiered.tools.store.scan import RegionView
     from sglang_tiered.tools.store.target import Target
 
 __all__ = ["run"]

@@ -34,11 +34,10 @@ from sglang_tiered.storage.region.files import (
     is_tier_temporary,
 )
 from sglang_tiered.storage.region.format import FORMAT_VERSION
-from sglang_tiered.tools.store.holder import Holder
-from sglang_tiered.tools.store.report import MAX_LISTED, describe, holder_json
+from sglang_tiered.tools.store.report import describe, finish, holder_json, listed
 from sglang_tiered.tools.store.scan import ShardReader, identities, totals
-from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import print_lines, print_table, printable, write_json
+from sglang_tiered.tools.store.target import Holder, resolve
+from sglang_tiered.tools.terminal import print_lines, print_table, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.erase_log import Erased
-    from sglang_tiered.tools.store.inspection import RegionView
+    from sglang_tiered.tools.store.scan import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
 __all__ = ["run"]
@@ -98,10 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = _make_plan(target, arguments.keep_namespace, arguments.jobs, owned=arguments.delete)
         failed = _delete(target, plan, locks) if arguments.delete else {}
     report = _report(target, plan, failed, deleted=arguments.delete)
-    if arguments.json:
-        write_json(report)
-    else:
-        _show(target, report)
+    finish(arguments, report, lambda report: _show(target, report))
     return 1 if failed else 0
 
 
@@ -324,10 +320,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
             left=3,
         )
         print_lines([""])
-    kept = report["kept"]
-    print_lines(f"left alone: {text}" for text in kept[:MAX_LISTED])
-    if len(kept) > MAX_LISTED:
-        print_lines([f"left alone: and {len(kept) - MAX_LISTED:,} more; --json lists all"])
+    print_lines(listed(report["kept"], "left alone: "))
     print_lines(f"note: {text}" for text in report["notes"])
     for name, holder in report["in_use"].items():
         print_lines([f"note: {name} is {Holder(**holder)}; --delete is refused until it ends"])

@@ -12,19 +12,21 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
-from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
     age_text,
     describe,
+    finish,
     holder_json,
+    listed,
     number_text,
     problem_json,
     problem_text,
+    with_total,
 )
 from sglang_tiered.tools.store.scan import ShardReader, identities, totals
-from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+from sglang_tiered.tools.store.target import Holder, resolve
+from sglang_tiered.tools.terminal import print_lines, print_table
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.storage.region.notes import PageSize
-    from sglang_tiered.tools.store.inspection import RegionView
+    from sglang_tiered.tools.store.scan import RegionView
     from sglang_tiered.tools.store.target import Shard, Target
 
 __all__ = ["run"]
@@ -50,11 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     report = _collect(target, arguments.jobs)
-    if arguments.json:
-        write_json(report)
-    else:
-        _show(target, report)
-    return 0 if report["ok"] else 1
+    return finish(arguments, report, lambda report: _show(target, report))
 
 
 def _collect(target: Target, jobs: int) -> dict[str, Any]:
@@ -203,9 +201,7 @@ def _share(part: int, whole: int) -> float | None:
 
 def _show(target: Target, report: dict[str, Any]) -> None:
     print_lines(describe(target, Holder(**report["lock"]), report["shards"]))
-    entries = list(report["shards"])
-    if len(entries) != 1:
-        entries.append({"name": "total", **report["total"]})
+    entries = with_total(report["shards"], report["total"])
     print_table(
         ["shard", "regions", "sealed", "open", "damaged", "oldest", "newest"],
         [
@@ -249,12 +245,10 @@ def _show(target: Target, report: dict[str, Any]) -> None:
                 columns += ["tokens", "in memory", "ratio"]
             rows = [_row(entry, field)[: len(columns)] for entry in entries[:MAX_LISTED]]
             print_table(columns, rows)
-    problems = [problem for shard in report["shards"] for problem in shard["problems"]]
+    problems = [problem_text(each) for shard in report["shards"] for each in shard["problems"]]
     if problems:
         print_lines(["", f"damage ({len(problems)}; verify also checks every page):"])
-        print_lines(f"  {problem_text(problem)}" for problem in problems[:MAX_LISTED])
-        if len(problems) > MAX_LISTED:
-            print_lines([f"  and {len(problems) - MAX_LISTED:,} more; --json lists all"])
+        print_lines(listed(problems, "  "))
     print_lines(f"note: {text}" for text in _notes(report))
 
 

@@ -17,23 +17,27 @@ from rich.progress import (
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.storage.region.format import FORMAT_VERSION
-from sglang_tiered.tools.store.holder import Holder
 from sglang_tiered.tools.store.report import (
-    MAX_LISTED,
     describe,
+    finish,
     holder_json,
+    listed,
     problem_json,
     problem_text,
+    speed,
+    verdict,
+    with_total,
 )
 from sglang_tiered.tools.store.scan import Meter, ShardReader, check_regions
-from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import print_lines, print_table, write_json
+from sglang_tiered.tools.store.target import Holder, resolve
+from sglang_tiered.tools.terminal import print_lines, print_table
 
 if TYPE_CHECKING:
     import argparse
     from types import TracebackType
 
-    from sglang_tiered.tools.store.inspection import RegionView
+    from sglang_tiered.tools.store.scan import RegionView
+    from sglang_tiered.tools.store.target import Target
 
 __all__ = ["run"]
 
@@ -58,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             for reader in readers:
                 reader.device.release()
-    seconds = time.monotonic() - started
     report: dict[str, Any] = {
         "directory": str(target.path),
         "kind": "tier" if target.is_tier else "shard",
@@ -66,18 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         "lock": holder_json(target.holder()),
         "shards": shards,
         "total": {key: sum(s[key] for s in shards) for key in (*_COUNTED, *_SUMMED)},
-        "bytes_read": bar.bytes_read,
-        "seconds": seconds,
-        "mb_per_s": bar.bytes_read / 1e6 / seconds if seconds else 0.0,
+        **speed(bar.bytes_read, time.monotonic() - started),
         "notes": [*target.notes, *(note for shard in shards for note in shard.pop("notes"))],
         "ok": not any(shard["problems"] for shard in shards),
     }
-    if arguments.json:
-        write_json(report)
-    else:
-        print_lines(describe(target, Holder(**report["lock"]), shards))
-        _show(report)
-    return 0 if report["ok"] else 1
+    return finish(arguments, report, lambda report: _show(target, report))
 
 
 def _verify(reader: ShardReader, jobs: int, meter: Meter) -> dict[str, Any]:
@@ -129,14 +125,11 @@ def _notes(shard: str, view: RegionView, holder: Holder) -> list[str]:
     return [text]
 
 
-def _show(report: dict[str, Any]) -> None:
-    columns = ["shard", "regions", "open", "damaged", "pages", "bad pages"]
-    rows = []
-    entries = list(report["shards"])
-    if len(entries) != 1:
-        entries.append({"name": "total", **report["total"]})
-    for entry in entries:
-        rows.append(
+def _show(target: Target, report: dict[str, Any]) -> None:
+    print_lines(describe(target, Holder(**report["lock"]), report["shards"]))
+    print_table(
+        ["shard", "regions", "open", "damaged", "pages", "bad pages", "payload"],
+        [
             [
                 entry["name"],
                 str(entry["regions"]),
@@ -146,29 +139,19 @@ def _show(report: dict[str, Any]) -> None:
                 f"{entry['damaged_pages']:,}",
                 format_bytes(entry["payload_bytes"]),
             ]
-        )
-    print_table([*columns, "payload"], rows)
+            for entry in with_total(report["shards"], report["total"])
+        ],
+    )
     print_lines([""])
-    problems = [problem for shard in report["shards"] for problem in shard["problems"]]
-    print_lines(f"damage: {problem_text(problem)}" for problem in problems[:MAX_LISTED])
-    if len(problems) > MAX_LISTED:
-        print_lines([f"damage: and {len(problems) - MAX_LISTED:,} more; --json lists all"])
+    problems = [problem_text(each) for shard in report["shards"] for each in shard["problems"]]
+    print_lines(listed(problems, "damage: "))
     print_lines(f"note: {text}" for text in report["notes"])
     total = report["total"]
-    speed = (
-        f"read {format_bytes(report['bytes_read'])} in {report['seconds']:.1f} s, "
-        f"{report['mb_per_s']:,.0f} MB/s"
+    damage = (
+        f"{total['damaged_regions']} of {total['regions']} regions, "
+        f"{total['damaged_pages']:,} of {total['pages']:,} pages"
     )
-    if report["ok"]:
-        print_lines([f"fine: all {total['pages']:,} pages verify; {speed}"])
-    else:
-        print_lines(
-            [
-                f"damaged: {total['damaged_regions']} of {total['regions']} regions, "
-                f"{total['damaged_pages']:,} of {total['pages']:,} pages; {speed}",
-                "a server never serves a damaged page: it is a miss, and computed again",
-            ]
-        )
+    print_lines(verdict(report, damage))
 
 
 class _Bar(Meter):

@@ -24,7 +24,7 @@ from sglang_tiered.storage.region.files import ERASED_NAME, LENDING_NAME, MANIFE
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
 from sglang_tiered.tools.store import gc
-from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
+from sglang_tiered.tools.store.scan import ReadOnlyDevice
 
 REGION = 64 * 1024
 SIZES = [12_288, 12_000, 9_000]

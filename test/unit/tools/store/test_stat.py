@@ -23,7 +23,7 @@ from sglang_tiered.storage.region.format import (
     region_name,
 )
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
-from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
+from sglang_tiered.tools.store.scan import ReadOnlyDevice
 
 REGION = 64 * 1024
 PAYLOAD = 12_288 + 12_000 + 9_000

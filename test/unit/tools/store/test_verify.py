@@ -29,9 +29,9 @@ from sglang_tiered.storage.region.format import (
     unpack_footer,
     unpack_region_header,
 )
+from sglang_tiered.storage.region.walk import Problem
 from sglang_tiered.tools.store import scan
-from sglang_tiered.tools.store.inspection import Problem
-from sglang_tiered.tools.store.read_only_device import ReadOnlyDevice
+from sglang_tiered.tools.store.scan import ReadOnlyDevice
 
 if TYPE_CHECKING:
     from kit.runs import MakeRun
@@ -478,7 +478,7 @@ def test_without_direct_io_all_is_found_as_well(
     cli: Cli, tier: Path, shard: Path, flip: Flip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = []
-    monkeypatch.setattr("sglang_tiered.tools.store.read_only_device._DIRECT", 0)
+    monkeypatch.setattr("sglang_tiered.tools.store.scan._DIRECT", 0)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     assert verify(cli, tier)[0] == 0
     assert set(dropped) == {os.POSIX_FADV_DONTNEED}

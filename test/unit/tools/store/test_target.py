@@ -9,8 +9,8 @@ import pytest
 
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
-from sglang_tiered.tools.store import holder
-from sglang_tiered.tools.store.holder import Holder, find_holder
+from sglang_tiered.tools.store import target
+from sglang_tiered.tools.store.target import Holder, find_holder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_system_without_lock_table_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LOCK_NAME).write_text("4711\n")
-    monkeypatch.setattr(holder, "_LOCKS", tmp_path / "absent")
+    monkeypatch.setattr(target, "_LOCKS", tmp_path / "absent")
     found = find_holder(tmp_path)
     assert found == Holder(None, 4711)
     assert found.may_write
@@ -68,8 +68,8 @@ def test_waiters_and_volumes_of_two_devices_are_understood(
     (tmp_path / LOCK_NAME).touch()
     inode = (tmp_path / LOCK_NAME).stat().st_ino
     locks = tmp_path / "locks"
-    monkeypatch.setattr(holder, "_LOCKS", locks)
-    monkeypatch.setattr(holder, "_filesystem_device", lambda _: (0, 0x2B))
+    monkeypatch.setattr(target, "_LOCKS", locks)
+    monkeypatch.setattr(target, "_filesystem_device", lambda _: (0, 0x2B))
     locks.write_text(f"1: -> FLOCK  ADVISORY  WRITE 7 00:2b:{inode} 0 EOF\n")
     assert find_holder(tmp_path).held is False
     locks.write_text(f"1: FLOCK  ADVISORY  WRITE 7 00:2c:{inode} 0 EOF\n")
@@ -82,7 +82,7 @@ def test_the_device_of_the_kernels_lists_is_found(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).touch()
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        found = holder._filesystem_device(fd)
+        found = target._filesystem_device(fd)
     finally:
         os.close(fd)
     assert found is not None
