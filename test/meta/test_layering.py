@@ -269,7 +269,6 @@ def test_only_listed_classes_stand_over_sglangs() -> None:
 SMALL_LINES = 60
 # Modules below that with one importer, each with the reason why its lines are not there.
 SMALL = {
-    "demo.talk": "what is asked, without a server; its caller has one",
     "integration.attention.pod_flash": "imported where FlashAttention 3 is SGLang's default alone",
     "integration.attention.pod_flashinfer": "imported where FlashInfer is SGLang's default alone",
     "integration.cpu.malloc": "before torch is imported",

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import sys
 
-from sglang_tiered.demo.interruption import Interruption
+from sglang_tiered.tools.terminal import run_program
 
 
 def main() -> int:
-    interruption = Interruption()
-    interruption.install()  # before the imports that take time
-    from sglang_tiered.demo.command import run
-    from sglang_tiered.tools.terminal import run_program
+    # Imported within, as it takes time, in which Ctrl-C is to be one line too.
+    from sglang_tiered.demo.command import Interruption, run
 
-    return run_program(lambda: run(sys.argv[1:], interruption))
+    interruption = Interruption()
+    interruption.install()
+    return run(sys.argv[1:], interruption)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

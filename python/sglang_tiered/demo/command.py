@@ -1,24 +1,44 @@
-"""The command line of ``sglang-tiered demo``, and its phases."""
+"""The command line of ``sglang-tiered demo``, and its phases. Ctrl-C at any moment is taken only
+where nothing can be left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markup import escape
 
-from sglang_tiered.demo.phases import Phases, one_line
-from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NUM_NEW, NVME, Plan, make_plan
+from sglang_tiered.demo.plan import (
+    DEVICE,
+    FIRST,
+    HOST,
+    KILLED,
+    NUM_NEW,
+    NVME,
+    Plan,
+    Talk,
+    make_plan,
+)
 from sglang_tiered.demo.questions import TIERS, Answer, AskingError, Client, Target, read_target
-from sglang_tiered.demo.report import STYLES, Row, document, make_table, verdict
+from sglang_tiered.demo.report import (
+    STYLES,
+    Phases,
+    Row,
+    document,
+    make_table,
+    one_line,
+    verdict,
+)
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,
@@ -26,7 +46,6 @@ from sglang_tiered.demo.server import (
     demo_command,
     free_port,
 )
-from sglang_tiered.demo.talk import Talk
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import require_positive
 from sglang_tiered.loopback import ask_loopback_directly
@@ -34,12 +53,11 @@ from sglang_tiered.tools.terminal import Parser, note
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.demo.interruption import Interruption
+__all__ = ["Interruption", "make_parser", "run"]
 
-__all__ = ["make_parser", "run"]
-
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
 _MOST_S = 60
 _WARM_UP = 1 << 20  # numbers of prompts that no plan reaches
@@ -48,6 +66,46 @@ _WHERE = {
     HOST: "in host memory only",
     NVME: "on NVMe only",
 }
+
+
+class Interruption:
+    """Signals that end the demo. One that comes outside ``allowed`` waits for its next ``check``:
+    a process just started is known by then, and a clean-up is over. Only the first one counts, so
+    that impatience does not stop the clean-up."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._is_allowed = False
+
+    def install(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def check(self) -> None:
+        """Raise what Python raises by itself at Ctrl-C, or end with the code of a shell."""
+        if self._number is not None:
+            raise (
+                KeyboardInterrupt
+                if self._number == signal.SIGINT
+                else SystemExit(128 + self._number)
+            )
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Around whatever takes long: signals raise at once."""
+        try:
+            self._is_allowed = True
+            self.check()
+            yield
+        finally:
+            self._is_allowed = False
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self._number is None:
+            self._number = number
+            if self._is_allowed:
+                self._is_allowed = False
+                self.check()
 
 
 def run(arguments: Sequence[str], interruption: Interruption) -> int:

@@ -1,19 +1,42 @@
-"""Which prompts are asked, and where each of them lies when it is asked again.
+"""Which prompts are asked, the words of them, and where each lies when it is asked again.
 
 Every prompt goes to the device and, at the same time, to host memory and NVMe; the least recently
 used leave device and host memory. So the newest are on the device, those before them in host memory
 only, and the first on NVMe only, once enough were asked. A prompt at the edge of a tier may lie on
 either side, so none of those is asked again.
+
+Asked are words of the project's own glossary, behind that glossary. Each prompt begins with its
+number, so no two share a first page. The rows follow, in an order of its own, and a question whose
+answer stands there. All have one length, in tokens.
 """
 
 from __future__ import annotations
 
+import random
+import re
 import sys
 from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["DEVICE", "FIRST", "HOST", "KILLED", "NUM_NEW", "NVME", "Plan", "Pools", "make_plan"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "DEVICE",
+    "FIRST",
+    "HOST",
+    "KILLED",
+    "NUM_NEW",
+    "NVME",
+    "Plan",
+    "Pools",
+    "Talk",
+    "glossary",
+    "make_plan",
+]
 
 FIRST, DEVICE, HOST, NVME = "first time", "device", "host", "NVMe"
 KILLED = "NVMe after kill -9"
@@ -25,6 +48,9 @@ _MOST_PROMPT_TOKENS = 1536
 """Long enough for a load to be worth it with a model as small as the demo's."""
 _LEAST_ON_DEVICE = 5
 _PROMPTS_PER_ROW = 3
+# Those that the trained demo model answers out of the text, with the row among the last ones: it is
+# small.
+ASKED = ("admission", "credit", "extent", "hit, miss", "namespace")
 
 
 @dataclass(frozen=True)
@@ -88,3 +114,40 @@ def make_plan(pools: Pools, max_tokens: int | None = None) -> Plan:
     oldest = max(age for row in reached.values() for age in row)
     returns = {row: tuple(oldest - age for age in reached[row]) for row in reached}
     return Plan(length, oldest + 1, returns, missing)
+
+
+def glossary() -> dict[str, str]:
+    """Meanings by word."""
+    page = resources.files(__package__ or "").joinpath("glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    return {word: re.sub(r"[`*]", "", meaning) for word, meaning in rows if word != "word"}
+
+
+class Talk:
+    """``tokenize`` gives the tokens of a text, as the server that is asked does."""
+
+    def __init__(self, tokenize: Callable[[str], list[int]]) -> None:
+        self._tokenize = tokenize
+        self._rows = {word: f"{word}: {meaning}." for word, meaning in glossary().items()}
+        self._prompts: dict[tuple[int, int], list[int]] = {}
+
+    def question(self, number: int) -> str:
+        return f'What does "{ASKED[number % len(ASKED)]}" mean?'
+
+    def prompt(self, number: int, length: int) -> list[int]:
+        """``length`` token ids, the same ones whenever ``number`` is asked."""
+        key = number, length
+        if key not in self._prompts:
+            word = ASKED[number % len(ASKED)]
+            tail = self._tokenize(f"\n\nQuestion: {self.question(number)}\nAnswer: {word}:")
+            head = self._tokenize(f"{number}. Glossary\n\n")
+            order = random.Random(number)
+            text: list[int] = []
+            room = length - len(head) - len(tail)
+            while len(text) < room:
+                rows = order.sample([*self._rows.values()], len(self._rows))
+                rows.remove(self._rows[word])
+                rows.insert(-2, self._rows[word])
+                text = self._tokenize("\n".join(rows)) + text
+            self._prompts[key] = (head + text[len(text) - max(room, 0) :] + tail)[:length]
+        return self._prompts[key]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.config import cache_directory
 from sglang_tiered.demo import model, trained
-from sglang_tiered.demo.folders import make_folder
+from sglang_tiered.demo.model import make_folder
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import Parser, note, run_program
 

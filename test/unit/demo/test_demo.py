@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from sglang_tiered.demo.command import run
-from sglang_tiered.demo.interruption import Interruption
-from sglang_tiered.demo.phases import Phases, one_line
+from sglang_tiered.demo.command import Interruption, run
 from sglang_tiered.demo.plan import (
+    ASKED,
     DEVICE,
     FIRST,
     HOST,
@@ -28,11 +27,12 @@ from sglang_tiered.demo.plan import (
     NVME,
     Plan,
     Pools,
+    Talk,
+    glossary,
     make_plan,
 )
 from sglang_tiered.demo.questions import Answer, AskingError, Client
-from sglang_tiered.demo.report import Row, document, make_table, verdict
-from sglang_tiered.demo.talk import ASKED, Talk, glossary
+from sglang_tiered.demo.report import Phases, Row, document, make_table, one_line, verdict
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
 
