@@ -27,8 +27,7 @@ from sglang_tiered.sharing.mirror import Mirror, Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.pages.settings import PageSettings
-from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.sharing.settings import PageSettings, PeerSettings
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.tools.machine import describe_machine, describe_versions

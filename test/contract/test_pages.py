@@ -7,7 +7,7 @@ from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import Outcome
-from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings
 
 pytestmark = pytest.mark.timeout(60)
 

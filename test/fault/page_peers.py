@@ -24,7 +24,7 @@ from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.server import PageServer, Place
-from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -12,7 +12,6 @@ from redis_server import RedisServer
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import seal
-from sglang_tiered.sharing.discovery import Discovery
 from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import (
     VERSION,
@@ -23,6 +22,7 @@ from sglang_tiered.sharing.membership import (
     read_servings,
 )
 from sglang_tiered.sharing.serving import Role, Serving
+from sglang_tiered.sharing.sync import Discovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

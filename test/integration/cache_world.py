@@ -32,7 +32,7 @@ from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
-from sglang_tiered.integration.ranks.rank_consensus import SILENT, RankAgreement
+from sglang_tiered.integration.ranks import SILENT, RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.request_log import RequestLogConfig
 

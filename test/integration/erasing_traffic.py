@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
-from sglang_tiered.integration.admin.conversations import selectors_of
-from sglang_tiered.integration.admin.durability import WORK_S
+from sglang_tiered.integration.admin.conversations import WORK_S, selectors_of
 from sglang_tiered.integration.admin.pin_notes import keepers, stored_name
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 

@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from kit.programs import program
-from sglang_tiered.metrics import METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric
-from sglang_tiered.metrics.durations import BOUNDS_S
+from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric
 
 ALERTS = Path(__file__).parents[2] / "scripts" / "grafana" / "alerts.yaml"
 RULES: dict[str, dict[str, Any]] = {

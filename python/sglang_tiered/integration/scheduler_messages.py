@@ -57,7 +57,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.samples import state_of
 from sglang_tiered.integration.observe.transfer_stats import manager_of, stats_of_scheduler
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 from sglang_tiered.policy.server_costs import NOT_IDLE
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
     from sglang_tiered.sharing.pages.messages import Changes, Erased, Erasures
     from sglang_tiered.sharing.pages.server import PageServer
-    from sglang_tiered.sharing.pages.settings import PageSettings
+    from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["Follower"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.region.files import LENDING_NAME
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import Outcome
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.pages.settings import PageSettings
 from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.base import (
     Health,

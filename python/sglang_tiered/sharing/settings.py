@@ -1,4 +1,5 @@
-"""The settings that a server needs to share pages with others."""
+"""The settings that a server needs to share pages with others, and those of both ends of a
+connection. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,38 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.addresses import Target
     from sglang_tiered.sharing.index_url import IndexUrl
 
-__all__ = ["PeerSettings"]
+__all__ = ["PageSettings", "PeerSettings"]
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PageSettings:
+    """For the client: it has ``connect_timeout_s`` to reach a holder, and drops one that owes
+    answers after ``answer_timeout_s`` of silence (a connection that ends shows at once). At most
+    ``window_bytes`` are under way, half of that from one holder, in ``max_requests`` of about
+    ``request_bytes`` each (or of one page). Unused connections are closed after ``idle_s``; there
+    are at most ``max_links``.
+
+    For the server: at most ``max_serving_bytes`` are being read or sent, half of that for one
+    client. ``max_queued_bytes`` wait besides, a quarter of that for one client, and requests beyond
+    are answered with "busy". A client that does not read its answers is disconnected after
+    ``stuck_timeout_s``. ``max_reads`` requests are read at a time, and one while the reader has
+    work of its own.
+    """
+
+    is_local: bool = False  # over a Unix socket, of this machine and user
+    connect_timeout_s: float = 2.0
+    answer_timeout_s: float = 5.0
+    idle_s: float = 60.0
+    max_links: int = 64
+    window_bytes: int = 64 * MiB
+    request_bytes: int = 4 * MiB
+    max_requests: int = 8
+    max_serving_bytes: int = 64 * MiB
+    max_queued_bytes: int = 256 * MiB
+    max_reads: int = 4
+    stuck_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,3 @@ class OnceLog:
 
     def settle(self, cause: str) -> None:
         self._active.discard(cause)
-
-    def settle_all(self) -> bool:
-        """Return whether there was any cause."""
-        had_any = bool(self._active)
-        self._active.clear()
-        return had_any

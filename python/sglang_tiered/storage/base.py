@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
 
-from sglang_tiered.metrics.durations import DurationCounts
+from sglang_tiered.metrics import DurationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from sglang_tiered.metrics.durations import Durations
+from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Job, JobKind, Reason
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.addresses import Target, parse_targets
-from sglang_tiered.sharing.discovery import Discovery
+from sglang_tiered.sharing.sync import Discovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ from sglang_tiered.integration.admin.conversations import (
     refused,
     selectors_of,
 )
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 
 if TYPE_CHECKING:

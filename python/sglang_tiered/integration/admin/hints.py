@@ -20,7 +20,7 @@ from sglang_tiered.integration.admin.conversations import (
 )
 from sglang_tiered.integration.cache.ahead.chain_loader import chain_of
 from sglang_tiered.integration.cache.ahead.hints import Hinted
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks import least_on_every_rank
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.ahead.chain_loader import Chain

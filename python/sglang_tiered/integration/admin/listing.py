@@ -36,7 +36,7 @@ from sglang_tiered.integration.admin.pin_notes import (
 )
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks.rank_consensus import first_ranks, least_on_every_rank
+from sglang_tiered.integration.ranks import first_ranks, least_on_every_rank
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_tiered.integration.identity.recent_requests import Selector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks.rank_consensus import first_ranks
+from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region import RegionEngine
 

@@ -30,7 +30,7 @@ from sglang_tiered.integration.admin.pin_notes import (
     pins_of_prefix,
     stored_name,
 )
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.storage.base import PinRefusal, Tier
 from sglang_tiered.storage.promises import all_true
 

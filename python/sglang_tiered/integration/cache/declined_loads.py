@@ -9,7 +9,7 @@ from sglang_tiered.integration.cache.loads import State
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+    from sglang_tiered.integration.ranks import RankAgreement
 
 __all__ = ["ABSENT", "DECLINED", "DeclinedLoads", "told_end"]
 

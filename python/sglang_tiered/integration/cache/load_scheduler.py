@@ -5,7 +5,7 @@ and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them. But what a rank's own shard
 holds may differ after a crash, as may what it has measured. So with tensor parallelism each rank
-makes its own plan and all load what the shortest plan says (``rank_consensus``). The window works
+makes its own plan and all load what the shortest plan says (``ranks``). The window works
 from token counts, which SGLang keeps equal on all ranks, and ends of waiting are reduced by SGLang.
 With pipeline parallelism SGLang decides alone.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.loads import Prefetch, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
-    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+    from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.request_record import Why

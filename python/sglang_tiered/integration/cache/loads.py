@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhas
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.observe.stats import WaitStats
-from sglang_tiered.metrics.durations import Durations
+from sglang_tiered.metrics import Durations
 from sglang_tiered.policy.cost_model import LoadPlan
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
 from sglang_tiered.integration.observe.requests.stories import open_notes
-from sglang_tiered.integration.ranks.rank_consensus import (
+from sglang_tiered.integration.ranks import (
     RankAgreement,
     groups_of,
     least_on_every_rank,

@@ -27,7 +27,7 @@ from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.load_planner import TIERS
 from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
-from sglang_tiered.integration.ranks.rank_consensus import least_on_every_rank
+from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
     BackLeft,
     computes_next,

@@ -30,7 +30,7 @@ from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.rank_labels import rank_labels
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
-from sglang_tiered.integration.ranks.rank_consensus import first_ranks
+from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.prefill_work import PrefillWork
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.observe.stats import ProcessStats
-    from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+    from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
     from sglang_tiered.storage.base import Erasure

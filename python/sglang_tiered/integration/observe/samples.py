@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang_tiered.metrics.durations import DurationCounts
+from sglang_tiered.metrics import DurationCounts
 from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:

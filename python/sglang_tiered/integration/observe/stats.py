@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sglang_tiered import __version__
 from sglang_tiered.codecs import NO_CODEC
-from sglang_tiered.metrics.durations import DurationCounts
+from sglang_tiered.metrics import DurationCounts
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region.engine import RegionEngine
 

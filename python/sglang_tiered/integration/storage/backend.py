@@ -35,8 +35,13 @@ from sglang_tiered.integration.identity.namespace_search import NamespaceSearch,
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.host_pages import engine_keys, page_segments, pool_label
-from sglang_tiered.integration.storage.page_layout import check_codec, page_layout
+from sglang_tiered.integration.storage.host_pages import (
+    check_codec,
+    engine_keys,
+    page_layout,
+    page_segments,
+    pool_label,
+)
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 from sglang_tiered.integration.storage.tiers import (

@@ -1,4 +1,5 @@
-"""SGLang's host pages as the engine sees them: 32-byte keys, and views of the pool's memory."""
+"""SGLang's host pages as the engine sees them: 32-byte keys, views of the pool's memory, and for
+codecs what the bytes mean."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.pool_host.mha import (
+    AsymmetricMHATokenToKVPoolHost,
+    MHATokenToKVPoolHost,
+)
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES, PageLayout
+from sglang_tiered.codecs.base import ITEM_BYTES
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.region.notes import PageSize
 
@@ -19,13 +27,66 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check",
+    "check_codec",
     "derive_keys",
     "engine_keys",
     "kv_page_size",
     "page_bytes",
+    "page_layout",
     "page_segments",
     "pool_label",
 ]
+
+
+def page_layout(pool: Any) -> PageLayout:
+    """Return how a page of ``pool`` lies in memory. It is unknown unless the pool is exactly one of
+    SGLang's plain KV or latent pools, whose pages have the length that the layout gives."""
+    dtype = str(pool.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        dtype = "uint8"
+    layout = _known_layout(pool, dtype)
+    if layout is None or layout.page_bytes != page_bytes(pool):
+        return PageLayout.unknown(dtype)
+    return layout
+
+
+def check_codec(name: str, pools: Mapping[PoolName, Any]) -> None:
+    """Raise ``ConfigError`` for a lossy codec that could take a page of another pool for one of the
+    KV pool's. Both have the same length then, and the engine knows pages by their keys only."""
+    if name not in LOSSY_CODEC_NAMES:
+        return
+    num_bytes = page_bytes(pools[PoolName.KV])
+    for other, pool in pools.items():
+        if other != PoolName.KV and page_bytes(pool) == num_bytes:
+            raise ConfigError(
+                f"the codec {name} cannot be used with this model: pages of its "
+                f"{pool_label(other)} pool are as long as those of the KV pool; use zstd or none."
+            )
+
+
+def _known_layout(pool: Any, dtype: str) -> PageLayout | None:
+    try:
+        if type(pool) in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
+            return PageLayout.kv(
+                dtype=dtype,
+                num_layers=pool.layer_num,
+                page_size=pool.page_size,
+                num_heads=pool.head_num,
+                head_dim=pool.head_dim,
+                v_head_dim=getattr(pool, "v_head_dim", None),
+                order=pool.layout,
+            )
+        if type(pool) is MLATokenToKVPoolHost:
+            return PageLayout.latent(
+                dtype=dtype,
+                num_layers=pool.layer_num,
+                page_size=pool.page_size,
+                dim=pool.kv_cache_dim,
+                order=pool.layout,
+            )
+    except ValueError:  # an order of axes that is not known
+        return None
+    return None
 
 
 def pool_label(name: Any) -> str:

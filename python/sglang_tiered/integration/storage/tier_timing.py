@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.metrics.durations import Durations
+from sglang_tiered.metrics import Durations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

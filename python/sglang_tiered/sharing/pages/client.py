@@ -22,7 +22,7 @@ from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import Fetch, Outcome, Request, cut_requests
 from sglang_tiered.sharing.pages.link import PageLink
-from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import printable, received
 

@@ -30,7 +30,7 @@ from sglang_tiered.wire.sockets import (
 
 if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.landing import Request
-    from sglang_tiered.sharing.pages.settings import PageSettings
+    from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["PageLink", "check_address"]

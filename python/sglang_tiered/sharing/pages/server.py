@@ -22,7 +22,7 @@ from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.followers import Followers
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
-from sglang_tiered.sharing.pages.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import endpoint_of, received
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_tiered.sharing.pages.settings import PageSettings
+    from sglang_tiered.sharing.settings import PageSettings
 
 __all__ = ["ServeQueue", "ServeRequest"]
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.metrics.durations import Durations
+from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded

@@ -15,8 +15,8 @@ from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
-from sglang_tiered.integration.admin import durability
-from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.admin import conversations
+from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import NO_TENANT, Tier
@@ -41,7 +41,7 @@ SLOTS = torch.arange(NUM_PAGES * PAGE_SIZE)
 def open_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """A server's storage by its name, with a KV pool and a pool of windows."""
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
-    monkeypatch.setattr(durability, "_BATCH_BYTES", 8000)  # a page of KV, a few of windows
+    monkeypatch.setattr(conversations, "_BATCH_BYTES", 8000)  # a page of KV, a few of windows
     opened = []
 
     def open_server(name: str, *, has_bucket: bool = True) -> TieredStorage:

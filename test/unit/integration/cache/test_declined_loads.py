@@ -20,7 +20,7 @@ from sglang_tiered.integration.cache.declined_loads import (
 )
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.cache.loads import State
-from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
 
 if TYPE_CHECKING:

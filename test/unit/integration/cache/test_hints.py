@@ -18,7 +18,7 @@ from sglang_tiered.integration.admin.hints import Prefetches
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
-from sglang_tiered.integration.ranks.rank_consensus import SILENT
+from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.base import Erasure

@@ -12,7 +12,7 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from load_states import LoadWatch, transitions
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-from sglang_tiered.integration.ranks.rank_consensus import SILENT
+from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.region.device import FileDevice

@@ -31,11 +31,12 @@ from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.host_pages import (
+    check_codec,
     kv_page_size,
     page_bytes,
+    page_layout,
     page_segments,
 )
-from sglang_tiered.integration.storage.page_layout import check_codec, page_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
-from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kit.waiting import eventually
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration.admin.durability import make_durable
+from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch

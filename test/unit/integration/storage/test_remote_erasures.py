@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
-from sglang_tiered.integration.ranks.rank_consensus import RankAgreement
+from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.remote_erasures import (
     MAX_BLOCKED_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.storage.stack.demotion_queue import DemotionQueue
+from sglang_tiered.storage.stack.demotion import DemotionQueue
 
 TENANT = b"t" * 16
 

@@ -1,3 +1,0 @@
-"""What several ranks of one server decide alike."""
-
-from __future__ import annotations
