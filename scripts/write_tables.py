@@ -23,7 +23,7 @@ from sglang_tiered.config import (
     TransferConfig,
 )
 from sglang_tiered.flags import Flag, flags_of
-from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Kind, Metric
+from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric, MetricKind
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.request_record import RequestRecord
@@ -69,7 +69,7 @@ def metric_table(metrics: Iterable[Metric]) -> str:
         ("metric", "kind", "labels", "meaning"),
         (
             (
-                f"`{metric.name}{'_total' if metric.kind is Kind.COUNTER else ''}`",
+                f"`{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}`",
                 metric.kind.value,
                 "; ".join(label_texts(metric)),
                 metric.help,

@@ -21,7 +21,7 @@ from peer_bench.pages import (
 )
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.wire.keys import PEER, load_keys
 from storage_bench.figures import DifferentBytesError
 
@@ -121,7 +121,7 @@ class Both:
             done=lambda _: ended.set(),
         )
         ended.wait(TIMEOUT_S)
-        if set(fetch.outcomes) != {Outcome.OK}:
+        if set(fetch.outcomes) != {PageOutcome.OK}:
             raise DifferentBytesError(f"{side} did not bring every page")
 
 

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.wire.keys import load_keys
 from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
@@ -68,7 +68,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
                 before = cpu_seconds()
                 endpoints[name].open_room(
                     room,
-                    [Target(address)],
+                    [DecodeTarget(address)],
                     pages=pages,
                     state_rows=[],
                     aux_row=0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.transfer.memory import Piece
+from sglang_tiered.transfer.memory import SlabPiece
 from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, SlabSpec, cut_slabs
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
         filled += connection.recv_into(view[filled:])
 
 
-def _pieces(pool: Pool, spec: SlabSpec) -> list[Piece]:
+def _pieces(pool: Pool, spec: SlabSpec) -> list[SlabPiece]:
     buffers = range(spec.first_pair, spec.first_pair + spec.num_pairs)
-    return [Piece(buffer, pool.shape.page_bytes) for buffer in buffers]
+    return [SlabPiece(buffer, pool.shape.page_bytes) for buffer in buffers]
 
 
 def _slabs(pool: Pool) -> list[SlabSpec]:

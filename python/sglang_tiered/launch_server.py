@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     from sglang_tiered.integration.launch import flags
 
-    parser = _Parser(prog="sglang-tiered serve")
+    parser = _ServeParser(prog="sglang-tiered serve")
     ServerArgs.add_cli_args(parser)
     flags.add_tier_arguments(parser)
     return parser
@@ -115,7 +115,7 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     return flags.as_words(merged)
 
 
-class _Parser(argparse.ArgumentParser):
+class _ServeParser(argparse.ArgumentParser):
     """Answers a command line it cannot take with one sentence, not with 500 flags of usage."""
 
     def error(self, message: str) -> NoReturn:

@@ -22,9 +22,9 @@ __all__ = [
     "TRANSFER_METRICS",
     "DurationCounts",
     "Durations",
-    "Kind",
+    "MetricKind",
     "Metric",
-    "Source",
+    "MetricSource",
 ]
 
 PREFIX = "sglang_tiered_"
@@ -78,7 +78,7 @@ class Durations:
             return DurationCounts(tuple(self._counts), tuple(self._sums_s))
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """What Prometheus takes it for."""
 
     COUNTER = "counter"  # whose exported name ends in ``_total``, as prometheus-client adds it
@@ -87,7 +87,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MetricSource:
     """Where a row reads some of its series. ``field`` is a dotted path to an attribute of
     ``ProcessStats``, or of ``TransferStats`` in the second table; a part of it that is None gives
     no sample. ``labels`` are the values of the row's first labels (the tier); those of the others
@@ -105,9 +105,9 @@ class Metric:
     """One exported metric. ``labels`` are its own; every series also has those of its rank."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[MetricSource, ...]
     help: str
 
     @property
@@ -128,8 +128,8 @@ _Keys = tuple[tuple[str, ...], ...]
 
 
 def _metrics(
-    *rows: tuple[str, Kind, str, str | dict[str, str], str]
-    | tuple[str, Kind, str, str | dict[str, str], str, _Keys | dict[str, _Keys]],
+    *rows: tuple[str, MetricKind, str, str | dict[str, str], str]
+    | tuple[str, MetricKind, str, str | dict[str, str], str, _Keys | dict[str, _Keys]],
 ) -> tuple[Metric, ...]:
     """Build a table. A row's field is one path, or one for each value of the first label; likewise
     the keys that are known from the start."""
@@ -138,10 +138,12 @@ def _metrics(
         known = rest[0] if rest else ()
         if isinstance(fields, str):
             assert isinstance(known, tuple), name
-            sources: tuple[Source, ...] = (Source(fields, (), known),)
+            sources: tuple[MetricSource, ...] = (MetricSource(fields, (), known),)
         else:
             sources = tuple(
-                Source(field, (value,), known.get(value, ()) if isinstance(known, dict) else known)
+                MetricSource(
+                    field, (value,), known.get(value, ()) if isinstance(known, dict) else known
+                )
                 for value, field in fields.items()
             )
         metrics.append(
@@ -154,7 +156,7 @@ def _each(values: str) -> _Keys:
     return tuple((value,) for value in values.split())
 
 
-COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
 _STORING = {"nvme": "nvme.{}", "object": "object.engine.{}"}
 _REMOTE = {"object": "object.moved.{}", "peer": "peer.moved.{}"}

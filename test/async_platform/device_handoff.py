@@ -102,25 +102,28 @@ class World:
 
     def is_sent_to_many_right(self) -> bool:
         """Slabs for four decode ranks begun at once, the last awaited first."""
-        from sglang_tiered.transfer.memory import Piece
+        from sglang_tiered.transfer.memory import SlabPiece
 
         np = self.np
         placed, begun = self.memory.place(np.array(CHOSEN, np.int32)), []
         for index in range(BUFFERS):
             out = np.zeros(PAGE_BYTES, np.uint8)
-            wait = self.memory.begin_gather([Piece(index, PAGE_BYTES)], placed[:1], out)
+            wait = self.memory.begin_gather([SlabPiece(index, PAGE_BYTES)], placed[:1], out)
             begun.append((wait, out, self.pool[index, CHOSEN[0]]))
         for wait, *_ in reversed(begun):
             wait()
         return all(np.array_equal(out, expected) for _, out, expected in begun)
 
     def is_received_right(self) -> bool:
-        from sglang_tiered.transfer.memory import Piece
+        from sglang_tiered.transfer.memory import SlabPiece
 
         np = self.np
         size = 2 * len(CHOSEN) * PAGE_BYTES
         data = np.random.default_rng(2).integers(1, 256, size, dtype=np.uint8)
-        pages, pieces = np.array(CHOSEN, np.int32), [Piece(1, PAGE_BYTES), Piece(3, PAGE_BYTES)]
+        pages, pieces = (
+            np.array(CHOSEN, np.int32),
+            [SlabPiece(1, PAGE_BYTES), SlabPiece(3, PAGE_BYTES)],
+        )
         sent = data.copy()
         self.memory.scatter_slab(pieces, pages, sent)
         sent[:] = 0  # the frame is the socket's again

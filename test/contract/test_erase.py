@@ -19,7 +19,7 @@ from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import all_true, is_true
 from sglang_tiered.storage.region.pins import PinRefusal
 
@@ -428,7 +428,7 @@ def test_a_refused_tombstone_stops_no_discovery(
 
     def refuse(path: str, data: bytes) -> None:
         if "/erased/" in path:
-            raise RequestError(Failure.DENIED, "no")
+            raise BucketError(Failure.DENIED, "no")
         put(path, data)
 
     monkeypatch.setattr(client, "put", refuse)

@@ -6,7 +6,7 @@ import pytest
 from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.sharing.settings import PageSettings
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,7 +29,9 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
     order = sorted(wants)  # of hashes, so they are mixed
     with page_server(held) as (server, reader), page_client(settings) as client:
         wanted = Wanted(client, server.port, {key: wants[key] for key in order}, cuts=cuts)
-        assert wanted.wait() == [Outcome.OK if key in more else Outcome.MISS for key in order]
+        assert wanted.wait() == [
+            PageOutcome.OK if key in more else PageOutcome.MISS for key in order
+        ]
         for key, buffer in wanted.buffers.items():
             assert bytes(buffer) == (held[key] if key in more else b"\xa5" * len(wants[key]))
         eventually(lambda: server.held_bytes == reader.held_bytes == 0)
@@ -40,7 +42,7 @@ def test_pages_larger_than_half_a_window_arrive() -> None:
     pages = make_pages(16, [32 * MiB] * 3)
     with page_server(pages) as (server, _), page_client() as client:
         wanted = Wanted(client, server.port, pages)
-        assert wanted.wait() == [Outcome.OK] * 3
+        assert wanted.wait() == [PageOutcome.OK] * 3
         assert wanted.is_right
 
 
@@ -49,16 +51,16 @@ def test_another_namespace_is_a_miss() -> None:
     pages, other = make_pages(4, [4096] * 3), b"\x23" * 32
     with page_server(pages) as (server, reader), page_client() as client:
         wanted = Wanted(client, server.port, pages, namespace=other)
-        assert wanted.wait() == [Outcome.MISS] * 3 and wanted.is_untouched
+        assert wanted.wait() == [PageOutcome.MISS] * 3 and wanted.is_untouched
         assert reader.num_reads == 0
         reader.hold = True
         wanted = Wanted(client, server.port, pages)
         eventually(lambda: reader.num_held == 1)
         server.set_namespace(other)
         reader.let_go()
-        assert wanted.wait() == [Outcome.MISS] * 3 and wanted.is_untouched
+        assert wanted.wait() == [PageOutcome.MISS] * 3 and wanted.is_untouched
         eventually(lambda: reader.held_bytes == 0)
-        assert Wanted(client, server.port, pages).wait() == [Outcome.MISS] * 3
+        assert Wanted(client, server.port, pages).wait() == [PageOutcome.MISS] * 3
         assert reader.num_reads == 1
 
 
@@ -67,7 +69,7 @@ def test_bytes_of_a_foreign_namespace_never_verify() -> None:
     pages = make_pages(6, [4096] * 3)
     with page_server(pages) as (server, reader), page_client() as client:
         reader.namespace = b"\x23" * 32
-        assert Wanted(client, server.port, pages).wait() == [Outcome.DAMAGED] * 3
+        assert Wanted(client, server.port, pages).wait() == [PageOutcome.DAMAGED] * 3
 
 
 def test_many_fetches_at_once_over_one_small_window() -> None:
@@ -76,7 +78,7 @@ def test_many_fetches_at_once_over_one_small_window() -> None:
     with page_server(held) as (server, _), page_client(SMALL) as client:
         fetches = [Wanted(client, server.port, run) for run in runs]
         for wanted in fetches:
-            assert wanted.wait() == [Outcome.OK] * 10
+            assert wanted.wait() == [PageOutcome.OK] * 10
             assert wanted.is_right
         assert client.num_links == 1
 
@@ -90,7 +92,7 @@ def test_requests_stay_within_the_window() -> None:
         eventually(lambda: server.stats.num_requests == 4)
         assert client.stats.num_requests == 4, "half of the window at one server"
         reader.let_go()
-        assert wanted.wait() == [Outcome.OK] * 40
+        assert wanted.wait() == [PageOutcome.OK] * 40
 
 
 def test_busy_device_reads_one_request_each() -> None:
@@ -104,20 +106,20 @@ def test_busy_device_reads_one_request_each() -> None:
         reader.is_pressed = False
         Wanted(client, server.port, {}).wait()
         reader.let_go()
-        assert wanted.wait() == [Outcome.OK] * 8
+        assert wanted.wait() == [PageOutcome.OK] * 8
 
 
 def test_one_request_goes_out_however_large_it_is() -> None:
     pages = make_pages(8, [300_000])
     settings = PageSettings(request_bytes=1000, window_bytes=1000, max_serving_bytes=1000)
     with page_server(pages, settings=settings) as (server, _), page_client(settings) as client:
-        assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
+        assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK]
 
 
 def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
     pages = make_pages(10, [4096])
     with page_server(pages) as (server, _), page_client() as client:
-        assert Wanted(client, server.port, pages, deadline_s=0.0).wait() == [Outcome.LATE]
+        assert Wanted(client, server.port, pages, deadline_s=0.0).wait() == [PageOutcome.LATE]
         assert server.stats.num_requests == 0
 
 
@@ -133,8 +135,8 @@ def test_closed_client_cancels_open_and_later_fetches() -> None:
         wanted = Wanted(client, server.port, pages)
         eventually(lambda: reader.num_held == 1)
         client.close()
-        assert wanted.wait() == [Outcome.CANCELLED] * 4
-        assert Wanted(client, server.port, pages).wait() == [Outcome.CANCELLED] * 4
+        assert wanted.wait() == [PageOutcome.CANCELLED] * 4
+        assert Wanted(client, server.port, pages).wait() == [PageOutcome.CANCELLED] * 4
         client.close()
 
 
@@ -143,7 +145,7 @@ def test_idle_connections_are_closed_and_made_again() -> None:
     settings = PageSettings(idle_s=0.2)
     with page_server(pages) as (server, _), page_client(settings) as client:
         for _ in range(2):
-            assert Wanted(client, server.port, pages).wait() == [Outcome.OK]
+            assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK]
             eventually(lambda: client.num_links == 0)
         assert client.stats.num_links_lost == 0
 
@@ -159,18 +161,18 @@ def test_the_number_of_connections_is_bounded() -> None:
         reader.hold = True
         slow = Wanted(client, first.port, pages)
         eventually(lambda: reader.num_held == 1)
-        assert Wanted(client, second.port, pages).wait() == [Outcome.BUSY]
+        assert Wanted(client, second.port, pages).wait() == [PageOutcome.BUSY]
         reader.let_go()
-        assert slow.wait() == [Outcome.OK]
-        assert Wanted(client, second.port, pages).wait() == [Outcome.OK]
+        assert slow.wait() == [PageOutcome.OK]
+        assert Wanted(client, second.port, pages).wait() == [PageOutcome.OK]
         assert client.num_links == 1
 
 
 def test_invalid_address_is_not_connected() -> None:
-    ended: list[Outcome] = []
+    ended: list[PageOutcome] = []
     with page_client() as client:
         page = (memoryview(bytearray(10)),)
         done = lambda fetch: ended.extend(fetch.outcomes)  # noqa: E731
         client.fetch("ipc:///tmp/x", NAMESPACE, [bytes(32)], [page], deadline_s=None, done=done)
-        eventually(lambda: ended == [Outcome.LOST])
+        eventually(lambda: ended == [PageOutcome.LOST])
         assert client.num_links == 0

@@ -23,7 +23,7 @@ from transfer_pair import (
 
 from kit.waiting import eventually
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
@@ -216,7 +216,7 @@ def test_retry_with_a_failed_room_asks_for_another(pair: Pair, is_ready: bool) -
 def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(7)
-    receiver.endpoint.abort_room(7, [Target(sender.address)], "the client went away")
+    receiver.endpoint.abort_room(7, [DecodeTarget(sender.address)], "the client went away")
     reason = sender.events.wait_for("failed", 7)[2]
     assert reason == "decode dropped it: the client went away"
 
@@ -247,9 +247,9 @@ def test_lost_claim_fails_prefills_request(
 ) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(9)
-    receiver.endpoint.claim_room(9, [Target(sender.address)])
+    receiver.endpoint.claim_room(9, [DecodeTarget(sender.address)])
     eventually(lambda: sender.endpoint.num_sessions == 1)
-    receiver.endpoint.claim_room(10, [Target(sender.address)])
+    receiver.endpoint.claim_room(10, [DecodeTarget(sender.address)])
     eventually(lambda: sender.endpoint.num_rooms == 2)  # both claims have arrived
     receiver.endpoint.close()
     sender.events.wait_for("failed", 9)

@@ -29,7 +29,7 @@ from sglang_tiered.sharing.settings import PageSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.sharing.pages.landing import Fetch, Outcome
+    from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome
 
 NAMESPACE = b"\x22" * 32
 HOST = "127.0.0.1"
@@ -152,11 +152,11 @@ class Wanted:
             **options,
         )
 
-    def _done(self, _: Fetch) -> None:
+    def _done(self, _: PageFetch) -> None:
         self.at_end = [bytes(buffer) for buffer in self.buffers.values()]
         self.ended.set()
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[PageOutcome]:
         assert self.ended.wait(DEADLINE_S), "the fetch did not end"
         return self.fetch.outcomes
 

@@ -31,7 +31,7 @@ from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
-from sglang_tiered.storage.bucket.requests import RequestError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def test_a_failed_run_raises_and_can_be_finished(s3_url: str, proxy: FaultProxy)
         assert store(engine, run_of(1)) == OK
         for kind in ("list", "delete", "put"):
             proxy.add(kind, "", status(403, "AccessDenied"))
-            with pytest.raises(RequestError, match=f"{kind} was refused"):
+            with pytest.raises(BucketError, match=f"{kind} was refused"):
                 collect(engine, 2 * DAY, ttl_s=DAY)
             proxy.clear()
         assert collect(engine, 2 * DAY, ttl_s=DAY).num_removed == 4

@@ -143,7 +143,7 @@ LIES: dict[str, tuple[Any, bytes]] = {
     "half a page": (changes(), PAGE[:4]),
     "an end beyond all pages": (changes(end=1 << 63, num_added=0, more=True), b""),
     "an erasure of no pages": (
-        messages.Erasures(NOBODY, [messages.Erased(ID, 0.0, None, b"")], b""),
+        messages.Erasures(NOBODY, [messages.ErasureNotice(ID, 0.0, None, b"")], b""),
         b"",
     ),
     "pages that nobody asked for": (messages.Found(1, [3]), b"page"),
@@ -171,10 +171,10 @@ STRANGERS: dict[str, Any] = {
     "another namespace": messages.Follow(b"x" * 32, ID, NOBODY, NOBODY, 1, 1, None),
     "numbers from nowhere": messages.Follow(NAMESPACE, ID, NOBODY, NOBODY, 9, 1 << 60, 1 << 63),
     "erasures of another namespace": messages.Teach(
-        b"x" * 32, [messages.Erased(ID, 0.0, None, None)]
+        b"x" * 32, [messages.ErasureNotice(ID, 0.0, None, None)]
     ),
     "an erasure of half a key": messages.Teach(
-        NAMESPACE, [messages.Erased(ID, 0.0, None, b"x" * 31)]
+        NAMESPACE, [messages.ErasureNotice(ID, 0.0, None, b"x" * 31)]
     ),
     "ids of half a length": messages.Compare(NAMESPACE, b"12345"),
 }

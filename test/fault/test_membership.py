@@ -22,7 +22,7 @@ from sglang_tiered.sharing.membership import (
     read_servings,
 )
 from sglang_tiered.sharing.serving import Role, Serving
-from sglang_tiered.sharing.sync import Discovery
+from sglang_tiered.sharing.sync import PeerDiscovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,7 +129,7 @@ def test_a_dead_redis_costs_only_new_servers(
     one, two = join(1), join(2)
     two.exchange()
     told: list[list[str]] = []
-    discovery = Discovery(
+    discovery = PeerDiscovery(
         (), (), membership=one, found=lambda found, _: told.append(found), every_s=0.05
     )
     try:

@@ -11,7 +11,7 @@ import pytest
 from page_peers import HOST, PATIENT, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.wire.keys import PEER, load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def test_only_who_has_the_same_keys_gets_pages(
     with page_server(PAGES, keys=known[serving]) as (server, reader):
         with page_client(HASTY, keys=known[asking]) as stranger:
             wanted = Wanted(stranger, server.port, PAGES)
-            assert wanted.wait() == [Outcome.LOST] * 2
+            assert wanted.wait() == [PageOutcome.LOST] * 2
             assert wanted.is_untouched
             assert reader.num_reads == server.stats.num_requests == 0
         with page_client(keys=known[serving]) as friend:
             wanted = Wanted(friend, server.port, PAGES)
-            assert wanted.wait() == [Outcome.OK] * 2
+            assert wanted.wait() == [PageOutcome.OK] * 2
             assert wanted.is_right
 
 
@@ -81,7 +81,7 @@ def test_nothing_readable_is_on_the_wire(known: dict[str, Keys | None]) -> None:
 
         thread = Thread(target=serve, daemon=True)
         thread.start()
-        assert Wanted(client, relay.getsockname()[1], pages).wait() == [Outcome.OK]
+        assert Wanted(client, relay.getsockname()[1], pages).wait() == [PageOutcome.OK]
         eventually(lambda: sum(map(len, heard)) > len(page))
         assert b"nobody on the way" not in b"".join(heard)
         assert b"k" * 32 not in b"".join(heard)

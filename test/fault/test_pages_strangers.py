@@ -26,7 +26,7 @@ from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(60)
 
 PAGES = make_pages(1, [3000, 5000, 70_000])
-MISSING = [Outcome.LOST] * 3
+MISSING = [PageOutcome.LOST] * 3
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_a_damaged_page_costs_no_neighbour(index: int, liar: StrangeServer) -> N
         wanted = Wanted(client, liar.port, PAGES, cuts=2)
         asked = liar.hear()
         liar.say(messages.Found(asked.number, checksums(PAGES)), *sent)
-        outcomes = [Outcome.OK] * 3
-        outcomes[index] = Outcome.DAMAGED
+        outcomes = [PageOutcome.OK] * 3
+        outcomes[index] = PageOutcome.DAMAGED
         assert wanted.wait() == outcomes
         assert client.num_links == 1
 
@@ -71,7 +71,7 @@ def test_pages_in_each_others_place_do_not_count(liar: StrangeServer) -> None:
         wanted = Wanted(client, liar.port, pages)
         asked = liar.hear()
         liar.say(messages.Found(asked.number, checksums(pages)[::-1]), *list(pages.values())[::-1])
-        assert wanted.wait() == [Outcome.DAMAGED] * 2
+        assert wanted.wait() == [PageOutcome.DAMAGED] * 2
 
 
 def test_payload_is_taken_however_it_is_cut(liar: StrangeServer) -> None:
@@ -82,7 +82,7 @@ def test_payload_is_taken_however_it_is_cut(liar: StrangeServer) -> None:
             asked = liar.hear()
             frames = [whole[at : at + step] for at in range(0, len(whole), step)]
             liar.say(messages.Found(asked.number, checksums(PAGES)), b"", *frames, b"")
-            assert wanted.wait() == [Outcome.OK] * 3
+            assert wanted.wait() == [PageOutcome.OK] * 3
             assert wanted.is_right
 
 
@@ -137,7 +137,7 @@ def test_a_misfit_answer_ends_only_its_connection(name: str, liar: StrangeServer
         assert wanted.is_untouched, "checked before a byte is copied"
         assert client.stats.num_breaches == 1
         assert client.num_links == 0
-        assert Wanted(client, honest.port, PAGES).wait() == [Outcome.OK] * 3
+        assert Wanted(client, honest.port, PAGES).wait() == [PageOutcome.OK] * 3
 
 
 def test_answers_nobody_asked_for_land_nowhere(liar: StrangeServer) -> None:
@@ -148,7 +148,7 @@ def test_answers_nobody_asked_for_land_nowhere(liar: StrangeServer) -> None:
             liar.answer(asked, PAGES, number)
         liar.say(messages.Busy(asked.number + 2))
         liar.say(messages.Found(asked.number, [None] * 3))
-        assert wanted.wait() == [Outcome.MISS] * 3
+        assert wanted.wait() == [PageOutcome.MISS] * 3
         assert wanted.is_untouched
         assert client.stats.num_unasked == 3
 
@@ -163,12 +163,12 @@ def test_answers_never_land_after_the_deadline(
         first = Wanted(client, liar.port, pages)  # so that they are connected
         for one in liar.hear_all(first, client, 0):
             liar.answer(one, pages)
-        assert set(first.wait()) == {Outcome.OK}
+        assert set(first.wait()) == {PageOutcome.OK}
         deadlines = [0.004 + 0.0005 * number for number in range(30)]
         deadlines += [0.02 * 2**number for number in range(10)]  # where others compute as well
-        seen: set[Outcome] = set()
+        seen: set[PageOutcome] = set()
         for round_number, deadline_s in enumerate(deadlines):
-            if round_number >= 30 and Outcome.OK in seen:
+            if round_number >= 30 and PageOutcome.OK in seen:
                 break
             num_before = client.stats.num_requests
             wanted = Wanted(client, liar.port, pages, deadline_s=deadline_s)
@@ -180,7 +180,7 @@ def test_answers_never_land_after_the_deadline(
             eventually(lambda n=round_number: client.stats.num_unasked == n + 1)
             assert before
             assert wanted.is_as_it_ended
-        assert Outcome.OK in seen
+        assert PageOutcome.OK in seen
 
 
 def test_a_server_owing_answers_is_not_asked_on(liar: StrangeServer) -> None:
@@ -245,14 +245,14 @@ def test_foreign_frames_are_refused_and_harm_nothing(name: str) -> None:
             message, payload = stranger.hear()
             assert isinstance(message, messages.Found)
             assert b"".join(payload) == b"".join(PAGES.values())
-        assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+        assert Wanted(client, server.port, PAGES).wait() == [PageOutcome.OK] * 3
 
 
 def test_an_oversized_frame_is_not_buffered() -> None:
     with page_server(PAGES) as (server, _), page_client() as client:
         with StrangeClient(server.port) as stranger:
             stranger.send(VERSION_FRAME, bytes(messages.MAX_CLIENT_FRAME_BYTES + 1))
-            assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+            assert Wanted(client, server.port, PAGES).wait() == [PageOutcome.OK] * 3
         assert server.stats.num_breaches == 0, "hung up on before it was read"
 
 
@@ -266,7 +266,7 @@ def test_bytes_that_are_no_zeromq_harm_nobody(pieces: bytes) -> None:
         socket.create_connection((HOST, server.port), timeout=DEADLINE_S) as scanner,
     ):
         scanner.sendall(pieces)
-        assert Wanted(client, server.port, PAGES).wait() == [Outcome.OK] * 3
+        assert Wanted(client, server.port, PAGES).wait() == [PageOutcome.OK] * 3
 
 
 def test_requests_without_reading_cost_bounded_memory() -> None:
@@ -285,7 +285,7 @@ def test_requests_without_reading_cost_bounded_memory() -> None:
             assert server.num_waiting <= 64
             assert server.stats.num_busy + server.stats.num_dropped > 9000
             # Half of the memory is not that client's to hold up.
-            assert Wanted(client, server.port, pages).wait() == [Outcome.OK] * 4
+            assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK] * 4
             # It is hung up on, and what was held for it is free again.
             eventually(lambda: server.held_bytes == 0)
         assert reader.held_bytes == 0

@@ -23,7 +23,7 @@ from transfer_relay import (
 )
 
 from kit.waiting import eventually
-from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ AUTHENTICATORS_CHANGED = sometimes(flip(2), share=0.05, only=is_slab)
 
 def hand_over(sender: Prefill, receiver: Decode, address: tuple[str, int]) -> list[int]:
     """Rooms one after the other started, all under way at once. Returns those received."""
-    target = [Target(address)]
+    target = [DecodeTarget(address)]
     for room in range(NUM_ROOMS):
         sender.endpoint.expect_room(room)
         receiver.open(room, [address], pages_of(room))
@@ -157,7 +157,7 @@ def test_a_lost_abort_is_sent_over_later_sessions() -> None:
         relay(sender.address, mangle) as between,
     ):
         sender.endpoint.expect_room(7)
-        receiver.endpoint.abort_room(7, [Target(between.address)], "the client left")
+        receiver.endpoint.abort_room(7, [DecodeTarget(between.address)], "the client left")
         eventually(lambda: "failed" in sender.events.kinds(7))
         assert len(mangled) == 2
 

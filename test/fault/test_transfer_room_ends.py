@@ -29,7 +29,7 @@ from transfer_strangers import strange_decode, strange_prefill
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode import rooms as receiving
-from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, Chunk
 from sglang_tiered.wire import sockets
 
@@ -98,7 +98,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, state)
     receiver.endpoint.close_room(1)
     if state == "expected":
-        receiver.endpoint.abort_room(1, [Target(sender.address)], "the client went away")
+        receiver.endpoint.abort_room(1, [DecodeTarget(sender.address)], "the client went away")
     elif state == "opened":
         eventually(lambda: sender.endpoint.num_rooms == 0)
         sender.endpoint.expect_room(1)
@@ -440,7 +440,7 @@ def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefi
         with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
             before = len(os.listdir("/proc/self/fd"))
             for room, address in enumerate(addresses):
-                receiver.endpoint.claim_room(room, [Target(address)])
+                receiver.endpoint.claim_room(room, [DecodeTarget(address)])
                 receiver.open(room, [address], [0])
             receiver.events.wait_for("failed")
             taken = len(os.listdir("/proc/self/fd")) - before

@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import load_keys, make_keys
@@ -411,7 +411,7 @@ def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode)
     works(sender, receiver, 1)
     with strange_prefill() as stranger:
         receiver.endpoint.open_room(
-            7, [Target(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
+            7, [DecodeTarget(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
             aux_row=None, prefix_tokens=0, num_receivers=1,
         )  # fmt: skip
         stranger.welcome()

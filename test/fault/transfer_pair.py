@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.transfer.layout import heads_of_rank
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
@@ -191,7 +191,7 @@ class Decode:
     events: Recorder
 
     def claim(self, room: int, prefills: Sequence[Prefill]) -> None:
-        self.endpoint.claim_room(room, [Target(item.address) for item in prefills])
+        self.endpoint.claim_room(room, [DecodeTarget(item.address) for item in prefills])
 
     def open(
         self,
@@ -207,7 +207,7 @@ class Decode:
         asked: Asked = NOTHING_MORE,
     ) -> None:
         targets = [
-            Target(item if isinstance(item, tuple) else item.address, index in dummies)
+            DecodeTarget(item if isinstance(item, tuple) else item.address, index in dummies)
             for index, item in enumerate(prefills)
         ]
         self.endpoint.open_room(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
-from sglang_tiered.transfer.memory import Buffer, HostMemory, Piece, TokenSlice
+from sglang_tiered.transfer.memory import Buffer, HostMemory, SlabPiece, TokenSlice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def test_device_pool_equals_host_memory(part: TokenSlice | None) -> None:
     )
     device.enter_thread()
     size = PAGE_BYTES if part is None else TOKENS * part.num_bytes
-    pieces = [Piece(index, size, part) for index in range(BUFFERS)]
+    pieces = [SlabPiece(index, size, part) for index in range(BUFFERS)]
     pages = source.permutation(PAGES)[:23].astype(np.int32)
     placed, begun = device.place(pages), []
     for start in range(0, 20, 4):  # more slabs at once than have memory on the device

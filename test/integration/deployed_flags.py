@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         start.prepare()
         from sglang.srt.server_args import ServerArgs
 
-        parser = launch_server._Parser(prog="launch_server")
+        parser = launch_server._ServeParser(prog="launch_server")
         ServerArgs.add_cli_args(parser)
         flags.add_tier_arguments(parser)
     return parser

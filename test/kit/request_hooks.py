@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kit.waiting import TIMEOUT_S
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ def before(
 
 
 def refuse() -> None:
-    raise RequestError(Failure.UNAVAILABLE, "put was answered with status 503")
+    raise BucketError(Failure.UNAVAILABLE, "put was answered with status 503")
 
 
 class Gate:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kit.programs import program
-from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric
+from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Metric, MetricKind
 
 ALERTS = Path(__file__).parents[2] / "scripts" / "grafana" / "alerts.yaml"
 RULES: dict[str, dict[str, Any]] = {
@@ -114,12 +114,12 @@ def series_of(metric: Metric) -> Series:
             values = (*source.labels, *keys)
             labels = dict(zip(metric.labels, values, strict=True))
             is_zero = metric.name in AT_ZERO or any(AT_ZERO_KEYS.fullmatch(key) for key in values)
-            if metric.kind is Kind.HISTOGRAM:
+            if metric.kind is MetricKind.HISTOGRAM:
                 for bound in (*map(str, BOUNDS_S), "+Inf"):
                     key = frozenset({**labels, "le": bound}.items())
                     found[metric.name + "_bucket", key] = RISES
                 continue
-            counts = metric.kind is Kind.COUNTER
+            counts = metric.kind is MetricKind.COUNTER
             name = metric.name + ("_total" if counts else "")
             found[name, frozenset(labels.items())] = (
                 "0x60" if is_zero else RISES if counts else STANDS

@@ -15,14 +15,21 @@ import pytest
 import yaml
 
 from kit.programs import program
-from sglang_tiered.metrics import METRICS, PREFIX, TRANSFER_METRICS, Kind, Metric
+from sglang_tiered.metrics import METRICS, PREFIX, TRANSFER_METRICS, Metric, MetricKind
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_count")}
+SUFFIXES = {
+    MetricKind.COUNTER: ("_total",),
+    MetricKind.GAUGE: ("",),
+    MetricKind.HISTOGRAM: ("_bucket", "_count"),
+}
 EXPORTED = {
     metric.full_name + suffix: metric
     for metric in (*METRICS, *TRANSFER_METRICS)
-    for suffix in (*SUFFIXES[metric.kind], *(["_sum"] if metric.kind is Kind.HISTOGRAM else []))
+    for suffix in (
+        *SUFFIXES[metric.kind],
+        *(["_sum"] if metric.kind is MetricKind.HISTOGRAM else []),
+    )
 }
 OF_EVERY_SERIES = {"instance", "model_name", "tp_rank", "dp_rank", "pp_rank"}
 
@@ -37,7 +44,7 @@ def expressions() -> list[str]:
 
 
 def labels_of(metric: Metric) -> set[str]:
-    own = {"le"} if metric.kind is Kind.HISTOGRAM else set()
+    own = {"le"} if metric.kind is MetricKind.HISTOGRAM else set()
     return OF_EVERY_SERIES | own | set(metric.labels)
 
 

@@ -29,7 +29,14 @@ from sglang_tiered.demo.plan import (
     Talk,
     make_plan,
 )
-from sglang_tiered.demo.questions import TIERS, Answer, AskingError, Client, Target, read_target
+from sglang_tiered.demo.questions import (
+    TIERS,
+    AskingError,
+    Client,
+    DemoTarget,
+    TimedAnswer,
+    read_target,
+)
 from sglang_tiered.demo.report import (
     STYLES,
     Phases,
@@ -221,7 +228,7 @@ class _Demo:
             self.ask_row(plan, source, numbers, title)
 
 
-def _said(question: str, answer: Answer) -> str:
+def _said(question: str, answer: TimedAnswer) -> str:
     """Question, answer, and where the prompt's tokens came from."""
     found = {tier: answer.tokens[tier] for tier in TIERS if answer.tokens[tier]}
     sources = ", ".join(f"[{STYLES[tier]}]{tier} {number:,}[/]" for tier, number in found.items())
@@ -229,7 +236,7 @@ def _said(question: str, answer: Answer) -> str:
     return f"  {question} [bold]{text} [/][dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
 
 
-def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
+def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[DemoTarget, Plan]:
     with demo.interruption.allowed():
         target = read_target(demo.client.url)
         note(
@@ -246,7 +253,7 @@ def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[Target, Plan]:
     return target, plan
 
 
-def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[Target, Plan]:
+def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[DemoTarget, Plan]:
     """Whatever happens, nothing of the server is left."""
     allowed, phase = demo.interruption.allowed, demo.phases.phase
     with allowed():

@@ -19,7 +19,7 @@ from sglang_tiered.loopback import opener_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TIERS", "Answer", "AskingError", "Client", "Target", "read_target"]
+__all__ = ["TIERS", "TimedAnswer", "AskingError", "Client", "DemoTarget", "read_target"]
 
 TIERS = ("device", "host", "nvme", "computed")
 _DEADLINE_S = 300.0
@@ -32,7 +32,7 @@ class AskingError(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class DemoTarget:
     """What the demo must know of a server."""
 
     model: str
@@ -40,14 +40,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     ttft_s: float
     output_ids: tuple[int, ...]
     tokens: dict[str, int]  # of the prompt, by where they came from
     text: str
 
 
-def read_target(url: str) -> Target:
+def read_target(url: str) -> DemoTarget:
     """Raises ``ConfigError`` where the demo cannot run."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -80,7 +80,7 @@ def read_target(url: str) -> Target:
     if tiers is None:
         raise ConfigError(f"{url} is an SGLang server without tiers; start it with scripts/serve")
     pools = Pools(device_tokens, int(tiers["host"]["capacity_tokens"]), page_size, "nvme" in tiers)
-    return Target(model, pools)
+    return DemoTarget(model, pools)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ class Client:
         except _FAILURES as error:
             raise AskingError(f"the server did not tokenize a text ({error})") from error
 
-    def ask(self, prompt: list[int], hear: Callable[[str], None] = lambda text: None) -> Answer:
+    def ask(
+        self, prompt: list[int], hear: Callable[[str], None] = lambda text: None
+    ) -> TimedAnswer:
         """Greedy, streamed: the first chunk is the first token. ``hear`` gets the text so far."""
         body = {
             "input_ids": prompt,
@@ -141,7 +143,9 @@ class Client:
             details = last.get("cached_tokens_details") or {}
             found = [int(details.get(tier) or 0) for tier in ("device", "host", "storage")]
             counts = (*found, len(prompt) - sum(found))
-            return Answer(ttft_s, tuple(output_ids), dict(zip(TIERS, counts, strict=True)), text)
+            return TimedAnswer(
+                ttft_s, tuple(output_ids), dict(zip(TIERS, counts, strict=True)), text
+            )
         except _FAILURES as error:
             raise AskingError(f"the server broke off a request ({error})") from error
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from sglang_tiered.demo.plan import DEVICE, FIRST, HOST, KILLED, NVME
-from sglang_tiered.demo.questions import TIERS, Answer
+from sglang_tiered.demo.questions import TIERS, TimedAnswer
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Row:
     """Prompts that should all have come from one place, by their numbers."""
 
     source: str
-    answers: dict[int, Answer]
+    answers: dict[int, TimedAnswer]
 
     @property
     def ttft_s(self) -> dict[str, float]:

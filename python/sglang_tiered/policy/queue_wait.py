@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Place", "QueueWait"]
+__all__ = ["QueuePlace", "QueueWait"]
 
 HALF_LIFE = 16
 """Admissions after which one counts half."""
@@ -31,7 +31,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class Place:
+class QueuePlace:
     """Describes where a request waits, which keeps this."""
 
     arrived_at: float
@@ -64,7 +64,7 @@ class QueueWait:
     def __len__(self) -> int:
         return sum(rank.num_waiting for rank in self._ranks.values())
 
-    def seconds(self, place: Place | None = None, *, is_busy: bool, rank: int = 0) -> float:
+    def seconds(self, place: QueuePlace | None = None, *, is_busy: bool, rank: int = 0) -> float:
         """The time until a request that waits is admitted, or one of ``rank`` that arrives now
         (``None``). ``is_busy``: a batch runs, for whose end even the first one waits."""
         return self._wait_behind(self._ahead_of(rank, place), is_busy=is_busy)
@@ -82,7 +82,7 @@ class QueueWait:
     def _wait_behind(self, ahead_s: float, *, is_busy: bool) -> float:
         return self._turn_s * is_busy + ahead_s * self._waited_s / self._ahead_s
 
-    def _ahead_of(self, rank: int, place: Place | None) -> float:
+    def _ahead_of(self, rank: int, place: QueuePlace | None) -> float:
         """The prefill ahead of a place, or of one of ``rank`` that is taken now."""
         rank = rank if place is None else place.rank
         ahead_s = sum(each.total_s for of, each in self._ranks.items() if of < rank)
@@ -100,14 +100,14 @@ class QueueWait:
         return self._first_s / self._num_first if self._num_first else 0.0
 
     def arrives(
-        self, place: Place | None, own_s: float, now: float, *, is_busy: bool, rank: int = 0
-    ) -> Place:
+        self, place: QueuePlace | None, own_s: float, now: float, *, is_busy: bool, rank: int = 0
+    ) -> QueuePlace:
         """Note a request with ``own_s`` of prefill that arrived, while a batch ran or not; or that
         was looked at again, and keeps its ``place``. Returns its place."""
         if place is None:
             ahead_s = self._ahead_of(rank, None)
             equals = self._ranks.setdefault(rank, _Rank())
-            place = Place(
+            place = QueuePlace(
                 arrived_at=now,
                 ahead_s=ahead_s,
                 was_busy=is_busy,
@@ -126,7 +126,7 @@ class QueueWait:
         place.own_s = own_s
         return place
 
-    def admitted(self, place: Place, now: float) -> None:
+    def admitted(self, place: QueuePlace, now: float) -> None:
         """Note that a request's turn has come."""
         self.leaves(place)
         self._own_s = self._own_s * self._kept + place.own_s
@@ -141,7 +141,7 @@ class QueueWait:
             self._first_s = self._first_s * self._kept + waited_s
             self._num_first = self._num_first * self._kept + 1.0
 
-    def leaves(self, place: Place) -> None:
+    def leaves(self, place: QueuePlace) -> None:
         """Note that a request waits no more, whose turn need not have come."""
         equals = self._ranks[place.rank]
         equals.num_waiting -= 1

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Offer", "ResidentSet"]
+__all__ = ["ChainOffer", "ResidentSet"]
 
 Chain = TypeVar("Chain")
 
@@ -52,7 +52,7 @@ class _Resident:
     beginnings: tuple[Any, ...] = ()  # shorter chains, whose pages it keeps
 
 
-class Offer(NamedTuple, Generic[Chain]):
+class ChainOffer(NamedTuple, Generic[Chain]):
     """Says what came of a chain that was offered."""
 
     accepted: bool  # pin it
@@ -86,7 +86,7 @@ class ResidentSet(Generic[Chain]):
         num_tokens: int,
         cost: float = 1.0,
         beginnings: Sequence[Chain] = (),
-    ) -> Offer[Chain]:
+    ) -> ChainOffer[Chain]:
         """Decide whether a chain stays that was used and is in the host tier now.
 
         ``cost`` is what a token of it costs to bring back once it is evicted, in any unit. Also
@@ -101,9 +101,9 @@ class ResidentSet(Generic[Chain]):
         if resident is not None:
             resident.last_used, resident.cost, resident.was_used = self._evicted, cost, True
             self._residents.move_to_end(chain)
-            return Offer(False, [])
+            return ChainOffer(False, [])
         if num_tokens > self._capacity or chain in self._longer:
-            return Offer(False, [])
+            return ChainOffer(False, [])
         replaced = [each for each in beginnings if each in self._residents]
         for each in replaced:  # used now, so they are the last that make room
             self._residents[each].last_used = self._evicted
@@ -120,7 +120,7 @@ class ResidentSet(Generic[Chain]):
             )
             self._longer.update(dict.fromkeys(beginnings, chain))
             self._num_tokens += num_tokens
-        return Offer(accepted, dismissed + replaced * accepted)
+        return ChainOffer(accepted, dismissed + replaced * accepted)
 
     def price_chain(self, chain: Chain, cost: float) -> None:
         """Set what a token of a chain costs to bring back, if it is a resident."""

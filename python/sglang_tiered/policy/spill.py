@@ -68,7 +68,7 @@ class NodeStore:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingStore:
     store: NodeStore
     since: float
 
@@ -90,7 +90,7 @@ class SpillQueue(Generic[Node]):
         self._host_tokens = host_tokens
         self._clock = clock
         # By value: what came back before what did not; oldest first in each.
-        self._waiting: tuple[OrderedDict[Node, _Waiting], ...] = (OrderedDict(), OrderedDict())
+        self._waiting: tuple[OrderedDict[Node, _WaitingStore], ...] = (OrderedDict(), OrderedDict())
         self._pinned: tuple[OrderedDict[Node, int], ...] = (OrderedDict(), OrderedDict())
         self._waiting_tokens = 0
         self._pinned_tokens = 0
@@ -137,7 +137,7 @@ class SpillQueue(Generic[Node]):
         if len(self) >= MAX_WAITING:
             evicted = next(iter(self._waiting[0] or self._waiting[1]))
             self.discard_node(evicted)
-        self._waiting[returned][node] = _Waiting(store, self._clock())
+        self._waiting[returned][node] = _WaitingStore(store, self._clock())
         self._waiting_tokens += store.num_tokens
         return evicted
 

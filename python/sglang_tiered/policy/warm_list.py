@@ -42,7 +42,7 @@ class WarmChain(msgspec.Struct, frozen=True):
         return array("q", self.tokens)
 
 
-class _File(msgspec.Struct, frozen=True):
+class _WarmFile(msgspec.Struct, frozen=True):
     version: int
     chains: list[WarmChain]
 
@@ -90,12 +90,12 @@ class WarmList:
 
 def encode(chains: Sequence[WarmChain]) -> bytes:
     """Return a checksum, then MessagePack."""
-    return seal(_File(VERSION, list(chains)))
+    return seal(_WarmFile(VERSION, list(chains)))
 
 
 def decode(data: bytes) -> list[WarmChain]:
     """Return the encoded chains; none if a byte differs from what was written."""
-    file = unseal(data, _File)
+    file = unseal(data, _WarmFile)
     if file is None or file.version != VERSION:
         return []
     return [] if any(len(chain.tokens) % 8 for chain in file.chains) else file.chains

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.sharing.lending import SETTINGS, LendingSocket, namespace_of
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.sharing.pages.landing import Fetch
+    from sglang_tiered.sharing.pages.landing import PageFetch
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["BorrowedEngine"]
@@ -37,9 +37,9 @@ RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""
 
 _REASONS = {
-    Outcome.OK: Reason.OK,
-    Outcome.DAMAGED: Reason.CORRUPT,
-    Outcome.LATE: Reason.IO_ERROR,
+    PageOutcome.OK: Reason.OK,
+    PageOutcome.DAMAGED: Reason.CORRUPT,
+    PageOutcome.LATE: Reason.IO_ERROR,
 }
 
 
@@ -106,9 +106,9 @@ class BorrowedEngine(TierEngine):
         )
         return job
 
-    def _fetched(self, job: Job, generation: int, fetch: Fetch) -> None:
+    def _fetched(self, job: Job, generation: int, fetch: PageFetch) -> None:
         """End a load, on the client's thread."""
-        is_gone = Outcome.LOST in fetch.outcomes and not fetch.num_heard
+        is_gone = PageOutcome.LOST in fetch.outcomes and not fetch.num_heard
         reasons = [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes]
         self._end(job, generation, reasons, is_gone=is_gone)
 

@@ -23,7 +23,7 @@ from sglang_tiered.sharing.pages.messages import (
     MAX_ERASED_KEYS,
     MAX_ERASURES_BYTES,
     SHORT_ID_BYTES,
-    Erased,
+    ErasureNotice,
 )
 from sglang_tiered.storage.base import PIECE_KEYS
 from sglang_tiered.storage.promises import Promises, ended, is_true, keep
@@ -74,7 +74,7 @@ class Known(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Record:
+class _KnownErasure:
     tenant: bytes | None
     keys: bytes | None
     forget_at: float  # of the book's clock
@@ -91,14 +91,14 @@ class _Record:
 class _Shelf:
     """What is known of one namespace, oldest first."""
 
-    records: dict[bytes, _Record] = field(default_factory=dict)
+    records: dict[bytes, _KnownErasure] = field(default_factory=dict)
     dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
     sum: int = 0
     noted: int = 0  # the same of those that outlast a restart
     keys_bytes: int = 0
     num_forgets: int = 0
 
-    def add(self, name: bytes, record: _Record) -> None:
+    def add(self, name: bytes, record: _KnownErasure) -> None:
         self.records[name] = record
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
@@ -171,7 +171,7 @@ class ErasureBook:
         self._version = 0
         self._spreading: list[_Spreading] = []
         self._promises = Promises()
-        self._unnoted: dict[bytes, tuple[bytes, _Record]] = {}  # with their namespaces
+        self._unnoted: dict[bytes, tuple[bytes, _KnownErasure]] = {}  # with their namespaces
         self._look_at = 0.0
         self.num_told = 0
         self.num_applied = 0
@@ -208,7 +208,7 @@ class ErasureBook:
             names = [*shelf.records, *shelf.dropped]
         return known, b"".join(name[:SHORT_ID_BYTES] for name in names)
 
-    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
         """Compare with what another server knows, by short ids. Returns the digest of what is noted
         here, what the other lacks, oldest first and as much as one message takes, and what is not
         noted here."""
@@ -223,7 +223,7 @@ class ErasureBook:
             digest = self.noted_digest
         return digest, self._pack(lacked), b"".join(lacking)
 
-    def take(self, ids: bytes) -> list[Erased]:
+    def take(self, ids: bytes) -> list[ErasureNotice]:
         """Return the erasures of these short ids, oldest first, as many as one message takes."""
         return self._pack(self._named(ids))
 
@@ -242,7 +242,7 @@ class ErasureBook:
         known = self._shelf.records.copy() if wanted else ()
         return [name for name in known if name[:SHORT_ID_BYTES] in wanted]
 
-    def unknown(self, erasures: Iterable[Erased]) -> list[Erased]:
+    def unknown(self, erasures: Iterable[ErasureNotice]) -> list[ErasureNotice]:
         """Return those that were not applied here, each once."""
         with self._lock:
             shelf, found = self._shelf, {}
@@ -251,9 +251,9 @@ class ErasureBook:
                     found[each.id] = each
             return list(found.values())
 
-    def _pack(self, names: Sequence[bytes]) -> list[Erased]:
+    def _pack(self, names: Sequence[bytes]) -> list[ErasureNotice]:
         records, now, left = self._shelf.records, self._clock(), MAX_ERASURES_BYTES
-        packed: list[Erased] = []
+        packed: list[ErasureNotice] = []
         for name in names:
             record = records.get(name)
             if record is None:  # meanwhile
@@ -262,14 +262,14 @@ class ErasureBook:
             if left < 0 and packed:
                 break
             age_s = max(now - (record.forget_at - self._retention_s), 0.0)
-            packed.append(Erased(name, age_s, record.tenant, record.keys))
+            packed.append(ErasureNotice(name, age_s, record.tenant, record.keys))
         return packed
 
     # ---- What is learnt ----
 
     def begin(
         self, what: Erasure, local: Future[bool] | None = None
-    ) -> tuple[Future[bool], list[Erased]]:
+    ) -> tuple[Future[bool], list[ErasureNotice]]:
         """Note an erasure that this server has begun itself; ``local`` is true once it is durable
         here. Returns what others are to be told, and a future. It is true once that is durable and
         noted and every server that lives has applied it (``settle``); false when the namespace
@@ -282,10 +282,10 @@ class ErasureBook:
             for name, keys in pieces.items():
                 self._learn(name, what.tenant, keys, 0.0, local)
             self._spreading.append(_Spreading(tuple(pieces), self._version, is_done))
-        begun = [Erased(name, 0.0, what.tenant, keys) for name, keys in pieces.items()]
+        begun = [ErasureNotice(name, 0.0, what.tenant, keys) for name, keys in pieces.items()]
         return is_done, begun
 
-    def learn(self, told: Erased, local: Future[bool]) -> None:
+    def learn(self, told: ErasureNotice, local: Future[bool]) -> None:
         """Note that what another server told is hidden here; ``local`` is true once it is
         durable."""
         with self._lock:
@@ -305,7 +305,7 @@ class ErasureBook:
         age_s = age_s if age_s <= self._retention_s else self._retention_s
         forget_at = self._clock() + self._retention_s - age_s
         self._version += 1
-        record = _Record(tenant, keys, forget_at, self._version, local)
+        record = _KnownErasure(tenant, keys, forget_at, self._version, local)
         self._shelf.add(name, record)
         self._unnoted[name] = (self._namespace, record)
 
@@ -368,7 +368,7 @@ class ErasureBook:
             # A clock that was set back would keep it for ever.
             forget_at = min(note.until_s + offset_s, now + self._retention_s)
             self._version += 1
-            record = _Record(noted.tenant, noted.keys, forget_at, self._version, None, True)
+            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, None, True)
             self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
@@ -418,7 +418,7 @@ class ErasureBook:
                 assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
 
 
-def _note(name: bytes, namespace: bytes, record: _Record, offset_s: float) -> Note:
+def _note(name: bytes, namespace: bytes, record: _KnownErasure, offset_s: float) -> Note:
     noted = _Noted(VERSION, namespace, record.tenant, record.keys)
     return Note(name, record.forget_at + offset_s, msgspec.msgpack.encode(noted))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.erasures import ErasureBook, Known
     from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
-    from sglang_tiered.sharing.pages.messages import Changes, Erased, Erasures
+    from sglang_tiered.sharing.pages.messages import Changes, ErasureNotice, Erasures
     from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
@@ -50,7 +50,7 @@ _NOBODY = bytes(ID_BYTES)
 
 
 @dataclass(eq=False, slots=True)
-class _Followed:
+class _FollowedAddress:
     """One address, and the server behind it."""
 
     address: str
@@ -88,7 +88,7 @@ class Follower:
         settings: PageSettings,
         silence_s: float,
         keys: Keys | None,
-        heard: Callable[[list[Erased]], None],
+        heard: Callable[[list[ErasureNotice]], None],
         server_side: PageServer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +102,7 @@ class Follower:
         self._heard = heard
         self._clock = clock
         self._context = server_side.context
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _FollowedAddress] = {}
         self._log = OnceLog(logger)
         self._is_closed = False
         self._is_whole = False
@@ -119,7 +119,7 @@ class Follower:
         erased is erased everywhere."""
         self._loop.call(self._use, list(addresses), is_whole)
 
-    def tell(self, begun: list[Erased]) -> None:
+    def tell(self, begun: list[ErasureNotice]) -> None:
         """Tell others what has just begun here."""
         self._loop.call(self._tell, begun)
 
@@ -140,7 +140,7 @@ class Follower:
         """Why nothing is found at an address, as one clause each."""
         return {each.address: each.trouble for each in self._all() if each.trouble}
 
-    def _all(self) -> list[_Followed]:
+    def _all(self) -> list[_FollowedAddress]:
         return list(self._followed.values())
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Follower:
         for address in addresses:
             if address not in self._followed:
                 backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
-                self._followed[address] = _Followed(address, backoff, Position(self._mirror))
+                self._followed[address] = _FollowedAddress(address, backoff, Position(self._mirror))
         self._tick(0.0)
 
     def _tick(self, _: float) -> None:
@@ -184,7 +184,7 @@ class Follower:
         self._mirror.choose()
         self._settle()
 
-    def _connect(self, each: _Followed, now: float) -> None:
+    def _connect(self, each: _FollowedAddress, now: float) -> None:
         try:
             each.link = link = PageLink.connect(
                 self._context,
@@ -204,10 +204,10 @@ class Follower:
         self._loop.add_socket(link.monitor, lambda: self._on_monitor(each, link))
         self._ask(each, link)
 
-    def _ask(self, each: _Followed, link: PageLink) -> None:
+    def _ask(self, each: _FollowedAddress, link: PageLink) -> None:
         link.send(each.position.ask(self._namespace, self._server, self._book.digest))
 
-    def _on_messages(self, each: _Followed, link: PageLink) -> None:
+    def _on_messages(self, each: _FollowedAddress, link: PageLink) -> None:
         for frames in received(link.socket, _MAX_MESSAGES):
             link.last_heard = self._clock()
             try:
@@ -218,14 +218,14 @@ class Follower:
             if each.link is not link:
                 return
 
-    def _on_monitor(self, each: _Followed, link: PageLink) -> None:
+    def _on_monitor(self, each: _FollowedAddress, link: PageLink) -> None:
         reason = link.loss_reason()
         if reason is not None and each.link is link:
             self._on_messages(each, link)  # reads what it sent before
             if each.link is link:
                 self._lose(each, f"it {reason}")
 
-    def _hear(self, each: _Followed, frames: list[memoryview]) -> None:
+    def _hear(self, each: _FollowedAddress, frames: list[memoryview]) -> None:
         message = messages.decode_from_server(frames)
         if isinstance(message, messages.Refuse):
             raise TransferError(message.reason)
@@ -239,7 +239,9 @@ class Follower:
         else:
             raise TransferError("a page server answered what it was not asked.")
 
-    def _hear_changes(self, each: _Followed, message: Changes, payload: list[memoryview]) -> None:
+    def _hear_changes(
+        self, each: _FollowedAddress, message: Changes, payload: list[memoryview]
+    ) -> None:
         each.has_answered = True
         each.backoff.succeed()
         if message.server == self._server:
@@ -262,7 +264,7 @@ class Follower:
             elif not each.trouble.startswith("its erasures"):
                 self._recover(each)
 
-    def _greet(self, each: _Followed, message: Changes) -> MirroredPeer | None:
+    def _greet(self, each: _FollowedAddress, message: Changes) -> MirroredPeer | None:
         """Know the server that answers. Returns None where there is none to know."""
         if each.known is not None and each.server == message.server:
             return each.known
@@ -278,7 +280,7 @@ class Follower:
 
     # ---- Erasures ----
 
-    def _agree(self, each: _Followed) -> None:
+    def _agree(self, each: _FollowedAddress) -> None:
         """See whether a server has applied the same erasures; if not, compare after a while."""
         known, now = each.known, self._clock()
         assert known is not None
@@ -298,7 +300,7 @@ class Follower:
             if not each.link.send(messages.Compare(self._namespace, ids)):
                 each.comparing = None
 
-    def _hear_erasures(self, each: _Followed, message: Erasures) -> None:
+    def _hear_erasures(self, each: _FollowedAddress, message: Erasures) -> None:
         asked, each.comparing = each.comparing, None
         if asked is None:
             raise TransferError("a page server told what it was not asked.")
@@ -321,7 +323,7 @@ class Follower:
             self._agree(each)
         self._settle()
 
-    def _tell(self, begun: list[Erased]) -> None:
+    def _tell(self, begun: list[ErasureNotice]) -> None:
         for at in range(0, len(begun), _TEACH):
             message = messages.Teach(self._namespace, begun[at : at + _TEACH])
             for each in self._all():
@@ -367,12 +369,12 @@ class Follower:
             if had_link:
                 self._connect(each, self._clock())
 
-    def _set_aside(self, each: _Followed) -> None:
+    def _set_aside(self, each: _FollowedAddress) -> None:
         self._end_link(each)
         each.aside_until, each.trouble = self._clock() + _ASIDE_S, ""
         self._forget(each)
 
-    def _lose(self, each: _Followed, why: str) -> None:
+    def _lose(self, each: _FollowedAddress, why: str) -> None:
         """End a connection. What the server holds is known for a while longer, should it be back,
         but nothing is found there."""
         self._end_link(each)
@@ -384,14 +386,14 @@ class Follower:
         self._fail(each, why)
         self._settle()
 
-    def _end_link(self, each: _Followed) -> None:
+    def _end_link(self, each: _FollowedAddress) -> None:
         link, each.link = each.link, None
         if link is not None:
             link.close()
             self._loop.remove_socket(link.monitor)
             self._loop.remove_socket(link.socket)
 
-    def _end(self, each: _Followed) -> None:
+    def _end(self, each: _FollowedAddress) -> None:
         del self._followed[each.address]
         self._end_link(each)
         self._drop(each)
@@ -401,24 +403,24 @@ class Follower:
         for each in self._all():
             self._end(each)
 
-    def _drop(self, each: _Followed) -> None:
+    def _drop(self, each: _FollowedAddress) -> None:
         if each.known is not None:
             self._mirror.drop(each.known)
         self._forget(each)
 
-    def _forget(self, each: _Followed) -> None:
+    def _forget(self, each: _FollowedAddress) -> None:
         each.known, each.server = None, _NOBODY
         each.position.forget()
 
-    def _fail(self, each: _Followed, why: str) -> None:
+    def _fail(self, each: _FollowedAddress, why: str) -> None:
         self.num_failures += 1
         each.backoff.fail(self._clock())
         self._report(each, why)
 
-    def _report(self, each: _Followed, why: str) -> None:
+    def _report(self, each: _FollowedAddress, why: str) -> None:
         each.trouble = why
         self._log.report(each.address, "no page is taken from %s: %s", each.address, why)
 
-    def _recover(self, each: _Followed) -> None:
+    def _recover(self, each: _FollowedAddress) -> None:
         each.trouble = ""
         self._log.settle(each.address)

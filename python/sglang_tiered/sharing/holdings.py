@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     Fingerprints = npt.NDArray[np.uint64]
     Held = Callable[[int], tuple[int, Fingerprints] | None]
 
-__all__ = ["Holdings", "Part"]
+__all__ = ["Holdings", "ChangesPart"]
 
 _MIN_LOG = 1 << 18  # fingerprints of changes that are kept: 2 MiB, or as many as are held
 _NONE = np.empty(0, np.uint64)
 
 
-class Part(NamedTuple):
+class ChangesPart(NamedTuple):
     """One answer to a follower: see ``messages.Changes``."""
 
     epoch: int
@@ -95,7 +95,7 @@ class Holdings:
                 self._log_size -= len(gone[0]) + len(gone[1])
         return True
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
         """Return the next part for a follower that has these; None if there is nothing."""
         with self._lock:
             if epoch != self.epoch or (
@@ -104,7 +104,7 @@ class Holdings:
                 cursor = 0
             return self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
 
-    def _piece(self, start: int, begun_at: int) -> Part:
+    def _piece(self, start: int, begun_at: int) -> ChangesPart:
         pages = self._pages
         at = int(np.searchsorted(pages, np.uint64(min(start, (1 << 64) - 1))))
         piece = pages[at : at + MAX_FINGERPRINTS]
@@ -112,15 +112,15 @@ class Holdings:
         end = None if is_last else int(piece[-1])
         has_changed = start > 0 and begun_at != self.sequence  # since the first piece
         more = not is_last or has_changed
-        return Part(self.epoch, self.sequence, start, end, piece, _NONE, more)
+        return ChangesPart(self.epoch, self.sequence, start, end, piece, _NONE, more)
 
-    def _changes(self, sequence: int) -> Part | None:
+    def _changes(self, sequence: int) -> ChangesPart | None:
         index = len(self._log) - (self.sequence - sequence)
         if index == len(self._log):
             return None
         added, removed = self._log[index]
         more = index + 1 < len(self._log)
-        return Part(self.epoch, sequence + 1, None, None, added, removed, more)
+        return ChangesPart(self.epoch, sequence + 1, None, None, added, removed, more)
 
 
 def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, Fingerprints]:

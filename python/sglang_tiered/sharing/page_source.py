@@ -61,7 +61,7 @@ class BufferPool:
                 self._free_bytes += buffer.nbytes
 
 
-class _Read:
+class _SharedRead:
     """Pages that are being read, for all who ask for them until they were sent."""
 
     def __init__(
@@ -75,7 +75,7 @@ class _Read:
         self.spots: list[tuple[int, int, int | None] | None] = [None] * num_pages
         self.results: list[tuple[bytes, Reason]] = []  # of those
         self.data = memoryview(b"")
-        self.waiting: list[Callable[[_Read], None]] | None = []
+        self.waiting: list[Callable[[_SharedRead], None]] | None = []
         self.num_readers = 0
 
     @property
@@ -105,7 +105,7 @@ class _Own:
 
     job: Job
     moment: object  # of what pages are, and of erasures
-    joined: list[_Read] = field(default_factory=list)
+    joined: list[_SharedRead] = field(default_factory=list)
 
 
 class PageSource:
@@ -134,7 +134,7 @@ class PageSource:
         self._num_queued = num_queued
         self._memory = BufferPool(max_free_bytes)
         self._lock = threading.Lock()
-        self._reads: dict[object, _Read] = {}
+        self._reads: dict[object, _SharedRead] = {}
         self._owns: dict[bytes, tuple[_Own, int]] = {}  # by key, with its position
         self._later: Callable[..., None] | None = None
         self.namespace = b""
@@ -156,7 +156,7 @@ class PageSource:
         return self._num_queued() > 0
 
     def read(
-        self, keys: Sequence[bytes], lengths: Sequence[int], done: Callable[[_Read], None]
+        self, keys: Sequence[bytes], lengths: Sequence[int], done: Callable[[_SharedRead], None]
     ) -> None:
         """See ``PageReader.read``. ``done`` may be called under the store's lock."""
         name: object = object()
@@ -166,7 +166,7 @@ class PageSource:
             read = self._reads.get(name)
             is_first = read is None
             if read is None:
-                read = _Read(self._namespace_now, len(keys), partial(self._released, name))
+                read = _SharedRead(self._namespace_now, len(keys), partial(self._released, name))
                 self._reads[name] = read
             read.num_readers += 1
             is_over = read.waiting is None
@@ -188,7 +188,9 @@ class PageSource:
             else:
                 self._ended(read)
 
-    def _begin(self, read: _Read, keys: Sequence[bytes], lengths: Sequence[int]) -> Job | None:
+    def _begin(
+        self, read: _SharedRead, keys: Sequence[bytes], lengths: Sequence[int]
+    ) -> Job | None:
         stored = [None] * len(keys) if self._find is None else self._find(keys)
         at = 0
         wanted: list[tuple[bytes, int, int]] = []
@@ -205,7 +207,7 @@ class PageSource:
         pages = tuple((data[at : at + length],) for _, at, length in wanted)
         return self._submit(Run(tuple(key for key, *_ in wanted), pages))
 
-    def _ended(self, read: _Read, job: Job | None = None) -> None:
+    def _ended(self, read: _SharedRead, job: Job | None = None) -> None:
         """Hand pages to all who wait. May run under a store's lock."""
         with self._lock:
             if job is not None:
@@ -239,7 +241,7 @@ class PageSource:
     def _moment(self) -> object:
         return self.namespace, None if self._generation is None else self._generation()
 
-    def _joins(self, read: _Read, keys: Sequence[bytes], lengths: Sequence[int]) -> bool:
+    def _joins(self, read: _SharedRead, keys: Sequence[bytes], lengths: Sequence[int]) -> bool:
         """Wait for a load of the process itself, if one brings all of the pages."""
         moment = self._moment()
         with self._lock:
@@ -278,7 +280,7 @@ class PageSource:
         finally:
             self._finish(own)
 
-    def _copy_to(self, read: _Read, job: Job) -> None:
+    def _copy_to(self, read: _SharedRead, job: Job) -> None:
         at = {key: position for position, key in enumerate(job.run.keys)}
         for position, ((key, _), spot) in enumerate(zip(read.results, read.spots, strict=True)):
             assert spot is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.storage.base import JobKind, Reason
 from sglang_tiered.storage.jobs import JobBook
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.mirror import Mirror, Peer
     from sglang_tiered.sharing.pages.client import PageClient
-    from sglang_tiered.sharing.pages.landing import Fetch
+    from sglang_tiered.sharing.pages.landing import PageFetch
     from sglang_tiered.storage.base import Job, Run
 
 __all__ = ["PeerLoader"]
@@ -36,19 +36,19 @@ _MAX_SILENT = 1024
 _MIN_SECOND_S = 0.002  # a second holder is not asked for less
 
 _REASONS = {
-    Outcome.OK: Reason.OK,
-    Outcome.MISS: Reason.MISS,
-    Outcome.BUSY: Reason.MISS,
-    Outcome.DAMAGED: Reason.CORRUPT,
-    Outcome.LOST: Reason.IO_ERROR,
-    Outcome.LATE: Reason.IO_ERROR,
-    Outcome.CANCELLED: Reason.CANCELLED,
+    PageOutcome.OK: Reason.OK,
+    PageOutcome.MISS: Reason.MISS,
+    PageOutcome.BUSY: Reason.MISS,
+    PageOutcome.DAMAGED: Reason.CORRUPT,
+    PageOutcome.LOST: Reason.IO_ERROR,
+    PageOutcome.LATE: Reason.IO_ERROR,
+    PageOutcome.CANCELLED: Reason.CANCELLED,
 }
-_ASK_ANOTHER = {Outcome.MISS, Outcome.BUSY, Outcome.DAMAGED, Outcome.LOST}
+_ASK_ANOTHER = {PageOutcome.MISS, PageOutcome.BUSY, PageOutcome.DAMAGED, PageOutcome.LOST}
 
 
 @dataclass(eq=False, slots=True)
-class _Load:
+class _PeerLoad:
     job: Job
     namespace: bytes
     deadline: float | None  # of the loader's clock
@@ -57,8 +57,8 @@ class _Load:
 
 
 @dataclass(eq=False, slots=True)
-class _Part:
-    load: _Load
+class _PeerPart:
+    load: _PeerLoad
     peer: Peer
     positions: list[int]
     is_second: bool
@@ -83,7 +83,7 @@ class PeerLoader:
             job = self._jobs.open(JobKind.LOAD, run)
             closed = self._closed
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        load = _Load(job, namespace, deadline)
+        load = _PeerLoad(job, namespace, deadline)
         if not closed:
             job.reasons = [Reason.MISS] * run.num_pages
             if deadline_s is None or deadline_s > 0:
@@ -101,7 +101,7 @@ class PeerLoader:
         with self._lock:
             self._closed = True
 
-    def _ask(self, load: _Load, positions: Sequence[int], *, second_to: Peer | None) -> None:
+    def _ask(self, load: _PeerLoad, positions: Sequence[int], *, second_to: Peer | None) -> None:
         """Fetch each page from the holder that the mirror finds, except from ``second_to``."""
         run = load.job.run
         groups: dict[Peer, list[int]] = {}
@@ -112,7 +112,7 @@ class PeerLoader:
         with load.lock:
             load.num_left += len(groups)
         for peer, group in groups.items():
-            part = _Part(load, peer, group, second_to is not None)
+            part = _PeerPart(load, peer, group, second_to is not None)
             self._client.fetch(
                 peer.address,
                 load.namespace,
@@ -122,10 +122,10 @@ class PeerLoader:
                 done=partial(self._part_ended, part),
             )
 
-    def _left_s(self, load: _Load) -> float | None:
+    def _left_s(self, load: _PeerLoad) -> float | None:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
 
-    def _settle(self, load: _Load) -> None:
+    def _settle(self, load: _PeerLoad) -> None:
         with load.lock:
             load.num_left -= 1
             if load.num_left:
@@ -136,19 +136,19 @@ class PeerLoader:
 
     # ---- The client's thread ----
 
-    def _part_ended(self, part: _Part, fetch: Fetch) -> None:
+    def _part_ended(self, part: _PeerPart, fetch: PageFetch) -> None:
         try:
             self._note(part, fetch)
         except Exception:
             logger.exception("internal error in a load from other servers; its pages are misses")
         self._settle(part.load)
 
-    def _note(self, part: _Part, fetch: Fetch) -> None:
+    def _note(self, part: _PeerPart, fetch: PageFetch) -> None:
         job = part.load.job
         for position, outcome in zip(part.positions, fetch.outcomes, strict=True):
             job.reasons[position] = _REASONS[outcome]
         if part.is_second:
-            self.num_recovered += fetch.outcomes.count(Outcome.OK)
+            self.num_recovered += fetch.outcomes.count(PageOutcome.OK)
         self._tell_mirror(part, fetch)
         again = [
             position
@@ -160,22 +160,22 @@ class PeerLoader:
         if again and in_time and not (part.is_second or self._closed):
             self._ask(part.load, again, second_to=part.peer)
 
-    def _tell_mirror(self, part: _Part, fetch: Fetch) -> None:
+    def _tell_mirror(self, part: _PeerPart, fetch: PageFetch) -> None:
         seen = set(fetch.outcomes)
         lacking = [
             key
             for key, outcome in zip(fetch.keys, fetch.outcomes, strict=True)
-            if outcome in (Outcome.MISS, Outcome.DAMAGED)
+            if outcome in (PageOutcome.MISS, PageOutcome.DAMAGED)
         ]
         if lacking:
             self._mirror.lacks(part.peer.server, lacking)
         if fetch.num_heard:
             self._silent.pop(part.peer.server, None)
-        if Outcome.LOST in seen or (Outcome.LATE in seen and not fetch.num_heard):
+        if PageOutcome.LOST in seen or (PageOutcome.LATE in seen and not fetch.num_heard):
             if len(self._silent) >= _MAX_SILENT:
                 self._silent.clear()
             times = self._silent.get(part.peer.server, 0)
             self._silent[part.peer.server] = times + 1
             self._mirror.avoid(part.peer.server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
-        elif Outcome.BUSY in seen:
+        elif PageOutcome.BUSY in seen:
             self._mirror.avoid(part.peer.server, _BUSY_S)

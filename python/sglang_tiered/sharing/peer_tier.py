@@ -21,7 +21,7 @@ import zmq
 from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import Outcome
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.sharing.settings import PageSettings
@@ -221,13 +221,13 @@ class PeerTier(TierEngine):
         return PeerStats(
             health=health,
             health_reason=reasons[health],
-            num_fetched=outcomes[Outcome.OK],
+            num_fetched=outcomes[PageOutcome.OK],
             bytes_fetched=client.num_bytes,
-            num_missed=outcomes[Outcome.MISS],
-            num_damaged=outcomes[Outcome.DAMAGED],
-            num_late=outcomes[Outcome.LATE],
-            num_busy=outcomes[Outcome.BUSY],
-            num_lost=outcomes[Outcome.LOST],
+            num_missed=outcomes[PageOutcome.MISS],
+            num_damaged=outcomes[PageOutcome.DAMAGED],
+            num_late=outcomes[PageOutcome.LATE],
+            num_busy=outcomes[PageOutcome.BUSY],
+            num_lost=outcomes[PageOutcome.LOST],
             num_recovered=self._loader.num_recovered,
             num_inflight_jobs=self._loader.num_inflight,
             num_served=server.num_served,

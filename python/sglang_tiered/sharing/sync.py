@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.addresses import Target
     from sglang_tiered.sharing.erasures import NoteStore
-    from sglang_tiered.sharing.holdings import Held, Part
+    from sglang_tiered.sharing.holdings import ChangesPart, Held
     from sglang_tiered.sharing.membership import Membership
-    from sglang_tiered.sharing.pages.messages import Erased
+    from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.settings import PageSettings, PeerSettings
     from sglang_tiered.wire.keys import Keys
 
     EraseWanted = Callable[[Erasure], Future[bool]]
 
-__all__ = ["Discovery", "PeerSync"]
+__all__ = ["PeerDiscovery", "PeerSync"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _JOIN_S = 5.0
 MAX_ADDRESSES = 1024
 
 
-class Discovery:
+class PeerDiscovery:
     """Tells ``found`` the addresses whenever it has looked, and whether each name was found by now,
     be it once. ``ports``: those of the ranks to follow, counted from a target's. ``membership`` is
     closed with it."""
@@ -160,7 +160,7 @@ class PeerSync:
         self._log = OnceLog(logger)
         self._tell: Callable[[], None] = lambda: None
         self._wakes = threading.Condition()
-        self._told: dict[bytes, Erased] = {}  # to be applied
+        self._told: dict[bytes, ErasureNotice] = {}  # to be applied
         self._is_awaited = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="tier-peer-keeper", daemon=True)
 
@@ -186,7 +186,7 @@ class PeerSync:
             server_side=server,
             clock=self._clock,
         )
-        self.discovery = Discovery(
+        self.discovery = PeerDiscovery(
             settings.peers,
             settings.ports,
             membership=membership,
@@ -213,13 +213,13 @@ class PeerSync:
         be gone, or will be first."""
         return self._shown
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
         return self.holdings.since(epoch, sequence, cursor)
 
-    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
         return self.book.compare(ids)
 
-    def taught(self, erasures: Sequence[Erased]) -> None:
+    def taught(self, erasures: Sequence[ErasureNotice]) -> None:
         """Apply what another server told, soon."""
         with self._wakes:
             for each in self.book.unknown(erasures):
@@ -305,7 +305,7 @@ class PeerSync:
             pause_s = max(self._settings.publish_s, _IDLE_PART * (time.thread_time() - begun))
             self.follower.settle()
 
-    def _apply(self, told: list[Erased], moment: int) -> None:
+    def _apply(self, told: list[ErasureNotice], moment: int) -> None:
         """Apply erasures of others: one of a tenant is enough for all that were begun before."""
         applied: dict[bytes | None, Future[bool]] = {}
         for each in self.book.unknown(told):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadMeter", "TierReading"]
 
 
-class _Read(NamedTuple):
+class _MeteredRead(NamedTuple):
     tier: Tier
     begun_at: float
     ended_at: float
@@ -52,7 +52,7 @@ class LoadMeter(Meter):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._reads: list[_Read] = []
+        self._reads: list[_MeteredRead] = []
         self._checks: list[tuple[float, float]] = []  # begin and end
 
     def begins(self, tier: Tier, num_bytes: int) -> Callable[[Job], None]:
@@ -63,7 +63,9 @@ class LoadMeter(Meter):
             num_asked = len(job.reasons)
             num_pages = num_asked - len(failed)
             arrived = num_bytes * num_pages // max(1, num_asked)  # pages of a load are of one size
-            self._reads.append(_Read(tier, begun_at, self._clock(), num_pages, arrived, failed))
+            self._reads.append(
+                _MeteredRead(tier, begun_at, self._clock(), num_pages, arrived, failed)
+            )
 
         return ended
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.memory import Piece, TokenSlice
+from sglang_tiered.transfer.memory import SlabPiece, TokenSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +35,12 @@ class Pair:
     destination_slice: TokenSlice | None = None
 
     @property
-    def source_piece(self) -> Piece:
-        return Piece(self.source, self.page_bytes, self.source_slice)
+    def source_piece(self) -> SlabPiece:
+        return SlabPiece(self.source, self.page_bytes, self.source_slice)
 
     @property
-    def destination_piece(self) -> Piece:
-        return Piece(self.destination, self.page_bytes, self.destination_slice)
+    def destination_piece(self) -> SlabPiece:
+        return SlabPiece(self.destination, self.page_bytes, self.destination_slice)
 
 
 def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> range:

@@ -24,7 +24,7 @@ __all__ = [
     "HostMemory",
     "Memories",
     "PagedMemory",
-    "Piece",
+    "SlabPiece",
     "TokenSlice",
     "check_pages",
     "one_row",
@@ -57,7 +57,7 @@ class TokenSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlabPiece:
     """What a slab holds of one buffer: ``page_bytes`` of each page, all of it without a slice."""
 
     buffer: int
@@ -94,13 +94,15 @@ class PagedMemory(HasBuffers, Protocol):
         the chunk. Can be sliced as ``pages`` can."""
         ...
 
-    def begin_gather(self, pieces: Sequence[Piece], placed: Any, out: Bytes) -> Callable[[], None]:
+    def begin_gather(
+        self, pieces: Sequence[SlabPiece], placed: Any, out: Bytes
+    ) -> Callable[[], None]:
         """Begin to copy pages to ``out``: one piece after the other, in each the pages in order.
         Filled once the returned call has returned; until then ``out`` must not be used for
         something else. The pages must have been computed."""
         ...
 
-    def scatter_slab(self, pieces: Sequence[Piece], pages: Pages, data: Bytes) -> None:
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         """Copy ``data`` into pages, the inverse of a gather; ``data`` is free on return."""
         ...
 
@@ -132,19 +134,19 @@ class HostMemory:
         return pages
 
     def begin_gather(
-        self, pieces: Sequence[Piece], placed: Pages, out: Bytes
+        self, pieces: Sequence[SlabPiece], placed: Pages, out: Bytes
     ) -> Callable[[], None]:
         """Copies when it is waited for: nothing else would do it meanwhile."""
         return partial(self._gather_slab, pieces, placed, out)
 
-    def _gather_slab(self, pieces: Sequence[Piece], pages: Pages, out: Bytes) -> None:
+    def _gather_slab(self, pieces: Sequence[SlabPiece], pages: Pages, out: Bytes) -> None:
         offset = 0
         for piece in pieces:
             size = piece.page_bytes * len(pages)
             self.gather(piece.buffer, pages, piece.part, out[offset : offset + size])
             offset += size
 
-    def scatter_slab(self, pieces: Sequence[Piece], pages: Pages, data: Bytes) -> None:
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         offset = 0
         for piece in pieces:
             size = piece.page_bytes * len(pages)

@@ -45,7 +45,7 @@ MIN_STEP = np.float32(1e-37)
 LEVELS = np.float32(255)
 
 
-class _Part(NamedTuple):
+class _SlabPart(NamedTuple):
     """The share of one buffer pair in a slab."""
 
     num_tokens: int
@@ -82,17 +82,17 @@ class WireCodec(ABC):
             raise TransferError("prefill encoded pages that are not whole elements per token.")
         return self._decode(data, parts)
 
-    def _parts(self, pairs: Sequence[Pair], num_pages: int) -> list[_Part] | None:
+    def _parts(self, pairs: Sequence[Pair], num_pages: int) -> list[_SlabPart] | None:
         if any(pair.page_bytes % (self._page_size * self._item_bytes) for pair in pairs):
             return None
         num_tokens = num_pages * self._page_size
-        return [_Part(num_tokens, pair.page_bytes // self._page_size) for pair in pairs]
+        return [_SlabPart(num_tokens, pair.page_bytes // self._page_size) for pair in pairs]
 
     @abstractmethod
-    def _encode(self, plain: Bytes, parts: Sequence[_Part]) -> Bytes | None: ...
+    def _encode(self, plain: Bytes, parts: Sequence[_SlabPart]) -> Bytes | None: ...
 
     @abstractmethod
-    def _decode(self, data: Bytes, parts: Sequence[_Part]) -> Bytes: ...
+    def _decode(self, data: Bytes, parts: Sequence[_SlabPart]) -> Bytes: ...
 
 
 def make_codec(layout: KVLayout) -> WireCodec | None:
@@ -119,7 +119,7 @@ class _Int8(WireCodec):
         super().__init__(page_size, _item_bytes(element))
         self._element = element
 
-    def _encode(self, plain: Bytes, parts: Sequence[_Part]) -> Bytes | None:
+    def _encode(self, plain: Bytes, parts: Sequence[_SlabPart]) -> Bytes | None:
         encoded = np.empty(sum(self._encoded_bytes(part) for part in parts), np.uint8)
         begin = at = 0
         for part in parts:
@@ -145,7 +145,7 @@ class _Int8(WireCodec):
                 np.copyto(codes[block], scaled, casting="unsafe")  # truncates; nothing is below 0
         return encoded
 
-    def _decode(self, data: Bytes, parts: Sequence[_Part]) -> Bytes:
+    def _decode(self, data: Bytes, parts: Sequence[_SlabPart]) -> Bytes:
         size = sum(self._encoded_bytes(part) for part in parts)
         if data.nbytes != size:
             raise TransferError(f"prefill sent {data.nbytes} bytes of int8 for a slab of {size}.")
@@ -166,7 +166,7 @@ class _Int8(WireCodec):
                 begin += raw.nbytes
         return plain
 
-    def _encoded_bytes(self, part: _Part) -> int:
+    def _encoded_bytes(self, part: _SlabPart) -> int:
         channels = part.token_bytes // self._item_bytes
         return channels * (8 + part.num_tokens)
 
@@ -176,14 +176,14 @@ class _Zstd(WireCodec):
 
     number = 2
 
-    def _encode(self, plain: Bytes, parts: Sequence[_Part]) -> Bytes | None:
+    def _encode(self, plain: Bytes, parts: Sequence[_SlabPart]) -> Bytes | None:
         elements = plain.reshape(-1, self._item_bytes)
         chunks: list[bytes | memoryview] = []
         for index in range(self._item_bytes):
             chunks += pack_chunk(np.ascontiguousarray(elements[:, index]))
         return np.frombuffer(b"".join(chunks), np.uint8)
 
-    def _decode(self, data: Bytes, parts: Sequence[_Part]) -> Bytes:
+    def _decode(self, data: Bytes, parts: Sequence[_SlabPart]) -> Bytes:
         plain = np.empty(sum(part.num_bytes for part in parts), np.uint8)
         elements = plain.reshape(-1, self._item_bytes)
         reader = ChunkReader(data.data)

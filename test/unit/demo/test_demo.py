@@ -31,7 +31,7 @@ from sglang_tiered.demo.plan import (
     glossary,
     make_plan,
 )
-from sglang_tiered.demo.questions import Answer, AskingError, Client
+from sglang_tiered.demo.questions import AskingError, Client, TimedAnswer
 from sglang_tiered.demo.report import Phases, Row, document, make_table, one_line, verdict
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
@@ -156,7 +156,7 @@ def row_of(source: str, numbers: tuple[int, ...], tier: str | None = None, token
     tokens = {"device": 0, "host": 0, "nvme": 0, "computed": 0, tier or TIER_OF[source]: 1536}
     tokens["computed"] += 1
     seconds = 0.2 if source == FIRST else 0.025
-    return Row(source, {number: Answer(seconds, (token,), tokens, "") for number in numbers})
+    return Row(source, {number: TimedAnswer(seconds, (token,), tokens, "") for number in numbers})
 
 
 @pytest.fixture

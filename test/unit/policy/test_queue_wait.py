@@ -6,12 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.queue_wait import HALF_LIFE, Place, QueueWait
+from sglang_tiered.policy.queue_wait import HALF_LIFE, QueuePlace, QueueWait
 
 
 def test_first_guess_is_one_prefill_after_another() -> None:
     queue = QueueWait()
-    places: list[Place] = []
+    places: list[QueuePlace] = []
     for number in range(5):
         assert queue.seconds(is_busy=True) == pytest.approx(0.1 * number)
         places.append(queue.arrives(None, 0.1, now=0.0, is_busy=True))
@@ -116,7 +116,7 @@ def test_place_that_became_shorter_is_shorter_for_all() -> None:
 )
 def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ranks: bool) -> None:
     queue = QueueWait()
-    places: dict[int, Place] = {}
+    places: dict[int, QueuePlace] = {}
     own: dict[int, float] = {}
     for now, (event, request, own_s) in enumerate(events):
         if event == "arrives":

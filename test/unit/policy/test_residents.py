@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy import residents as resident
-from sglang_tiered.policy.residents import NEW_CHAINS_PER_TRIAL, Offer, ResidentSet
+from sglang_tiered.policy.residents import NEW_CHAINS_PER_TRIAL, ChainOffer, ResidentSet
 
 
 def test_set_fills_in_order_and_then_refuses() -> None:
     residents = ResidentSet[int](300)
-    assert residents.offer_chain(1, 200) == Offer(True, [])
-    assert residents.offer_chain(2, 200) == Offer(False, [])
-    assert residents.offer_chain(3, 100) == Offer(True, [])
-    assert residents.offer_chain(4, 301) == Offer(False, [])
+    assert residents.offer_chain(1, 200) == ChainOffer(True, [])
+    assert residents.offer_chain(2, 200) == ChainOffer(False, [])
+    assert residents.offer_chain(3, 100) == ChainOffer(True, [])
+    assert residents.offer_chain(4, 301) == ChainOffer(False, [])
     assert 1 in residents and 2 not in residents
     assert residents.num_tokens == 300
 
@@ -28,7 +28,7 @@ def test_returning_chain_replaces_one_that_idled_longer() -> None:
     residents.note_eviction(50)
     residents.offer_chain("returning", 100)
     residents.note_eviction(500)
-    assert residents.offer_chain("returning", 100) == Offer(True, ["dead"])
+    assert residents.offer_chain("returning", 100) == ChainOffer(True, ["dead"])
 
 
 def test_resident_before_its_turn_stays() -> None:
@@ -37,7 +37,7 @@ def test_resident_before_its_turn_stays() -> None:
     residents.note_eviction(50)
     residents.offer_chain("resident", 100)
     residents.note_eviction(500)
-    assert residents.offer_chain("early", 90) == Offer(False, [])
+    assert residents.offer_chain("early", 90) == ChainOffer(False, [])
     assert "resident" in residents
 
 

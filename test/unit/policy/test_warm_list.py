@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.checksummed import seal
-from sglang_tiered.policy.warm_list import VERSION, WarmChain, WarmList, _File, decode, encode
+from sglang_tiered.policy.warm_list import VERSION, WarmChain, WarmList, _WarmFile, decode, encode
 
 
 def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k") -> WarmChain:
@@ -89,8 +89,8 @@ def test_a_file_cut_short_is_an_empty_list() -> None:
 def test_a_list_of_another_version_is_ignored(version: int) -> None:
     """It verifies and has the same fields, which may mean something else."""
     chains = [chain(50)]
-    assert decode(seal(_File(VERSION, chains))) == chains
-    assert decode(seal(_File(version, chains))) == []
+    assert decode(seal(_WarmFile(VERSION, chains))) == chains
+    assert decode(seal(_WarmFile(version, chains))) == []
 
 
 def test_a_list_of_nothing_is_refused() -> None:

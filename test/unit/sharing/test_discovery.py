@@ -10,7 +10,7 @@ import pytest
 from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.addresses import Target, parse_targets
-from sglang_tiered.sharing.sync import Discovery
+from sglang_tiered.sharing.sync import PeerDiscovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,9 +43,9 @@ Told = list[tuple[list[str], bool]]
 
 
 @contextmanager
-def looking(targets: list[Target], *ports: int) -> Iterator[tuple[Discovery, Told]]:
+def looking(targets: list[Target], *ports: int) -> Iterator[tuple[PeerDiscovery, Told]]:
     told: Told = []
-    discovery = Discovery(
+    discovery = PeerDiscovery(
         targets, ports, membership=None, found=lambda *found: told.append(found), every_s=0.02
     )
     try:

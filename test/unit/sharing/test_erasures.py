@@ -8,7 +8,7 @@ import pytest
 
 from sglang_tiered.sharing import erasures
 from sglang_tiered.sharing.erasures import ErasureBook
-from sglang_tiered.sharing.pages.messages import Erased
+from sglang_tiered.sharing.pages.messages import ErasureNotice
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, keep, promise
 
@@ -63,7 +63,9 @@ def shelf() -> Shelf:
     return Shelf()
 
 
-def exchange(one: ErasureBook, other: ErasureBook) -> tuple[list[Erased], list[Erased]]:
+def exchange(
+    one: ErasureBook, other: ErasureBook
+) -> tuple[list[ErasureNotice], list[ErasureNotice]]:
     """What each lacks of the other, as the follower of ``other`` would hear and teach it."""
     for book in (one, other):
         book.save()
@@ -72,7 +74,7 @@ def exchange(one: ErasureBook, other: ErasureBook) -> tuple[list[Erased], list[E
     return one.unknown(told), one.take(lacking)
 
 
-def learn(book: ErasureBook, told: Sequence[Erased]) -> None:
+def learn(book: ErasureBook, told: Sequence[ErasureNotice]) -> None:
     for each in told:
         book.learn(each, ended(True))
 
@@ -120,7 +122,10 @@ def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
         book.settle(None)
         assert (len(book), book.digest) == (0, bytes(16))
     # Who still has it tells it, and it is not applied again.
-    assert one.unknown([Erased(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)]) == []
+    assert (
+        one.unknown([ErasureNotice(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)])
+        == []
+    )
 
 
 class Watched(dict[Any, Any]):
@@ -153,7 +158,7 @@ def test_old_records_are_looked_for_once_a_second(shelf: Shelf) -> None:
 @pytest.mark.parametrize("age_s", [float("inf"), float("nan"), 1e300])
 def test_an_age_that_cannot_be_is_the_oldest(shelf: Shelf, age_s: float) -> None:
     book = shelf.open()
-    book.learn(Erased(b"i" * 16, age_s, None, None), ended(True))
+    book.learn(ErasureNotice(b"i" * 16, age_s, None, None), ended(True))
     book.settle(None)
     assert len(book) == 0
 

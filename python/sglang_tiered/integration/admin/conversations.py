@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
-from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.integration.storage.host_pages import page_bytes
@@ -203,7 +203,7 @@ class Located(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Checkpoint:
+class _CheckpointWork:
     num_pages: int
     last_node: int | None
     tier: Tier
@@ -245,7 +245,7 @@ class Checkpoints:
     """The checkpoints of one scheduler process. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self._begun: PendingRequests[_Checkpoint] = PendingRequests()
+        self._begun: PendingRequests[_CheckpointWork] = PendingRequests()
         self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
 
     def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +278,8 @@ class Checkpoints:
         }
 
     def _begin(
-        self, cache: TieredRadixCache, storage: TieredStorage, selector: Selector, tier: Tier
-    ) -> _Checkpoint:
+        self, cache: TieredRadixCache, storage: TieredStorage, selector: PrefixSelector, tier: Tier
+    ) -> _CheckpointWork:
         located = locate(cache, selector)
         _store_soon(cache, located.path)
         num_pages = num_known(cache, storage, located)
@@ -287,7 +287,7 @@ class Checkpoints:
         hashes = located.hashes[:num_pages]
         work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
-        return _Checkpoint(len(located.hashes), last, tier, work, time.monotonic())
+        return _CheckpointWork(len(located.hashes), last, tier, work, time.monotonic())
 
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
@@ -302,7 +302,7 @@ def num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located)
     return min(len(located.hashes), in_tree + rest)
 
 
-def _offer_again(cache: TieredRadixCache, entry: _Checkpoint) -> None:
+def _offer_again(cache: TieredRadixCache, entry: _CheckpointWork) -> None:
     """Offer stores again that admission dropped. Only where no other rank must do the same, since
     ranks differ in what was dropped."""
     now = time.monotonic()
@@ -321,7 +321,7 @@ def names_prefix(body: dict[str, Any]) -> bool:
     return not body.keys().isdisjoint(("rid", "conversation_id", "input_ids"))
 
 
-def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | None:
+def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> PrefixSelector | None:
     """Return the prefix that a body selects, of a conversation the newest; None for a ``rid`` or
     ``conversation_id`` that is not known. Alike on all ranks."""
     if "conversation_id" not in body:
@@ -333,7 +333,7 @@ def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Selector | Non
     return found[0] if found else None
 
 
-def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
+def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[PrefixSelector]:
     """Return every prefix that a body names: of a conversation those of its recent requests and of
     its pins, the newest first. Alike on all ranks."""
     if "rid" in body:
@@ -345,7 +345,7 @@ def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector
         return [recent.selector for recent in recents] + _pinned(cache, body)
     extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
-    return [Selector(array("q", body["input_ids"]), extra_key, cache_salt)]
+    return [PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)]
 
 
 def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:
@@ -363,13 +363,13 @@ def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
     return cache.hidden_tenants.tenant_of(key, body.get("cache_salt"))
 
 
-def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[Selector]:
+def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[PrefixSelector]:
     tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
     keys = body.get("extra_key"), body.get("cache_salt")
     return [prefix for _, prefix in pinned_prefixes(cache, tenant, conversation, *keys)]
 
 
-def key_of(cache: TieredRadixCache, selector: Selector) -> RadixKey:
+def key_of(cache: TieredRadixCache, selector: PrefixSelector) -> RadixKey:
     """Return the key of a prefix's whole pages, by which requests go now. Any thread."""
     return RadixKey(
         selector.tokens,
@@ -379,7 +379,7 @@ def key_of(cache: TieredRadixCache, selector: Selector) -> RadixKey:
     ).page_aligned(cache.page_size)
 
 
-def locate(cache: TieredRadixCache, selector: Selector) -> Located:
+def locate(cache: TieredRadixCache, selector: PrefixSelector) -> Located:
     """Return the whole pages of a prefix, and where the tree holds them."""
     key = key_of(cache, selector)
     if len(key) == 0:
@@ -388,7 +388,7 @@ def locate(cache: TieredRadixCache, selector: Selector) -> Located:
     return Located(hashes, *_match(cache, key))
 
 
-def tokens_in_memory(cache: TieredRadixCache, selector: Selector) -> tuple[int, int]:
+def tokens_in_memory(cache: TieredRadixCache, selector: PrefixSelector) -> tuple[int, int]:
     """Return how many leading tokens of a prefix's whole pages the device and the host hold."""
     key = key_of(cache, selector)
     if len(key) == 0:

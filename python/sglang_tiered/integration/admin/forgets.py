@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.identity.recent_requests import Selector
+    from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 
 __all__ = ["Forgets"]
 
@@ -46,7 +46,7 @@ class _Forget:
     hashes: list[str]  # as the tiers know the pages; none once they were told
     num_pages: int
     under_way: list[Future[bool]]
-    selectors: list[Selector] = field(default_factory=list)
+    selectors: list[PrefixSelector] = field(default_factory=list)
     num_kept_tokens: int = 0
 
 
@@ -118,7 +118,7 @@ class _TooMany(Exception):  # noqa: N818
 def _forget(
     cache: TieredRadixCache,
     number: str,
-    selectors: list[Selector],
+    selectors: list[PrefixSelector],
     keep_tokens: int,
     spend: Callable[[TieredRadixCache, int], None],
 ) -> _Forget:
@@ -132,7 +132,7 @@ def _forget(
     return entry
 
 
-def _longest(selectors: list[Selector]) -> list[Selector]:
+def _longest(selectors: list[PrefixSelector]) -> list[PrefixSelector]:
     """Return those that are not the beginning of another one, as most turns of a conversation
     are of the next."""
     # In the order of their bytes a beginning comes right before those that go on from it.
@@ -146,7 +146,7 @@ def _longest(selectors: list[Selector]) -> list[Selector]:
     ]
 
 
-def _pages_behind(cache: TieredRadixCache, selector: Selector, num_kept: int) -> list[str]:
+def _pages_behind(cache: TieredRadixCache, selector: PrefixSelector, num_kept: int) -> list[str]:
     key_of, salt = cache.hidden_tenants.key_of, selector.cache_salt
     # By the key of now: what a purge has hidden matches nothing anyway.
     key = RadixKey(selector.tokens, extra_key=key_of(selector.extra_key, salt), cache_salt=salt)

@@ -34,7 +34,7 @@ from sglang_tiered.integration.admin.pin_notes import (
     unpack,
     whole_pages,
 )
-from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks import first_ranks, least_on_every_rank
 from sglang_tiered.storage.base import Tier
@@ -57,7 +57,7 @@ _RECENT, _PINNED = "r", "p"
 """What a cursor begins with: then comes the number of the request, or the name of the pin."""
 
 
-class _Row(msgspec.Struct):
+class _ListedRow(msgspec.Struct):
     """A conversation to list. ``tokens`` are those of a note where no recent request has them."""
 
     cursor: str  # behind which the next page begins
@@ -73,9 +73,9 @@ class _Row(msgspec.Struct):
 class _PinnedRows:
     """The pins of a tenant on this rank, by the conversation they are of."""
 
-    of_conversation: dict[str, _Row]
-    of_prefix: dict[tuple[str | None, bytes], list[_Row]]  # by adapter and whole pages
-    rows: list[_Row]  # by their cursors
+    of_conversation: dict[str, _ListedRow]
+    of_prefix: dict[tuple[str | None, bytes], list[_ListedRow]]  # by adapter and whole pages
+    rows: list[_ListedRow]  # by their cursors
 
 
 @dataclass(slots=True)
@@ -83,9 +83,9 @@ class _Listing:
     body: dict[str, Any]
     recents: dict[str, Recent]  # by rid: the newest of each conversation, the newest first
     pinned: Future[_PinnedRows]
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[_ListedRow] = field(default_factory=list)
     has_more: bool = False
-    selectors: list[Selector] = field(default_factory=list)
+    selectors: list[PrefixSelector] = field(default_factory=list)
     in_memory: list[tuple[int, int]] = field(default_factory=list)  # device, host
     in_tiers: Future[list[dict[str, int]]] | None = None
     answer: dict[str, Any] | None = None
@@ -131,7 +131,7 @@ class Listings:
         chosen = _page(cache, listing, listing.pinned.result())
         if not cache.decides_alone:
             told = first_ranks(cache, msgspec.msgpack.encode(chosen))
-            chosen = msgspec.msgpack.decode(told, type=tuple[list[_Row], bool])
+            chosen = msgspec.msgpack.decode(told, type=tuple[list[_ListedRow], bool])
         listing.rows, listing.has_more = chosen
         salt = listing.body.get("cache_salt")
         for row in listing.rows:
@@ -140,7 +140,7 @@ class Listings:
                 continue
             key = key_of_request(listing.body.get("extra_key"), row.adapter)
             key = cache.hidden_tenants.key_of(key, salt)
-            listing.selectors.append(Selector(as_tokens(row.tokens), key, salt))
+            listing.selectors.append(PrefixSelector(as_tokens(row.tokens), key, salt))
         listing.in_tiers = self._worker.submit(_count_tiers, cache, storage, listing.selectors)
 
 
@@ -162,13 +162,13 @@ def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
 
 def _page(
     cache: TieredRadixCache, listing: _Listing, pinned: _PinnedRows
-) -> tuple[list[_Row], bool]:
+) -> tuple[list[_ListedRow], bool]:
     """Return the rows behind the cursor, and whether there are more."""
     limit = int(listing.body["limit"])
     after = listing.body["after"].get(str(_rank()), _RECENT)
     if after is None:  # this replica has told all
         return [], False
-    rows: list[_Row] = []
+    rows: list[_ListedRow] = []
     shown: set[str] = set()  # cursors of pins
     lengths = {len(tokens) for _, tokens in pinned.of_prefix}
     for recent in listing.recents.values():
@@ -181,7 +181,7 @@ def _page(
         )
         if is_behind and len(rows) <= limit:
             rows.append(
-                _Row(
+                _ListedRow(
                     cursor=f"{_RECENT}{recent.number}",
                     id=recent.conversation,
                     rid=recent.rid,
@@ -200,7 +200,7 @@ def _page(
 
 def _same_prefix(
     cache: TieredRadixCache, recent: Recent, pinned: _PinnedRows, lengths: set[int]
-) -> list[_Row]:
+) -> list[_ListedRow]:
     """Return the pins without a conversation that have the whole pages of a request."""
     tokens, page_size = recent.selector.tokens, int(cache.page_size)
     if len(tokens) // page_size * page_size * TOKEN_BYTES not in lengths:
@@ -270,11 +270,11 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes, page_size: int) -> _Pinn
         key = f"i{note.conversation}" if note.conversation is not None else f"n{name}"
         groups.setdefault(key, []).append((note, shown))
     rows = []
-    of_prefix: dict[tuple[str | None, bytes], list[_Row]] = {}
+    of_prefix: dict[tuple[str | None, bytes], list[_ListedRow]] = {}
     for key in sorted(groups):
         newest = max((note for note, _ in groups[key]), key=lambda note: note.pinned_at_s)
         rows.append(
-            _Row(
+            _ListedRow(
                 cursor=_PINNED + key,
                 id=newest.conversation,
                 rid=None,
@@ -291,7 +291,7 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes, page_size: int) -> _Pinn
 
 
 def _count_tiers(
-    cache: TieredRadixCache, storage: TieredStorage, selectors: list[Selector]
+    cache: TieredRadixCache, storage: TieredStorage, selectors: list[PrefixSelector]
 ) -> list[dict[str, int]]:
     """Count the leading tokens of each prefix by tier. On the thread."""
     page_size = int(cache.page_size)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.storage.base import Tier
@@ -132,7 +132,7 @@ def pinned_prefixes(
     conversation: str,
     extra_key: str | None,
     cache_salt: str | None,
-) -> list[tuple[str, Selector]]:
+) -> list[tuple[str, PrefixSelector]]:
     """Return the stored names and prefixes of a conversation's pins, the latest first. All ranks
     return those of the first rank, since a rank may borrow the pages that another has pinned."""
     storage = cache.storage
@@ -141,11 +141,11 @@ def pinned_prefixes(
     found = []  # of the same length everywhere
     for name, note in msgspec.msgpack.decode(told, type=list[_NamedNote]):
         key = cache.hidden_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
-        found.append((name, Selector(as_tokens(note.tokens), key, cache_salt)))
+        found.append((name, PrefixSelector(as_tokens(note.tokens), key, cache_salt)))
     return found
 
 
-def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: Selector) -> list[str]:
+def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelector) -> list[str]:
     """Return the stored names of a tenant's pins with the whole pages of a prefix, whatever they
     are called: those of the first rank, on all ranks. Memory only."""
     storage, page_size = cache.storage, int(cache.page_size)

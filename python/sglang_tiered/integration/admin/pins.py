@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.identity.recent_requests import Selector
+    from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = ["Pins"]
@@ -53,7 +53,7 @@ REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin somet
 
 
 @dataclass(slots=True)
-class _Pin:
+class _PinWork:
     name: str
     stored_name: str
     tier: Tier
@@ -67,7 +67,7 @@ class Pins:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._begun: PendingRequests[_Pin] = PendingRequests()
+        self._begun: PendingRequests[_PinWork] = PendingRequests()
         self._let_go: PendingRequests[Future[bool]] = PendingRequests()
 
     def pin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -141,16 +141,16 @@ class Pins:
 def _begin(
     cache: TieredRadixCache,
     storage: TieredStorage,
-    selector: Selector,
+    selector: PrefixSelector,
     hashes: list[str],
     body: dict[str, Any],
-) -> _Pin:
+) -> _PinWork:
     tenants = cache.hidden_tenants
     tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
     conversation = _conversation(cache, body)
     name, ttl = body.get("name") or conversation or hashes[-1], body.get("ttl")
     until_s = None if ttl is None else body["now"] + ttl
-    entry = _Pin(name, stored_name(tenant, name), Tier(body["tier"]), until_s)
+    entry = _PinWork(name, stored_name(tenant, name), Tier(body["tier"]), until_s)
     keeper = keepers(storage).get(entry.tier)
     if keeper is None:
         return entry

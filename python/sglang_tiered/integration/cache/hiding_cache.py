@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.cache.loads import Prefetch
+    from sglang_tiered.integration.cache.loads import PrefetchArguments
 
 __all__ = ["SEEN", "HidingCache"]
 
@@ -128,7 +128,7 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         view: RadixKey = key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
         return view
 
-    def visible_part(self, call: Prefetch) -> Prefetch:
+    def visible_part(self, call: PrefetchArguments) -> PrefetchArguments:
         """Return the load up to the first page that is hidden: nobody could use what follows."""
         if not self.hidden_pages:
             return call

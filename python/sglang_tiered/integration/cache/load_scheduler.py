@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.loads import Prefetch, RequestLoad
+    from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
     from sglang_tiered.integration.ranks import RankAgreement
@@ -119,7 +119,7 @@ class LoadScheduler:
 
     # ---- A load begins ----
 
-    def plan(self, call: Prefetch, storage: TieredStorage) -> Planned | None:
+    def plan(self, call: PrefetchArguments, storage: TieredStorage) -> Planned | None:
         """Return what of a request's prefix to load now; None for nothing, or not yet.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
@@ -202,7 +202,7 @@ class LoadScheduler:
         held = hashes[: num_agreed // cache.page_size]
         return Planned(call._replace(new_input_tokens=tokens), is_new, held)
 
-    def _chain(self, call: Prefetch, hashes: list[str], num_tokens: int) -> list[str]:
+    def _chain(self, call: PrefetchArguments, hashes: list[str], num_tokens: int) -> list[str]:
         """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
         num_pages = num_tokens // self._cache.page_size
         if len(hashes) >= num_pages:

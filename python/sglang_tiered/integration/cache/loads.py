@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
-    from sglang_tiered.policy.queue_wait import Place
+    from sglang_tiered.policy.queue_wait import QueuePlace
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "Load",
     "Loads",
     "Planned",
-    "Prefetch",
+    "PrefetchArguments",
     "RequestLoad",
     "Segment",
     "State",
@@ -64,7 +64,7 @@ class State(enum.IntEnum):
     BOTH_ENDS = enum.auto()  # for nothing: it may run while the back of its prefix loads
 
 
-class Prefetch(NamedTuple):
+class PrefetchArguments(NamedTuple):
     """Holds the arguments of SGLang's ``prefetch_from_storage``."""
 
     request: CacheRequestHandle
@@ -86,7 +86,7 @@ class Prefetch(NamedTuple):
 class Planned(NamedTuple):
     """Describes a load that begins now."""
 
-    call: Prefetch
+    call: PrefetchArguments
     is_new: bool  # the request has just come, so this is between two steps
     hashes: Sequence[str] = ()  # of its pages, as far as the tiers hold them
     # Of a prefix that is read from its back, while its front is computed:
@@ -146,7 +146,7 @@ class RequestLoad:
     """See the module docstring. Numbers are of tokens."""
 
     state: State = State.WAITING
-    place: Place | None = None  # in the queue
+    place: QueuePlace | None = None  # in the queue
     prefix: dict[str, Any] | None = None  # the arguments of its last plan
     least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
     load: Load | None = None
@@ -287,7 +287,7 @@ class Loads(Generic[Request]):
 
 
 def held_pages(
-    cache: UnifiedRadixCache, call: Prefetch, storage: TieredStorage
+    cache: UnifiedRadixCache, call: PrefetchArguments, storage: TieredStorage
 ) -> tuple[list[str], list[Span]]:
     """Return the leading pages that the tiers could load now, and from where. Memory only."""
     page_size = cache.page_size

@@ -35,7 +35,7 @@ from sglang_tiered.integration.cache.host_size import (
     least_of_ranks,
     target_host_bytes,
 )
-from sglang_tiered.integration.cache.loads import Prefetch
+from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
@@ -47,7 +47,7 @@ from sglang_tiered.integration.cache.timing.prefill_prior import make_planner
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.conversation_ids import conversation_of
-from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
 from sglang_tiered.integration.observe.requests.stories import open_notes
 from sglang_tiered.integration.ranks import (
@@ -233,10 +233,10 @@ class TieredRadixCache(HidingCache):
 
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
-        call = self.visible_part(Prefetch(*args, **kwargs))
+        call = self.visible_part(PrefetchArguments(*args, **kwargs))
         return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
 
-    def begin_load(self, call: Prefetch, hashes: Sequence[str] = ()) -> bool | None:
+    def begin_load(self, call: PrefetchArguments, hashes: Sequence[str] = ()) -> bool | None:
         """Have SGLang load a prefix. ``hashes``: of its pages, which the tiers hold; without,
         SGLang looks them up."""
         tenant = self.hidden_tenants.tenant_of(call.extra_key, call.cache_salt)
@@ -413,7 +413,7 @@ class TieredRadixCache(HidingCache):
         """Remember that the tree holds a request's first tokens; its fill ids are up to date."""
         if self.storage is not None:
             tokens = array("q", req.full_untruncated_fill_ids[:up_to])
-            selector = Selector(tokens, req.extra_key, req.cache_salt)
+            selector = PrefixSelector(tokens, req.extra_key, req.cache_salt)
             tenant = self.hidden_tenants.tenant_of(req.extra_key, req.cache_salt)
             conversation = conversation_of(req)
             self.recent_requests.note_request(str(req.rid), selector, tenant, conversation)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.loads import Planned, Prefetch
+    from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
     from sglang_tiered.integration.observe.requests.notes import RequestNotes
 
 __all__ = ["Returns"]
@@ -108,7 +108,7 @@ class Returns:
         load = self._loads.of(request)
         load.may_yield, load.has_run = may_yield, has_run
 
-    def pays(self, call: Prefetch, num_held: int, ends: Sequence[int] | None) -> bool:
+    def pays(self, call: PrefetchArguments, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
         this rank knows. Where a load may end at some places only (``ends``) it cannot be cut."""
         if ends is not None or not self._loads.get(call.request).may_yield:
@@ -129,7 +129,7 @@ class Returns:
         )
         return max(0, occupied - arrived)
 
-    def num_loaded(self, call: Prefetch, num_held: int) -> int:
+    def num_loaded(self, call: PrefetchArguments, num_held: int) -> int:
         """Return how many of so many tokens are loaded; the first ones are computed in any case."""
         bounds = segment_bounds(call.num_before, num_held, self._cache.page_size)
         return bounds[-1] - bounds[0] if bounds else 0

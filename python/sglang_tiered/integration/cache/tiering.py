@@ -19,7 +19,7 @@ from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-from sglang_tiered.integration.cache.loads import Planned, Prefetch
+from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
 from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
@@ -152,7 +152,7 @@ class Tiering:
 
     # ---- Loads ----
 
-    def begin_load(self, call: Prefetch) -> bool | None:
+    def begin_load(self, call: PrefetchArguments) -> bool | None:
         """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
         if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
             self.planner.loads.arrives(call.request)

@@ -93,7 +93,7 @@ def _copy(
     )
 
 
-class _Numbers(threading.local):
+class _PageNumbers(threading.local):
     """Page numbers of the indices that a thread saw last. SGLang hands the same tensors over for
     every layer, and looking at each of their slots takes longer than a launch."""
 
@@ -111,7 +111,7 @@ class _Numbers(threading.local):
         return seen[2]
 
 
-_numbers = _Numbers()
+_numbers = _PageNumbers()
 
 
 def _paged(layer: torch.Tensor, page_size: int) -> torch.Tensor:

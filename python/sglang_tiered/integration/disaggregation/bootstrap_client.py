@@ -81,7 +81,7 @@ server."""
 RankKey = tuple[int, int, int, int]  # dp, cp, tp, pp
 
 
-class _Row(msgspec.Struct):
+class _RankRow(msgspec.Struct):
     """What a bootstrap server must say of a rank. Decode ignores the rest of its answer."""
 
     rank_ip: Annotated[str, msgspec.Meta(max_length=255, pattern=r"\A[0-9A-Za-z.:%_-]+\Z")]
@@ -347,7 +347,7 @@ def _machine_of(host: str) -> str:
 def _address_in(row: Any, rank: str) -> Address:
     """The address in a bootstrap server's row. Raises ``TransferError`` for any other row."""
     try:
-        parsed = msgspec.convert(row, _Row)
+        parsed = msgspec.convert(row, _RankRow)
     except msgspec.ValidationError as error:
         raise TransferError(f"its {rank} is at no address ({error})") from None
     return parsed.rank_ip, parsed.rank_port

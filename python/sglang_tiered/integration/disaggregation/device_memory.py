@@ -23,7 +23,7 @@ from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, Piece, TokenSlice
+    from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, SlabPiece, TokenSlice
 
 __all__ = ["DeviceMemory", "are_done"]
 
@@ -54,7 +54,7 @@ def are_done(*events: Any) -> Callable[[], bool] | None:
 
 
 @dataclass(eq=False, slots=True)
-class _Slab:
+class _DeviceSlab:
     """Device memory between a pool and the host. ``copied_out``: its last use."""
 
     memory: torch.Tensor
@@ -81,7 +81,7 @@ class DeviceMemory:
         self._computing = self._module.Stream(self._device)  # gathers and scatters
         self._copying = self._module.Stream(self._device)  # to host memory
         none = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._slabs = deque([_Slab(none), _Slab(none)])
+        self._slabs = deque([_DeviceSlab(none), _DeviceSlab(none)])
         self._under_way: deque[tuple[Any, Bytes]] = deque()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._views = [self._view(buffer) for buffer in self.buffers]
@@ -113,7 +113,7 @@ class DeviceMemory:
             return staged.to(self._device, non_blocking=True)
 
     def begin_gather(
-        self, pieces: Sequence[Piece], placed: torch.Tensor, out: Bytes
+        self, pieces: Sequence[SlabPiece], placed: torch.Tensor, out: Bytes
     ) -> Callable[[], None]:
         """SGLang has computed the pages: it hands them over only then, or with an event that the
         endpoint has seen."""
@@ -135,7 +135,7 @@ class DeviceMemory:
         wait: Callable[[], None] = copied.synchronize
         return wait
 
-    def scatter_slab(self, pieces: Sequence[Piece], pages: Pages, data: Bytes) -> None:
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         """Waits until the pages are there, so that a closed room is not written any more. The
         numbers go over in one copy with the bytes."""
         start = -(-data.nbytes // ALIGNMENT) * ALIGNMENT
@@ -157,11 +157,11 @@ class DeviceMemory:
         self._recorded(self._computing).synchronize()
 
     def _parts(
-        self, pieces: Sequence[Piece], num_pages: int, slab: torch.Tensor
+        self, pieces: Sequence[SlabPiece], num_pages: int, slab: torch.Tensor
     ) -> Iterator[tuple[PagedPool, torch.Tensor]]:
         """The pools of pieces that are alike, mostly one, each with its part of the slab."""
 
-        def kind(piece: Piece) -> tuple[int, int, TokenSlice | None]:
+        def kind(piece: SlabPiece) -> tuple[int, int, TokenSlice | None]:
             buffer = self.buffers[piece.buffer]
             return buffer.num_bytes, buffer.page_bytes, piece.part
 

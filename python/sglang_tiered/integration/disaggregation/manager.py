@@ -43,7 +43,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 from sglang_tiered.integration.disaggregation.device_memory import are_done
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
 from sglang_tiered.transfer.addresses import check_is_allowed
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, Target
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
@@ -400,7 +400,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
                     self._conclude(room, KVPoll.Failed, reason)
 
 
-class _End:
+class _HandoffEnd:
     """What both ends of one request's handoff share. Before SGLang's class."""
 
     kv_mgr: Any
@@ -445,7 +445,7 @@ class _End:
         raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
 
 
-class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
+class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
     """One request on one prefill rank."""
 
     kv_mgr: PrefillKVManager
@@ -477,7 +477,7 @@ class ZmqKVSender(_End, CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.endpoint.drop_room(self.bootstrap_room)
 
 
-class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
+class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
     """One request on one decode rank."""
 
     kv_mgr: DecodeKVManager
@@ -555,9 +555,9 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.room_failed(self.bootstrap_room, reason)
         self.conclude_state = KVPoll.Failed
 
-    def _targets(self) -> list[Target]:
+    def _targets(self) -> list[DecodeTarget]:
         return [
-            Target((info["rank_ip"], info["rank_port"]), info["is_dummy"])
+            DecodeTarget((info["rank_ip"], info["rank_port"]), info["is_dummy"])
             for info in self.bootstrap_infos or ()
         ]
 
@@ -590,7 +590,7 @@ class ZmqKVReceiver(_End, CommonKVReceiver):  # type: ignore[misc]
     def _abort_at(self, ranks: list[Address]) -> None:
         room = self.bootstrap_room
         reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
-        self.kv_mgr.endpoint.abort_room(room, [Target(rank) for rank in ranks], reason)
+        self.kv_mgr.endpoint.abort_room(room, [DecodeTarget(rank) for rank in ranks], reason)
 
 
 CLASSES = {

@@ -75,7 +75,7 @@ class SeenFile(NamedTuple):
     times_tell: bool  # an edit would show in the stamp
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
+class _DigestEntry(msgspec.Struct, frozen=True, array_like=True):
     stamp: Stamp
     sample: int
     digest: bytes
@@ -83,7 +83,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class _Memory(msgspec.Struct, frozen=True):
     version: int
-    entries: list[_Entry]
+    entries: list[_DigestEntry]
 
 
 def see(path: Path) -> SeenFile:
@@ -106,7 +106,7 @@ class FileDigests:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._entries: dict[Stamp, _Entry] = {}
+        self._entries: dict[Stamp, _DigestEntry] = {}
         self.num_bytes_read = 0
 
     def recall(self) -> None:
@@ -178,7 +178,7 @@ class FileDigests:
         digest: bytes = state.digest()
         if abs(time.time_ns() - file.stamp.changed_ns) > SETTLED_NS:
             self._entries.pop(file.stamp, None)  # so that the new entry is the last
-            self._entries[file.stamp] = _Entry(file.stamp, file.sample, digest)
+            self._entries[file.stamp] = _DigestEntry(file.stamp, file.sample, digest)
             self._save()
         return digest
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
-    "Contents",
+    "FileContents",
     "contents_of",
     "find_weight_files",
     "identify_files",
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Contents:
+class FileContents:
     """Files whose names and bytes are part of an identity, as they were when the model was loaded.
     ``what`` names them in messages."""
 
@@ -89,7 +89,7 @@ class Contents:
 
 def identify_model(
     path: str, revision: str | None, load_format: str, download_dir: str | None = None
-) -> Contents | str:
+) -> FileContents | str:
     """Return the files of the weights that ``path`` names. Call it once they are loaded.
 
     A hub name is resolved to its snapshot on this machine, as SGLang does: first in
@@ -112,7 +112,7 @@ def identify_model(
     return _see(path, files)
 
 
-def identify_files(path: str | None) -> Contents | str | None:
+def identify_files(path: str | None) -> FileContents | str | None:
     """Return all bytes of the file or folder that a setting names; None if it is empty."""
     if not path:
         return None
@@ -166,9 +166,9 @@ def one_copy(files: Sequence[Path]) -> list[Path]:
     return by_suffix.get(".safetensors") or max(by_suffix.values(), key=size, default=list(files))
 
 
-def contents_of(identity: Any) -> Iterator[Contents]:
+def contents_of(identity: Any) -> Iterator[FileContents]:
     """Yield the contents in an identity, whose files must be read."""
-    if isinstance(identity, Contents):
+    if isinstance(identity, FileContents):
         yield identity
     elif isinstance(identity, Mapping):
         for value in identity.values():
@@ -177,7 +177,7 @@ def contents_of(identity: Any) -> Iterator[Contents]:
 
 def spell_out(identity: Any, digests: Mapping[SeenFile, bytes]) -> Any:
     """Return the identity with digests in place of contents."""
-    if isinstance(identity, Contents):
+    if isinstance(identity, FileContents):
         return identity.digest(digests)
     if isinstance(identity, Mapping):
         return {name: spell_out(value, digests) for name, value in identity.items()}
@@ -247,9 +247,9 @@ def _is_weight(file: Path) -> bool:
     return file.suffix in _WEIGHT_SUFFIXES and file.is_file() and file.stat().st_size > 0
 
 
-def _see(what: str, files: Mapping[str, Path]) -> Contents | str:
+def _see(what: str, files: Mapping[str, Path]) -> FileContents | str:
     try:
-        return Contents(what, tuple((name, see(file)) for name, file in sorted(files.items())))
+        return FileContents(what, tuple((name, see(file)) for name, file in sorted(files.items())))
     except OSError as error:
         return unresolved(what, f"{error.filename} cannot be read: {error.strerror}")
 

@@ -16,13 +16,13 @@ from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-__all__ = ["Refused", "carry", "take_overrides"]
+__all__ = ["BodyRefused", "carry", "take_overrides"]
 
 _TENANT = ("extra_key", "cache_salt")
 _IDS = ("session_id", "conversation_id", "rid")
 
 
-class Refused(HTTPException, ValueError):
+class BodyRefused(HTTPException, ValueError):
     """Answered with 400 and one sentence: some endpoints catch one of its classes, others the
     other."""
 
@@ -35,7 +35,7 @@ class Refused(HTTPException, ValueError):
 
 def take_overrides(request: Any, raw_request: Any) -> None:
     """Take what the headers of a request say, if the operator allows that at all. The request is
-    one of SGLang's that generates; others stay. Raises ``Refused`` for what is no number."""
+    one of SGLang's that generates; others stay. Raises ``BodyRefused`` for what is no number."""
     headers = getattr(raw_request, "headers", None)
     if headers is None or not envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
         return
@@ -43,7 +43,7 @@ def take_overrides(request: Any, raw_request: Any) -> None:
         try:
             apply_header_overrides(request, headers)
         except HTTPException as error:
-            raise Refused(str(error.detail)) from error
+            raise BodyRefused(str(error.detail)) from error
 
 
 def carry(request: Any, raw_request: Any) -> None:
@@ -51,13 +51,13 @@ def carry(request: Any, raw_request: Any) -> None:
 
     request: what is about to be tokenized; names it has already stay. raw_request: Starlette's
     request, whose body the endpoint has read; None or one without a body has no names. Raises
-    ``Refused`` where a tenant is named that the request cannot carry, or not by a text.
+    ``BodyRefused`` where a tenant is named that the request cannot carry, or not by a text.
     """
     body = _body_of(raw_request)
     rows = body.get("instances")
     for row in rows if isinstance(rows, list) else ():  # of Vertex, whose names are of all rows
         if isinstance(row, dict) and any(row.get(name) for name in _TENANT):
-            raise Refused(
+            raise BodyRefused(
                 "extra_key or cache_salt is in one of the instances, where it separates nothing; "
                 "pass it in parameters."
             )
@@ -66,12 +66,12 @@ def carry(request: Any, raw_request: Any) -> None:
         if not value or getattr(request, name, None):
             continue
         if not isinstance(request, GenerateReqInput):
-            raise Refused(
+            raise BodyRefused(
                 f"{name} cannot separate tenants here, since this endpoint's prompts share one "
                 f"cache; leave it out, or use an endpoint that generates."
             )
         if not isinstance(value, str):
-            raise Refused(f"{name} is {value!r:.40}, not a text.")
+            raise BodyRefused(f"{name} is {value!r:.40}, not a text.")
         setattr(request, name, value)
     for name in _IDS:
         value = body.get(name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TransferConfig
-    from sglang_tiered.integration.identity.model import Contents
+    from sglang_tiered.integration.identity.model import FileContents
 
 __all__ = [
     "NAMESPACE_VERSION",
@@ -144,7 +144,7 @@ def drop_digests() -> None:
 
 def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
     """Return the model, weights, number formats and rank geometry of this scheduler process.
-    ``Contents`` in it stand for files that are still to be read.
+    ``FileContents`` in it stand for files that are still to be read.
 
     Reads SGLang's published configuration; call it after the model is loaded.
     """
@@ -262,7 +262,7 @@ def _model_identity() -> dict[str, Any]:
     }
 
 
-def _model(model: Any) -> Contents | str:
+def _model(model: Any) -> FileContents | str:
     if _files_are_old:
         return unresolved(model.model_path, "they were replaced while the server ran")
     if model.weight_cache_mode != "off":

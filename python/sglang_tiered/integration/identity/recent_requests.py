@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Recent", "RecentRequests", "Selector"]
+__all__ = ["Recent", "RecentRequests", "PrefixSelector"]
 
 _MAX_REQUESTS, _MAX_BYTES = 1024, 32 << 20
 _MAX_NAMES_BYTES = 4096
 """Of one request's id, keys and conversation, which a client chooses."""
 
 
-class Selector(NamedTuple):
+class PrefixSelector(NamedTuple):
     """The tokens of a prefix, and whose they are."""
 
     tokens: array[int]
@@ -31,7 +31,7 @@ class Recent(NamedTuple):
     """A request's prefix, and what is known of its request."""
 
     rid: str
-    selector: Selector
+    selector: PrefixSelector
     tenant: bytes
     conversation: str | None
     number: int  # of the note, the same on every rank: a later one is larger
@@ -60,7 +60,7 @@ class RecentRequests:
         self._clock = clock
 
     def note_request(
-        self, rid: str, selector: Selector, tenant: bytes, conversation: str | None = None
+        self, rid: str, selector: PrefixSelector, tenant: bytes, conversation: str | None = None
     ) -> None:
         self._drop(rid)
         self._num_notes += 1
@@ -87,7 +87,7 @@ class RecentRequests:
 
     def forget(
         self,
-        selectors: Iterable[Selector],
+        selectors: Iterable[PrefixSelector],
         num_kept_tokens: int,
         page_size: int,
         original: Callable[[str | None], str | None],

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.observe.samples import samples
-from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Kind, Metric
+from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Metric, MetricKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,10 @@ class MetricsExporter:
         self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
         self._handed_over: dict[tuple[str, tuple[str, ...]], DurationCounts] = {}
-        make: dict[Kind, Callable[..., Any]] = {
-            Kind.COUNTER: Counter,
-            Kind.GAUGE: partial(Gauge, multiprocess_mode="mostrecent"),
-            Kind.HISTOGRAM: partial(Histogram, buckets=BOUNDS_S),
+        make: dict[MetricKind, Callable[..., Any]] = {
+            MetricKind.COUNTER: Counter,
+            MetricKind.GAUGE: partial(Gauge, multiprocess_mode="mostrecent"),
+            MetricKind.HISTOGRAM: partial(Histogram, buckets=BOUNDS_S),
         }
         self._families = {
             metric.name: make[metric.kind](metric.full_name, metric.help, self._names(metric))
@@ -98,7 +98,7 @@ class MetricsExporter:
                 if value == last:
                     continue
                 self._seen[key] = value
-                if metric.kind is Kind.GAUGE:
+                if metric.kind is MetricKind.GAUGE:
                     series.set(value)
                 else:
                     last = last or 0.0

@@ -35,7 +35,7 @@ class LoadOperation(PrefetchOperation):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self.tenant = tenant
         self.num_begun = 0  # pages of KV
-        self.parts: deque[_Part] = deque()  # begun, and SGLang was not told of their end
+        self.parts: deque[_LoadedPart] = deque()  # begun, and SGLang was not told of their end
         self.num_arrived = 0  # leading pages, of KV and the pools that share its indices
         self.num_batches = 0  # of which SGLang was told
         self.is_cut = False  # nothing more of its KV can be begun
@@ -49,7 +49,7 @@ class LoadOperation(PrefetchOperation):  # type: ignore[misc]
         return not is_begun and not self.is_terminated()
 
 
-class _Part:
+class _LoadedPart:
     """Pages of one load that are read at once: of KV up to page ``end``, or (0) of other pools."""
 
     def __init__(self, load: LoadOperation, num_pages: int, end: int) -> None:
@@ -113,8 +113,8 @@ class LoadWorker:
     def _is_told_to_stop(self) -> bool:
         return bool(self._controller.storage_stop_event.is_set())
 
-    def _take(self, item: LoadOperation | _Part | None) -> None:
-        if isinstance(item, _Part):
+    def _take(self, item: LoadOperation | _LoadedPart | None) -> None:
+        if isinstance(item, _LoadedPart):
             item.num_left -= 1
             if not item.num_left:
                 self._num_pages -= item.num_pages
@@ -152,7 +152,7 @@ class LoadWorker:
         hashes = load.hash_value[start:end]
         slots = load.host_indices[start * page_size : end * page_size]
         pools = [each.name for each in load.pool_transfers or () if _is_like_kv(each)]
-        part = _Part(load, end - start, end)
+        part = _LoadedPart(load, end - start, end)
         self._num_pages += part.num_pages
         self._begin(part, [(pool, hashes, slots) for pool in (PoolName.KV, *pools)])
 
@@ -172,10 +172,10 @@ class LoadWorker:
             logger.exception("the other pools of a load cannot be read; its request computes it")
             return
         wanted = [(each.name, each.keys, each.host_indices) for each in states if each.keys]
-        self._begin(_Part(load, 0, 0), [each for each in wanted if each[2] is not None])
+        self._begin(_LoadedPart(load, 0, 0), [each for each in wanted if each[2] is not None])
 
     def _begin(
-        self, part: _Part, wanted: Sequence[tuple[PoolName, Sequence[str], torch.Tensor]]
+        self, part: _LoadedPart, wanted: Sequence[tuple[PoolName, Sequence[str], torch.Tensor]]
     ) -> None:
         load = part.load
         load.parts.append(part)
@@ -197,7 +197,7 @@ class LoadWorker:
         for job in part.jobs.values():
             job.call_at_end(partial(self._note_end, part))
 
-    def _note_end(self, part: _Part, _: Job) -> None:
+    def _note_end(self, part: _LoadedPart, _: Job) -> None:
         self._queue.put(part)
 
     # ---- What SGLang is told ----
@@ -225,7 +225,7 @@ class LoadWorker:
         self._tell(load, completed_req=True)
         return True
 
-    def _tell_part(self, load: LoadOperation, part: _Part) -> None:
+    def _tell_part(self, load: LoadOperation, part: _LoadedPart) -> None:
         if not load.has_failed and not load.is_terminated():
             load.num_arrived += part.num_arrived
             load.has_failed = part.num_arrived < part.num_pages

@@ -60,7 +60,7 @@ _Packed = tuple[bytes, bytes | None, bytes | None]
 """Id, tenant and keys; with neither of these all that there is."""
 
 
-class _Waiting(NamedTuple):
+class _WaitingErasure(NamedTuple):
     what: Erasure
     hashes: Sequence[str]
     heard_at: float
@@ -80,7 +80,7 @@ class RemoteErasures:
         self._erase = erase
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiting: dict[bytes, _Waiting] = {}  # by id, as is ``_hidden``: the last ones
+        self._waiting: dict[bytes, _WaitingErasure] = {}  # by id, as is ``_hidden``: the last ones
         self._hidden: dict[bytes, None] = {}
         self._pages: Counter[str] = Counter()  # that wait, and for how many
         self._is_followed = True
@@ -100,7 +100,7 @@ class RemoteErasures:
 
     def _wait(self, what: Erasure) -> None:
         if what.id not in self._hidden and what.id not in self._waiting:
-            self._waiting[what.id] = _Waiting(what, what.hashes, self._clock())
+            self._waiting[what.id] = _WaitingErasure(what, what.hashes, self._clock())
             self._pages.update(what.hashes)
 
     def step(

@@ -57,7 +57,9 @@ class StoreOperation(StorageOperation):  # type: ignore[misc]
             host_indices, token_ids, hash_value=hash_value, pool_transfers=pool_transfers
         )
         self.queued = queued
-        self.left: Iterator[_Piece] | None = None  # to begin; None until the worker looks at it
+        self.left: Iterator[_StorePiece] | None = (
+            None  # to begin; None until the worker looks at it
+        )
         self.num_under_way = 0  # parts of it
         self.is_begun = False  # all that is to begin
         self.stored = [False] * len(self.hash_value)  # of KV
@@ -70,7 +72,7 @@ class StoreOperation(StorageOperation):  # type: ignore[misc]
         return num_leading if is_whole else num_leading // STORAGE_BATCH_SIZE * STORAGE_BATCH_SIZE
 
 
-class _Piece(NamedTuple):
+class _StorePiece(NamedTuple):
     """Pages of one pool that are stored at once. ``end``: the number of the page behind them."""
 
     pool: PoolName
@@ -79,11 +81,11 @@ class _Piece(NamedTuple):
     end: int
 
 
-class _Part:
+class _StoredPart:
     """A piece under way. ``ended_at`` is set before its job is done."""
 
     def __init__(
-        self, operation: StoreOperation, piece: _Piece, begun: BegunStore, begun_at: float
+        self, operation: StoreOperation, piece: _StorePiece, begun: BegunStore, begun_at: float
     ) -> None:
         self.operation, self.piece, self.begun = operation, piece, begun
         self.begun_at = self.ended_at = begun_at
@@ -103,7 +105,7 @@ class _WriteSpeed:
         """Return the measured speed; 0 before the first store."""
         return self._num_bytes / self._busy_s if self._busy_s else 0.0
 
-    def note(self, part: _Part) -> None:
+    def note(self, part: _StoredPart) -> None:
         """Note a part that ended. What was held, refused or failed says nothing of the disk."""
         busy_s = part.ended_at - max(part.begun_at, self._last_end)
         self._last_end = max(part.ended_at, self._last_end)
@@ -138,7 +140,7 @@ class StoreWorker:
         self._speed = _WriteSpeed()
         self._nodes: deque[StoreOperation] = deque()  # not acked
         self._to_begin: deque[StoreOperation] = deque()  # of these
-        self._parts: set[_Part] = set()  # under way
+        self._parts: set[_StoredPart] = set()  # under way
         self._num_bytes = 0  # of these
 
     @property
@@ -158,8 +160,8 @@ class StoreWorker:
     def _is_told_to_stop(self) -> bool:
         return bool(self._controller.storage_stop_event.is_set())
 
-    def _take(self, item: StoreOperation | _Part | None) -> None:
-        if isinstance(item, _Part):
+    def _take(self, item: StoreOperation | _StoredPart | None) -> None:
+        if isinstance(item, _StoredPart):
             self._end(item)
         elif item is not None:  # None: SGLang wakes the thread
             self._nodes.append(item)
@@ -193,7 +195,7 @@ class StoreWorker:
                 node.is_begun = True
                 self._to_begin.popleft()
 
-    def _pieces(self, node: StoreOperation) -> Iterator[_Piece]:
+    def _pieces(self, node: StoreOperation) -> Iterator[_StorePiece]:
         if node.pool_transfers:
             self._controller._resolve_sidecar_kv_derived_pool_transfers(node)  # noqa: SLF001
             self._controller._resolve_sidecar_nonkv_derived_pool_transfers(node)  # noqa: SLF001
@@ -205,20 +207,20 @@ class StoreWorker:
 
     def _cut(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[_StorePiece]:
         page_slots = len(host_indices) // len(hashes)
         start = 0
         while start < len(hashes):
             num_pages = max(1, int(self.part_bytes // self._page_bytes(pool)))
             end = min(start + num_pages, len(hashes))
             slots = host_indices[start * page_slots : end * page_slots]
-            yield _Piece(pool, hashes[start:end], slots, end)
+            yield _StorePiece(pool, hashes[start:end], slots, end)
             start = end
 
-    def _begin(self, node: StoreOperation, piece: _Piece) -> None:
+    def _begin(self, node: StoreOperation, piece: _StorePiece) -> None:
         begun_at = self._clock()
         begun = self._tiers.begin_store(piece.pool, piece.hashes, piece.host_indices, node.queued)
-        part = _Part(node, piece, begun, begun_at)
+        part = _StoredPart(node, piece, begun, begun_at)
         node.num_under_way += 1
         self._num_bytes += part.num_bytes
         self._parts.add(part)
@@ -229,11 +231,11 @@ class StoreWorker:
         if piece.pool == PoolName.KV and begun.num_admitted < begun.num_pages:
             self._refuse_rest(node, piece, begun)
 
-    def _note_end(self, part: _Part) -> None:
+    def _note_end(self, part: _StoredPart) -> None:
         part.ended_at = self._clock()
         self._queue.put(part)
 
-    def _refuse_rest(self, node: StoreOperation, piece: _Piece, begun: BegunStore) -> None:
+    def _refuse_rest(self, node: StoreOperation, piece: _StorePiece, begun: BegunStore) -> None:
         """Count what admission refused beyond a part: it is never begun."""
         node.left = iter(())
         if num_left := len(node.hash_value) - piece.end:
@@ -243,7 +245,7 @@ class StoreWorker:
 
     # ---- What has ended ----
 
-    def _end(self, part: _Part) -> None:
+    def _end(self, part: _StoredPart) -> None:
         node = part.operation
         self._parts.remove(part)
         self._num_bytes -= part.num_bytes
@@ -266,7 +268,7 @@ class StoreWorker:
             logger.exception("a store has ended, and its pages may be counted as dirty")
             return [False] * begun.num_pages
 
-    def _cancel(self, part: _Part) -> None:
+    def _cancel(self, part: _StoredPart) -> None:
         if part.job is not None:
             part.job.cancel()
 

@@ -20,7 +20,7 @@ import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import Fetch, Outcome, Request, cut_requests
+from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome, PageRequest, cut_requests
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
@@ -46,7 +46,7 @@ class ClientStats:
 
     num_requests: int = 0
     num_bytes: int = 0  # of pages that were verified
-    outcomes: Counter[Outcome] = field(default_factory=Counter)  # pages
+    outcomes: Counter[PageOutcome] = field(default_factory=Counter)  # pages
     num_breaches: int = 0  # links ended for a breach of the protocol
     num_unasked: int = 0  # answers without an open request
     num_overdue: int = 0  # answers to requests that had ended
@@ -73,7 +73,7 @@ class PageClient:
         self._context = context or zmq.Context()
         self._owns_context = context is None
         self._links: dict[str, PageLink] = {}
-        self._fetches: dict[Fetch, list[Request]] = {}
+        self._fetches: dict[PageFetch, list[PageRequest]] = {}
         self._numbers = itertools.count(1)
         self._open_bytes = 0  # asked for and still wanted
         self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
@@ -87,18 +87,18 @@ class PageClient:
         pages: Sequence[Page],
         *,
         deadline_s: float | None,
-        done: Callable[[Fetch], None],
-    ) -> Fetch:
+        done: Callable[[PageFetch], None],
+    ) -> PageFetch:
         """Fill ``pages`` with the pages that the server at ``address`` holds under ``keys``, each
         key once. ``done`` is called at the end, at most ``deadline_s`` from now; it must not block.
         """
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        fetch = Fetch(address, namespace, keys, pages, deadline, done)
+        fetch = PageFetch(address, namespace, keys, pages, deadline, done)
         with self._lock:
             if not self._closed:
                 self._loop.call(self._start_fetch, fetch)
                 return fetch
-        fetch.outcomes = [Outcome.CANCELLED] * len(keys)
+        fetch.outcomes = [PageOutcome.CANCELLED] * len(keys)
         fetch.end()
         return fetch
 
@@ -130,7 +130,7 @@ class PageClient:
 
     # ---- The client's thread ----
 
-    def _start_fetch(self, fetch: Fetch) -> None:
+    def _start_fetch(self, fetch: PageFetch) -> None:
         self._fetches[fetch] = []
         try:
             requests = cut_requests(fetch, self._settings.request_bytes, self._numbers)
@@ -140,15 +140,15 @@ class PageClient:
                 return
             link = self._link_to(fetch.address)
             if link is None:
-                self._end_early(fetch, Outcome.BUSY)
+                self._end_early(fetch, PageOutcome.BUSY)
                 return
             link.waiting.extend(requests)
         except TransferError as error:
             logger.warning("cannot fetch pages of another server (%s); they are misses", error)
-            self._end_early(fetch, Outcome.LOST)
+            self._end_early(fetch, PageOutcome.LOST)
         except Exception:
             logger.exception("internal error while asking for pages; they are misses")
-            self._end_early(fetch, Outcome.LOST)
+            self._end_early(fetch, PageOutcome.LOST)
 
     def _link_to(self, address: str) -> PageLink | None:
         """The connection to a server, made if need be; None if ``max_links`` are in use."""
@@ -176,7 +176,7 @@ class PageClient:
     def _expire(self, now: float) -> None:
         for fetch in list(self._fetches):
             if fetch.deadline is not None and fetch.deadline <= now:
-                self._end_early(fetch, Outcome.LATE)
+                self._end_early(fetch, PageOutcome.LATE)
 
     def _send_some(self, now: float) -> None:
         """Send requests while there is room, one of each server in turn."""
@@ -251,16 +251,16 @@ class PageClient:
             self.stats.num_overdue += 1
             return
         if isinstance(message, messages.Busy):
-            self._settle(request, Outcome.BUSY)
+            self._settle(request, PageOutcome.BUSY)
             return
         try:
             request.land(message, frames[2:])
         except TransferError:
-            self._settle(request, Outcome.LOST)
+            self._settle(request, PageOutcome.LOST)
             raise
         except Exception:
             logger.exception("internal error while receiving pages; they are misses")
-            self._settle(request, Outcome.LOST)
+            self._settle(request, PageOutcome.LOST)
         else:
             self._settle(request, None)
 
@@ -282,7 +282,7 @@ class PageClient:
             elif link.is_idle and now - link.last_heard > settings.idle_s:
                 self._close(link)
 
-    def _settle(self, request: Request, outcome: Outcome | None) -> None:
+    def _settle(self, request: PageRequest, outcome: PageOutcome | None) -> None:
         """End a request: no page of it lands from here on. ``outcome`` is that of all its pages;
         None if each has its own."""
         if request.is_settled:
@@ -297,7 +297,7 @@ class PageClient:
         if not fetch.num_left:
             self._end(fetch)
 
-    def _end_early(self, fetch: Fetch, outcome: Outcome) -> None:
+    def _end_early(self, fetch: PageFetch, outcome: PageOutcome) -> None:
         """End a fetch, and its open requests with ``outcome``."""
         requests = self._fetches.get(fetch)
         if requests is None or not fetch.is_open:
@@ -310,13 +310,13 @@ class PageClient:
         if fetch.is_open:  # it had no open request
             self._end(fetch)
 
-    def _end(self, fetch: Fetch) -> None:
+    def _end(self, fetch: PageFetch) -> None:
         del self._fetches[fetch]
         self.stats.outcomes.update(fetch.outcomes)
         self.stats.num_bytes += sum(
             length
             for length, outcome in zip(fetch.lengths, fetch.outcomes, strict=True)
-            if outcome is Outcome.OK
+            if outcome is PageOutcome.OK
         )
         try:
             fetch.end()
@@ -343,10 +343,10 @@ class PageClient:
         self._loop.remove_socket(link.monitor)
         self._loop.remove_socket(link.socket)
         for request in left:
-            self._settle(request, Outcome.LOST)
+            self._settle(request, PageOutcome.LOST)
 
     def _end_all(self) -> None:
         for fetch in list(self._fetches):
-            self._end_early(fetch, Outcome.CANCELLED)
+            self._end_early(fetch, PageOutcome.CANCELLED)
         for link in list(self._links.values()):
             self._close(link)

@@ -14,7 +14,7 @@ from sglang_tiered.sharing.pages.messages import (
     MAX_FINGERPRINTS,
     Changes,
     Compare,
-    Erased,
+    ErasureNotice,
     Erasures,
     Follow,
     Teach,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from sglang_tiered.sharing.holdings import Part
+    from sglang_tiered.sharing.holdings import ChangesPart
 
     Send = Callable[[bytes, Any, Sequence[memoryview]], list[zmq.MessageTracker] | None]
 
@@ -51,18 +51,18 @@ class Told(Protocol):
     @property
     def digest(self) -> bytes: ...
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> Part | None:
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
         """Return what a follower lacks, as ``Holdings.since``."""
 
-    def compare(self, ids: bytes) -> tuple[bytes, list[Erased], bytes]:
+    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
         """Compare erasures, as ``ErasureBook.compare``."""
 
-    def taught(self, erasures: Sequence[Erased]) -> None:
+    def taught(self, erasures: Sequence[ErasureNotice]) -> None:
         """Take erasures that another server knows, to be applied."""
 
 
 @dataclass(eq=False, slots=True)
-class _Follower:
+class _FollowerState:
     question: Follow | None = None  # without an answer
     asked_at: float = 0.0
     sending: Sequence[zmq.MessageTracker] = ()  # fingerprints that have not left
@@ -79,7 +79,7 @@ class Followers:
         self._told = told
         self._send = send
         self._clock = clock
-        self._known: dict[bytes, _Follower] = {}
+        self._known: dict[bytes, _FollowerState] = {}
 
     def hear(self, client: bytes, message: Follow | Compare | Teach) -> None:
         """Serve a message. Raises ``TransferError`` for a breach of the protocol."""
@@ -101,7 +101,7 @@ class Followers:
         if known is None:
             if len(self._known) >= _MAX_FOLLOWERS:
                 self._known.pop(next(iter(self._known)))  # it asks again, or is gone
-            known = self._known[client] = _Follower()
+            known = self._known[client] = _FollowerState()
         known.question, known.asked_at = question, self._clock()
         self._answer(client, known)
 
@@ -128,7 +128,7 @@ class Followers:
             elif now - known.asked_at >= SIGN_OF_LIFE_S:
                 self._answer(client, known, at_once=True)
 
-    def _answer(self, client: bytes, known: _Follower, *, at_once: bool = False) -> None:
+    def _answer(self, client: bytes, known: _FollowerState, *, at_once: bool = False) -> None:
         """Answer a question, if there is one, once there is something to say."""
         question, told = known.question, self._told
         if question is None or known.is_blocked:

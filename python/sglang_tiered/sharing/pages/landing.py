@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.pages.messages import Found
 
-__all__ = ["Fetch", "Outcome", "Page", "Request", "cut_requests"]
+__all__ = ["PageFetch", "PageOutcome", "Page", "PageRequest", "cut_requests"]
 
 Page = tuple[memoryview, ...]
 """The segments of one page, in order; writable, format ``B``, 1-D, C-contiguous."""
@@ -36,7 +36,7 @@ Page = tuple[memoryview, ...]
 _LARGE_COPY_BYTES = 64 << 10
 
 
-class Outcome(enum.Enum):
+class PageOutcome(enum.Enum):
     """The outcome of one page."""
 
     OK = "ok"  # its bytes are there and verified; other pages have undefined content
@@ -48,7 +48,7 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
-class Fetch:
+class PageFetch:
     """Pages asked of one holder. ``outcomes[i]`` is that of page ``i``, valid when ``done`` is
     called: once, on the client's thread, after the last touch of the pages."""
 
@@ -59,7 +59,7 @@ class Fetch:
         keys: Sequence[bytes],
         pages: Sequence[Page],
         deadline: float | None,
-        done: Callable[[Fetch], None],
+        done: Callable[[PageFetch], None],
     ) -> None:
         self.address = address
         self.namespace = namespace
@@ -67,7 +67,7 @@ class Fetch:
         self.pages: Sequence[Page] = pages
         self.lengths = [sum(segment.nbytes for segment in page) for page in pages]
         self.deadline = deadline  # by the client's clock
-        self.outcomes = [Outcome.LOST] * len(pages)
+        self.outcomes = [PageOutcome.LOST] * len(pages)
         self.is_open = True
         self.num_left = 0  # requests that are not settled
         self.num_heard = 0  # pages that the holder answered for
@@ -79,17 +79,17 @@ class Fetch:
         self.pages = ()
         self._done(self)
 
-    def settle(self, request: Request, outcome: Outcome) -> None:
+    def settle(self, request: PageRequest, outcome: PageOutcome) -> None:
         span = range(request.start, request.stop)
         self.outcomes[request.start : request.stop] = [outcome] * len(span)
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class PageRequest:
     """Pages [start, stop) of a fetch. Nothing may land for it once ``is_settled``."""
 
     number: int
-    fetch: Fetch
+    fetch: PageFetch
     start: int
     stop: int
     num_bytes: int
@@ -121,20 +121,20 @@ class Request:
             raise TransferError(
                 f"a page server sent {num_sent} bytes for pages that take {num_bytes}"
             )
-        source = _Source(payload)
+        source = _FrameSource(payload)
         for position, checksum in enumerate(found.checksums, self.start):
             fetch.num_heard += 1
             if checksum is None:
-                fetch.outcomes[position] = Outcome.MISS
+                fetch.outcomes[position] = PageOutcome.MISS
                 continue
             state = begin_checksum(fetch.namespace, fetch.keys[position])
             for segment in fetch.pages[position]:
                 source.fill(segment, state)
             verified = state.intdigest() == checksum
-            fetch.outcomes[position] = Outcome.OK if verified else Outcome.DAMAGED
+            fetch.outcomes[position] = PageOutcome.OK if verified else PageOutcome.DAMAGED
 
 
-class _Source:
+class _FrameSource:
     """Reads the concatenation of frames."""
 
     def __init__(self, frames: Sequence[memoryview]) -> None:
@@ -160,13 +160,13 @@ class _Source:
             at += size
 
 
-def cut_requests(fetch: Fetch, request_bytes: int, numbers: Iterator[int]) -> list[Request]:
+def cut_requests(fetch: PageFetch, request_bytes: int, numbers: Iterator[int]) -> list[PageRequest]:
     """Cut a fetch into requests of consecutive pages and about ``request_bytes``, or of one page. A
     page that no request can name is a miss from the start."""
-    requests: list[Request] = []
+    requests: list[PageRequest] = []
     for position, length in enumerate(fetch.lengths):
         if length > MAX_PAGE_BYTES or length == 0 or len(fetch.keys[position]) != KEY_BYTES:
-            fetch.outcomes[position] = Outcome.MISS
+            fetch.outcomes[position] = PageOutcome.MISS
             continue
         last = requests[-1] if requests else None
         if (
@@ -178,6 +178,6 @@ def cut_requests(fetch: Fetch, request_bytes: int, numbers: Iterator[int]) -> li
             last.stop += 1
             last.num_bytes += length
         else:
-            requests.append(Request(next(numbers), fetch, position, position + 1, length))
+            requests.append(PageRequest(next(numbers), fetch, position, position + 1, length))
     fetch.num_left = len(requests)
     return requests

@@ -29,7 +29,7 @@ from sglang_tiered.wire.sockets import (
 )
 
 if TYPE_CHECKING:
-    from sglang_tiered.sharing.pages.landing import Request
+    from sglang_tiered.sharing.pages.landing import PageRequest
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
@@ -63,8 +63,8 @@ class PageLink:
     last_heard: float
     is_open: bool = False
     is_gone: bool = False
-    waiting: deque[Request] = field(default_factory=deque)
-    open_requests: dict[int, Request] = field(default_factory=dict)
+    waiting: deque[PageRequest] = field(default_factory=deque)
+    open_requests: dict[int, PageRequest] = field(default_factory=dict)
     open_bytes: int = 0
 
     @classmethod

@@ -34,7 +34,7 @@ __all__ = [
     "Cancel",
     "Changes",
     "Compare",
-    "Erased",
+    "ErasureNotice",
     "Erasures",
     "Fetch",
     "Follow",
@@ -89,11 +89,11 @@ Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 ShortIds = Annotated[bytes, msgspec.Meta(max_length=MAX_ERASURES_BYTES)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PageMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Messages are arrays on the wire, without field names, so any change is a new version."""
 
 
-class Fetch(_Message, frozen=True, tag="fetch"):
+class Fetch(_PageMessage, frozen=True, tag="fetch"):
     """Asks for pages. The client stops waiting after ``patience_ms``."""
 
     number: Number
@@ -118,13 +118,13 @@ class Fetch(_Message, frozen=True, tag="fetch"):
         return sum(self.lengths)
 
 
-class Cancel(_Message, frozen=True, tag="cancel"):
+class Cancel(_PageMessage, frozen=True, tag="cancel"):
     """The client no longer waits for that request. It is answered nevertheless."""
 
     number: Number
 
 
-class Follow(_Message, frozen=True, tag="follow"):
+class Follow(_PageMessage, frozen=True, tag="follow"):
     """Asks what changed of the pages that a server holds, since ``sequence`` of ``epoch``, or for
     those whose fingerprint is ``cursor`` or more. Answered by ``Changes``: at once where there is
     something to say, else when there is, or as a sign of life."""
@@ -138,7 +138,7 @@ class Follow(_Message, frozen=True, tag="follow"):
     cursor: Count | None  # None: it has all of them, as of ``sequence`` or later
 
 
-class Compare(_Message, frozen=True, tag="compare"):
+class Compare(_PageMessage, frozen=True, tag="compare"):
     """Names the erasures that the client knows, as their digests differ. Answered by
     ``Erasures``."""
 
@@ -146,7 +146,7 @@ class Compare(_Message, frozen=True, tag="compare"):
     ids: ShortIds
 
 
-class Erased(_Message, frozen=True):
+class ErasureNotice(_PageMessage, frozen=True):
     """One erasure: of pages, of a tenant, or of everything. ``age_s``: since it was begun, by the
     clock of who says so."""
 
@@ -165,14 +165,14 @@ class Erased(_Message, frozen=True):
         return keys
 
 
-class Teach(_Message, frozen=True, tag="teach"):
+class Teach(_PageMessage, frozen=True, tag="teach"):
     """Erasures that the server does not know. It applies them, and has another digest then."""
 
     namespace: Namespace
-    erasures: list[Erased]
+    erasures: list[ErasureNotice]
 
 
-class Found(_Message, frozen=True, tag="found"):
+class Found(_PageMessage, frozen=True, tag="found"):
     """The answer to a ``Fetch``: a checksum for each page, or None if it is not held under that
     length. The payload frames, however they are cut, hold the bytes of the held pages in order."""
 
@@ -180,7 +180,7 @@ class Found(_Message, frozen=True, tag="found"):
     checksums: Annotated[list[Checksum | None], msgspec.Meta(max_length=MAX_REQUEST_PAGES)]
 
 
-class Changes(_Message, frozen=True, tag="changes"):
+class Changes(_PageMessage, frozen=True, tag="changes"):
     """The answer to a ``Follow``. Payload: the fingerprints of the pages that came, then of those
     that went, 8 bytes each. With ``start`` it is a piece of a snapshot: all fingerprints from there
     to ``end`` (None: to the last) that the server has, of ``sequence`` or later. ``more``: ask
@@ -198,23 +198,23 @@ class Changes(_Message, frozen=True, tag="changes"):
     more: bool
 
 
-class Erasures(_Message, frozen=True, tag="erasures"):
+class Erasures(_PageMessage, frozen=True, tag="erasures"):
     """The answer to a ``Compare``: of the erasures that the client does not know as many as fit,
     oldest first, and which ones the server lacks, as of its ``digest``."""
 
     digest: Id
-    erasures: list[Erased]
+    erasures: list[ErasureNotice]
     lacking: ShortIds
 
 
-class Busy(_Message, frozen=True, tag="busy"):
+class Busy(_PageMessage, frozen=True, tag="busy"):
     """The answer to a ``Fetch`` that the server has no capacity for, or whose client stopped
     waiting before its turn came."""
 
     number: Number
 
 
-class Refuse(_Message, frozen=True, tag="refuse"):
+class Refuse(_PageMessage, frozen=True, tag="refuse"):
     """The answer to a message of another protocol or version."""
 
     reason: str

@@ -39,7 +39,7 @@ class ServeRequest:
 
 
 @dataclass(eq=False, slots=True)
-class _Client:
+class _ServedClient:
     waiting: deque[ServeRequest] = field(default_factory=deque)
     held_bytes: int = 0  # read, being read, or on their way out
 
@@ -53,7 +53,9 @@ class ServeQueue:
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()  # the next in turn comes first
+        self._clients: OrderedDict[bytes, _ServedClient] = (
+            OrderedDict()
+        )  # the next in turn comes first
 
     @property
     def num_waiting(self) -> int:
@@ -63,13 +65,13 @@ class ServeQueue:
     def held_bytes(self) -> int:
         return sum(client.held_bytes for client in self._all())
 
-    def _all(self) -> list[_Client]:
+    def _all(self) -> list[_ServedClient]:
         return list(self._clients.values())
 
     def add_request(self, request: ServeRequest) -> bool:
         """Queue a request. Returns False if it exceeds a bound."""
         most, size = self._settings.max_queued_bytes, request.cost
-        client = self._clients.get(request.client) or _Client()
+        client = self._clients.get(request.client) or _ServedClient()
         waiting_bytes = sum(each.waiting_bytes for each in self._all())
         if (
             len(client.waiting) >= _MAX_WAITING
@@ -83,7 +85,7 @@ class ServeQueue:
 
     def cancel_request(self, client: bytes, number: int) -> bool:
         """Drop a request that waits. Returns False if there is no such request."""
-        known = self._clients.get(client, _Client())
+        known = self._clients.get(client, _ServedClient())
         for request in known.waiting:
             if request.number == number:
                 known.waiting.remove(request)
@@ -93,7 +95,7 @@ class ServeQueue:
 
     def drop_client(self, client: bytes) -> int:
         """Drop the waiting requests of a client that is gone, and return their number."""
-        waiting = self._clients.get(client, _Client()).waiting
+        waiting = self._clients.get(client, _ServedClient()).waiting
         num_dropped = len(waiting)
         waiting.clear()
         self._drop_if_idle(client)
@@ -125,7 +127,7 @@ class ServeQueue:
         self._clients[request.client].held_bytes -= request.num_bytes
         self._drop_if_idle(request.client)
 
-    def _fits(self, client: _Client, held_bytes: int) -> bool:
+    def _fits(self, client: _ServedClient, held_bytes: int) -> bool:
         size, limit = client.waiting[0].num_bytes, self._settings.max_serving_bytes
         return (not held_bytes or held_bytes + size <= limit) and (
             not client.held_bytes or client.held_bytes + size <= limit // 2

@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.erased import Erased, all_records, mergeable
+from sglang_tiered.storage.bucket.erased import BucketErasures, all_records, mergeable
 from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
 from sglang_tiered.storage.bucket.pins import alive, pin_share, read_pin, write_changed
 
@@ -117,7 +117,7 @@ class Collector:
         ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
         those that no server uses, of all others. Raises ``RequestError``; whatever was done stands,
         and the next run goes on from there."""
-        run = _Run(self, Layout(namespace), budget or BUDGET, delete=delete)
+        run = _CollectorRun(self, Layout(namespace), budget or BUDGET, delete=delete)
         if delete and is_server:  # others wait for their turn, and see that the namespace is used
             self.requests.put(run.layout.collected, b"collected")
         if self._clock is not None:
@@ -171,7 +171,7 @@ class _Enough(Exception):  # noqa: N818
     """Raised when the budget is spent."""
 
 
-class _Run:
+class _CollectorRun:
     """One run over one namespace."""
 
     def __init__(
@@ -188,7 +188,7 @@ class _Run:
         self._settings = collector.settings
         self._budget = budget
         self._delete = delete
-        self._erased = Erased()
+        self._erased = BucketErasures()
         self._pinned: set[bytes] = set()
         self._left_bytes = 0  # that pins may still keep
         self._batch: list[Removal] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, read_pin
-from sglang_tiered.storage.bucket.requests import RequestError
+from sglang_tiered.storage.bucket.requests import BucketError
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Discovery:
             try:
                 self._pass(any(full for full, _ in orders))
                 succeeded = True
-            except (RequestError, _PassOver):
+            except (BucketError, _PassOver):
                 pass  # counted by the client; the breaker knows
             except BaseException:  # a panic of the library is no Exception
                 logger.exception("internal error while listing pages; known ones stay")

@@ -31,7 +31,7 @@ from sglang_tiered.storage.bucket.discovery import Discovery
 from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
 from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import RequestError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.promises import all_true, ended, is_true
@@ -185,7 +185,7 @@ class BucketEngine(TierEngine):
             try:
                 if self._requests.modified(name.path(layout)) is not None:
                     return True
-            except RequestError:
+            except BucketError:
                 return False
             with state.lock:
                 if layout == state.layout and state.index.is_at(name):

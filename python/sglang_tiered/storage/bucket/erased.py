@@ -29,7 +29,7 @@ from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import KEY_BYTES, RECORD_KEYS, TENANT_BYTES, Erasure
 from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_NUMBER",
-    "Erased",
+    "BucketErasures",
     "Record",
     "all_records",
     "mergeable",
@@ -71,11 +71,11 @@ _NAME = re.compile(r"(([0-9a-f]{12})-([0-9a-f]{32}))-([a-z])([0-9a-f]*)")
 _HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0, "m": 12}
 
 
-class _Keys(msgspec.Struct, frozen=True, array_like=True):
+class _KeyBytes(msgspec.Struct, frozen=True, array_like=True):
     keys: bytes  # one behind the other
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
+class _RecordEntry(msgspec.Struct, frozen=True, array_like=True):
     number: int
     id: bytes
     unix_s: float  # when its record was written, by the store's clock
@@ -83,7 +83,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Merged(msgspec.Struct, frozen=True, array_like=True):
-    entries: list[_Entry]
+    entries: list[_RecordEntry]
 
 
 class Record(NamedTuple):
@@ -119,7 +119,7 @@ def record_path(number: int, what: Erasure, namespace: bytes) -> str:
 
 
 def record_data(what: Erasure) -> bytes:
-    return seal(_Keys(b"".join(what.keys or ())))
+    return seal(_KeyBytes(b"".join(what.keys or ())))
 
 
 def read_records(
@@ -130,7 +130,7 @@ def read_records(
 ) -> int | None:
     """Have each record from a number on taken whose name is not known, in their order, as they are
     read: what was taken before an error is not lost. Returns the lowest number of all. Raises
-    ``RequestError``."""
+    ``BucketError``."""
     cursor = f"{ERASED}/{after:012x}" if after else None
     for _ in range(_MAX_LISTINGS):
         listed = []
@@ -153,11 +153,11 @@ def read_records(
                     take(record)
         if is_whole:
             return lowest
-    raise RequestError(Failure.UNAVAILABLE, "list showed records that were gone, again and again")
+    raise BucketError(Failure.UNAVAILABLE, "list showed records that were gone, again and again")
 
 
 def all_records(requests: Requests) -> list[Record]:
-    """Return every record, of every object that holds it. Raises ``RequestError``."""
+    """Return every record, of every object that holds it. Raises ``BucketError``."""
     records: dict[tuple[str, str], Record] = {}  # what was gone meanwhile is read again
     read_records(requests, lambda each: records.update({(each.path, each.name): each}))
     return list(records.values())
@@ -174,7 +174,7 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
         try:
             is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
             data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
-        except RequestError as error:
+        except BucketError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise
             return None
@@ -193,11 +193,11 @@ def _unpack(
 ) -> Iterator[tuple[int, Erasure, float]]:
     """Yield the erasures of an object, with their numbers and times; none if it is damaged."""
     if kind == "k":
-        single = unseal(data, _Keys)
-        entries = [] if single is None else [_Entry(number, record_id, modified, single.keys)]
+        single = unseal(data, _KeyBytes)
+        entries = [] if single is None else [_RecordEntry(number, record_id, modified, single.keys)]
     else:
         merged = unseal(data, _Merged)
-        entries = [] if merged is None else [_Entry(number, record_id, modified, b"")]
+        entries = [] if merged is None else [_RecordEntry(number, record_id, modified, b"")]
         entries += merged.entries if merged is not None else []
     if all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries):
         for entry in entries:
@@ -258,7 +258,7 @@ def _merged(
     if len(batch) < 2:
         return
     entries = {
-        each.name: _Entry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
+        each.name: _RecordEntry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
         for each in chain.from_iterable(batch.values())
         if each.what is not None and each.what.keys and each.modified >= oldest_s
     }
@@ -269,7 +269,7 @@ def _merged(
         yield f"{path[:-1]}m{min(numbers):012x}", data, list(batch)
 
 
-class _Numbers:
+class _StampBounds:
     """The number below which a stamp is that of a dead page, by what was erased. Of the keys before
     the last some it has eight bytes, which nobody can aim at: their seed is this process's own."""
 
@@ -340,7 +340,7 @@ class _Numbers:
         return int(self.hash_numbers[at]) if is_there else 0
 
 
-class Erased:
+class BucketErasures:
     """What is dead by the records that are known, and what other servers told without one so far.
     The owner's lock guards every call. ``hides`` says more than ``kills``: what was told, and where
     there were more keys than fit in memory, or a record that cannot be read. Rather miss pages than
@@ -349,8 +349,8 @@ class Erased:
     def __init__(self) -> None:
         self.top = 0  # the highest number
         self.known: dict[str, int] = {}  # numbers by names, of records that are wholly applied
-        self._recorded = _Numbers()
-        self._told = _Numbers()
+        self._recorded = _StampBounds()
+        self._told = _StampBounds()
         self._floor = 0
 
     def add(self, record: Record) -> None:

@@ -31,7 +31,7 @@ from sglang_tiered.storage.bucket.pins import (
     read_pin,
     write_changed,
 )
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.bucket.state import selects
 from sglang_tiered.storage.promises import all_true, ended, keep
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
-    from sglang_tiered.storage.bucket.state import BucketState, EraseOrder, OnErased
+    from sglang_tiered.storage.bucket.state import BucketState, OnErased, PendingErasure
 
 __all__ = ["Keeper", "Records", "erase"]
 
@@ -102,7 +102,7 @@ class Records:
         self._lock = threading.RLock()
 
     def learn(self, *, full: bool = False) -> None:
-        """Read what is new; ``full``: also what is gone. Raises ``RequestError``."""
+        """Read what is new; ``full``: also what is gone. Raises ``BucketError``."""
         state = self._state
         with self._lock:
             erased = state.erased  # its records are learned under this lock alone
@@ -172,14 +172,14 @@ class Keeper:
         """Return whether a step succeeded; it is tried again."""
         try:
             step(*arguments)
-        except RequestError:
+        except BucketError:
             return False  # the requests know, and say so
         except BaseException:  # a panic of the library is no Exception
             logger.exception("internal error while erasing or pinning; it is tried again")
             return False
         return True
 
-    def _await_work(self) -> list[EraseOrder] | None:
+    def _await_work(self) -> list[PendingErasure] | None:
         """Return the erasures to make durable, those that failed before too; None when closed."""
         state = self._state
         with state.lock:
@@ -195,10 +195,10 @@ class Keeper:
 
     # ---- Erasures ----
 
-    def _erase(self, orders: list[EraseOrder]) -> None:
+    def _erase(self, orders: list[PendingErasure]) -> None:
         """Make erasures durable, and those that are asked for while their records are written: what
         is listed of tenants and namespaces goes, once for all. Of single pages those go that are
-        known to any server, and others with the next full listing. Raises ``RequestError``."""
+        known to any server, and others with the next full listing. Raises ``BucketError``."""
         if not orders:
             return
         state = self._state
@@ -224,8 +224,8 @@ class Keeper:
         with state.lock:
             state.end(orders)
 
-    def _record(self, orders: Sequence[EraseOrder]) -> None:
-        """Write records, and let go of the stores behind them. Raises ``RequestError``."""
+    def _record(self, orders: Sequence[PendingErasure]) -> None:
+        """Write records, and let go of the stores behind them. Raises ``BucketError``."""
         if not orders:
             return
         try:
@@ -234,7 +234,7 @@ class Keeper:
             with self._state.lock:
                 self._state.release(orders)
 
-    def _number(self, orders: Sequence[EraseOrder]) -> None:
+    def _number(self, orders: Sequence[PendingErasure]) -> None:
         """Write records behind all that are there, one after another: who knows of one must know
         those before. Where another came between, its writer's or ours must be the later one: who
         stored in the knowledge of the first did not know the second."""
@@ -246,7 +246,7 @@ class Keeper:
                 now = state.wall_clock() + state.skew_s
             ours = records_of([(each.what, each.namespace) for each in orders], number + 1, now)
             if number + len(ours) > MAX_NUMBER:
-                raise RequestError(Failure.DENIED, "put has no number left: see the last record")
+                raise BucketError(Failure.DENIED, "put has no number left: see the last record")
             objects = dict(packed(ours))
             before, self._attempted = self._attempted, {*self._attempted, *objects}
             for path, data in objects.items():
@@ -264,7 +264,7 @@ class Keeper:
                     for order in orders:
                         order.number = ours[-1].number  # all of them are known to who has that one
                 return
-        raise RequestError(Failure.UNAVAILABLE, "put came late again and again")
+        raise BucketError(Failure.UNAVAILABLE, "put came late again and again")
 
     def _delete_dead(self, layout: Layout) -> None:
         """Delete the pages of a namespace that any record names."""
@@ -288,7 +288,7 @@ class Keeper:
             listed = itertools.chain.from_iterable(self._requests.listing(layout.pins))
             if all(list(self._requests.each(lambda each: self._clean_pin(layout, each), listed))):
                 return
-        raise RequestError(Failure.UNAVAILABLE, "put found pins changed again and again")
+        raise BucketError(Failure.UNAVAILABLE, "put found pins changed again and again")
 
     def _clean_pin(self, layout: Layout, listed: Listed) -> bool:
         """Return whether nobody changed it meanwhile."""

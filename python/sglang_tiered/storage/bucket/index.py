@@ -17,7 +17,7 @@ from sglang_tiered.storage.bucket.names import PageName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["MAX_STEPS", "Held", "PageIndex"]
+__all__ = ["MAX_STEPS", "IndexRow", "BucketIndex"]
 
 _ROW = struct.Struct("<IIIQIB")
 _SPARE_SHIFT = 10
@@ -25,7 +25,7 @@ MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
 
 
-class Held(NamedTuple):
+class IndexRow(NamedTuple):
     """A row of the index."""
 
     share: int
@@ -52,7 +52,7 @@ class _Share:
         self.evicted_s = self.num_pages = self.num_bytes = self.pinned_bytes = 0
 
 
-class PageIndex:
+class BucketIndex:
     """At most ``max_pages``, ``capacity_bytes``, and ``max_tenant_bytes`` for one tenant, if these
     are set; the oldest go first, but none that ``is_pinned``. Of two pages of one key the later
     counts."""
@@ -75,11 +75,11 @@ class PageIndex:
 
     # ---- What there is ----
 
-    def get(self, key: bytes) -> Held | None:
+    def get(self, key: bytes) -> IndexRow | None:
         row = self._rows.get(key)
         if row is None:
             return None
-        held = Held(*_ROW.unpack(row))
+        held = IndexRow(*_ROW.unpack(row))
         return held if held.share in self._shares else None
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
@@ -105,7 +105,7 @@ class PageIndex:
         copy of a million takes some ten milliseconds."""
         return list(self._rows)
 
-    def name_of(self, key: bytes, held: Held) -> PageName:
+    def name_of(self, key: bytes, held: IndexRow) -> PageName:
         tenant = self._shares[held.share].tenant
         return PageName(key, tenant, held.length, held.stamp, held.unix_s, held.checksum)
 
@@ -152,7 +152,9 @@ class PageIndex:
         if share is None:
             share = self._tenants[name.tenant] = _Share(name.tenant, next(self._numbers))
             self._shares[share.number] = share
-        held = Held(share.number, name.unix_s, name.length, name.checksum, name.stamp, self._mark)
+        held = IndexRow(
+            share.number, name.unix_s, name.length, name.checksum, name.stamp, self._mark
+        )
         self._rows[name.key] = _ROW.pack(*held)
         self._count(share, 1, name.length)
         self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
@@ -265,7 +267,7 @@ class PageIndex:
             self._drop_oldest(lambda _: self._has_room(spare=True))
             self.num_pages_evicted += num_before - self.num_pages
 
-    def _drop_oldest(self, is_enough: Callable[[Held], bool]) -> bool:
+    def _drop_oldest(self, is_enough: Callable[[IndexRow], bool]) -> bool:
         """Drop from the oldest on, at most some; returns whether it is enough. What is pinned goes
         to the end."""
         for key in list(itertools.islice(self._rows, MAX_STEPS)):
@@ -297,7 +299,7 @@ class PageIndex:
 
     def check_integrity(self) -> None:
         """Recount everything."""
-        rows = [Held(*_ROW.unpack(row)) for row in self._rows.values()]
+        rows = [IndexRow(*_ROW.unpack(row)) for row in self._rows.values()]
         living = [held for held in rows if held.share in self._shares]
         assert len(rows) - len(living) == self.num_dead, f"{self.num_dead} rows counted dead"
         counted = (self.num_pages, self.stored_bytes)

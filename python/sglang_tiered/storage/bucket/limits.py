@@ -12,7 +12,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.storage.bucket.requests import RequestError
+    from sglang_tiered.storage.bucket.requests import BucketError
 
 __all__ = ["Breaker"]
 
@@ -62,7 +62,7 @@ class Breaker:
         with self._lock:
             return self._probes.wait_s(self._clock())
 
-    def note(self, error: RequestError | None) -> None:
+    def note(self, error: BucketError | None) -> None:
         """Note a request that reads: None was answered, if only by "not found"; an error after its
         retries."""
         if error is not None:

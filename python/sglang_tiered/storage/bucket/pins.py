@@ -14,7 +14,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, MAX_PIN_BYTES, Pin, PinBook
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.bucket.directory import Listed
-    from sglang_tiered.storage.bucket.erased import Erased
-    from sglang_tiered.storage.bucket.index import PageIndex
+    from sglang_tiered.storage.bucket.erased import BucketErasures
+    from sglang_tiered.storage.bucket.index import BucketIndex
     from sglang_tiered.storage.bucket.requests import Requests
 
 __all__ = [
@@ -79,12 +79,12 @@ def unpack_pin(data: bytes) -> tuple[Pin, int] | None:
 
 def read_pin(requests: Requests, listed: Listed) -> tuple[Pin, int] | None:
     """Return a pin and its stamp; None where it is gone or does not verify. Raises
-    ``RequestError``."""
+    ``BucketError``."""
     if listed.size > MAX_PIN_BYTES:
         return None
     try:
         return unpack_pin(bytes(requests.get(listed.path, max(listed.size, 1))))
-    except RequestError as error:
+    except BucketError as error:
         if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
             return None
         raise
@@ -94,7 +94,7 @@ def write_changed(
     requests: Requests, listed: Listed, was: tuple[Pin, int], pin: Pin | None
 ) -> bool:
     """Write what is left of a pin under its own stamp; delete it where that is nothing. Returns
-    whether nobody changed it since it was listed. Raises ``RequestError``."""
+    whether nobody changed it since it was listed. Raises ``BucketError``."""
     if pin is None:
         requests.delete([listed.path])
     elif pin is not was[0]:
@@ -107,7 +107,7 @@ def pin_share(capacity_bytes: int | None) -> int:
     return (1 << 62) if capacity_bytes is None else capacity_bytes // 2
 
 
-def alive(pin: Pin, stamp: int, erased: Erased, namespace: bytes) -> Pin | None:
+def alive(pin: Pin, stamp: int, erased: BucketErasures, namespace: bytes) -> Pin | None:
     """Return a pin of those of its pages that were not erased since; None if none is left. Where
     some were, its data goes, as that may tell what was there."""
     keys = tuple(key for key in pin.keys if not erased.kills(namespace, pin.tenant, key, stamp))
@@ -121,7 +121,7 @@ class BucketPins:
     stored."""
 
     def __init__(
-        self, capacity_bytes: int | None, clock: Callable[[], float], index: PageIndex
+        self, capacity_bytes: int | None, clock: Callable[[], float], index: BucketIndex
     ) -> None:
         self.bound_bytes = pin_share(capacity_bytes)
         self._clock = clock

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
-__all__ = ["Failure", "RequestError", "Requests", "explain"]
+__all__ = ["Failure", "BucketError", "Requests", "explain"]
 
 _DELETED_AT_ONCE = 1000  # by a bulk delete
 _NUM_AT_ONCE = 8  # requests under way of those that are asked for together
@@ -42,7 +42,7 @@ class Failure(enum.Enum):
     UNAVAILABLE = "unavailable"  # no connection, no answer in time, 5xx, throttled
 
 
-class RequestError(Exception):
+class BucketError(Exception):
     """A request that failed after its retries; ``clause`` may be shown to anyone."""
 
     def __init__(self, failure: Failure, clause: str) -> None:
@@ -60,14 +60,14 @@ _RANGE = re.compile(r"InvalidRange|StartTooLarge|Wanted range starting")
 _DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 
 
-def explain(error: BaseException, kind: str) -> RequestError:
+def explain(error: BaseException, kind: str) -> BucketError:
     """Return the cause of an exception that a request of this kind raised."""
     text, name = str(error), type(error).__name__
     match = _STATUS.search(text)
     status = int(match[1]) if match else None
 
-    def said(failure: Failure, what: str) -> RequestError:
-        return RequestError(failure, f"{kind} {what}")
+    def said(failure: Failure, what: str) -> BucketError:
+        return BucketError(failure, f"{kind} {what}")
 
     if "NoSuchBucket" in text:
         return said(Failure.DENIED, "found no such bucket")
@@ -124,7 +124,7 @@ def _open(settings: BucketSettings) -> Directory | Remote:
 
 
 class Requests:
-    """Blocking requests under one prefix; thread-safe. Every method raises ``RequestError``, and
+    """Blocking requests under one prefix; thread-safe. Every method raises ``BucketError``, and
     each does from ``close`` on, so whatever asks again and again ends.
 
     ``on_outcome`` is called after every request that reads: with None when it was answered, else
@@ -136,7 +136,7 @@ class Requests:
         self,
         settings: BucketSettings,
         *,
-        on_outcome: Callable[[RequestError | None], None] = lambda _: None,
+        on_outcome: Callable[[BucketError | None], None] = lambda _: None,
     ) -> None:
         self._place = _open(settings)
         self._on_outcome = on_outcome
@@ -205,7 +205,7 @@ class Requests:
         """Return when an object was written, by the store's clock; None where it is missing."""
         try:
             return float(self._read("head", lambda: self._place.modified(path)))
-        except RequestError as error:
+        except BucketError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise
             return None
@@ -254,10 +254,10 @@ class Requests:
         some, rest = paths[:_DELETED_AT_ONCE], paths[_DELETED_AT_ONCE:]
         try:
             self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
-        except RequestError as error:
+        except BucketError as error:
             try:
                 self._delete_one(some[0])
-            except RequestError:
+            except BucketError:
                 raise error from None
             place.deletes_in_bulk = False
             return paths[1:]
@@ -296,6 +296,6 @@ class Requests:
 
     def _begin(self, kind: str) -> None:
         if self._closed:
-            raise RequestError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
+            raise BucketError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
             self._requests[kind] += 1

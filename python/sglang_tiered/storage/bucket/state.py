@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.daily_budget import DailyBudget
 from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket.erased import Erased
-from sglang_tiered.storage.bucket.index import PageIndex
+from sglang_tiered.storage.bucket.erased import BucketErasures
+from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
 from sglang_tiered.storage.jobs import JobBook
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.settings import BucketSettings
     from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = ["BucketState", "EraseOrder", "Load", "OnErased", "PageLoad", "Upload", "selects"]
+__all__ = [
+    "BucketState",
+    "PendingErasure",
+    "BucketLoad",
+    "OnErased",
+    "PageLoad",
+    "Upload",
+    "selects",
+]
 
 _MAX_SKIPPED = 8192
 _MAX_DOOMED = 65_536
@@ -37,7 +45,7 @@ OnErased = Callable[[Sequence[Erasure]], None]
 
 
 @dataclass(eq=False, slots=True)
-class EraseOrder:
+class PendingErasure:
     """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
     has one, or of a later one of this server. ``turn``: later ones have higher ones. ``pages``:
     paths of what was held of it."""
@@ -61,7 +69,7 @@ class Upload:
     epoch: int
     stamp: int
     num_bytes: int
-    awaits: EraseOrder | None = None
+    awaits: PendingErasure | None = None
     dropped: bool = False  # erased meanwhile
     is_copied: bool = False  # its buffer is not touched any more
     is_settled: bool = False
@@ -72,7 +80,7 @@ class Upload:
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class BucketLoad:
     """A load, page by page. The state's lock guards it."""
 
     job: Job
@@ -85,7 +93,7 @@ class Load:
 class PageLoad(NamedTuple):
     """One page to read: where it goes, and what it is called."""
 
-    load: Load
+    load: BucketLoad
     position: int
     name: PageName
     in_place: bool = False  # straight into its buffers, if that takes no waiting
@@ -150,7 +158,7 @@ class BucketState:
         self.namespace = namespace
         self.epoch = 0  # of the namespace
         self.listed_epoch = -1  # of which a pass was whole
-        self.index = PageIndex(
+        self.index = BucketIndex(
             settings.max_pages,
             settings.capacity_bytes,
             settings.max_tenant_bytes,
@@ -170,14 +178,16 @@ class BucketState:
         self.skew_s = 0.0  # of the store's clock, ahead of this one's
         # Loads
         self.loads: deque[PageLoad] = deque()
-        self.open_loads: dict[Load, None] = {}
+        self.open_loads: dict[BucketLoad, None] = {}
         self.untouched = threading.Condition(self.lock)
         self.skipped: OrderedDict[str, None] = OrderedDict()  # pages that are damaged
         # Erasures
-        self.erased = Erased()
+        self.erased = BucketErasures()
         self.seen = 0  # all records up to this one are applied, by the owner's other tiers too
-        self.orders: dict[EraseOrder, None] = {}  # not durable yet
-        self._last_orders: dict[bytes | None, EraseOrder] = {}  # by key, by tenant, of everything
+        self.orders: dict[PendingErasure, None] = {}  # not durable yet
+        self._last_orders: dict[
+            bytes | None, PendingErasure
+        ] = {}  # by key, by tenant, of everything
         self._num_orders = 0
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
@@ -298,22 +308,22 @@ class BucketState:
         self.is_asked = True
         self.keeper_ready.notify()
 
-    def order(self, what: Erasure) -> EraseOrder:
+    def order(self, what: Erasure) -> PendingErasure:
         """Have the keeper make an erasure of at most one record durable."""
         self._num_orders += 1
-        order = EraseOrder(what, self.namespace, self.promises.make(), self._num_orders)
+        order = PendingErasure(what, self.namespace, self.promises.make(), self._num_orders)
         self.orders[order] = None
         self._last_orders.update(dict.fromkeys(_named(what), order))
         return order
 
-    def release(self, orders: Sequence[EraseOrder]) -> None:
+    def release(self, orders: Sequence[PendingErasure]) -> None:
         """Let go of the stores behind erasures: these have records now, or can have none."""
         done = set(orders)
         waiting = [upload for upload in self.uploads if upload.awaits in done]
         self.cancel([u for u in waiting if u.awaits and not u.awaits.number], Reason.REJECTED)
         self.transfer_ready.notify_all()
 
-    def end(self, orders: Sequence[EraseOrder]) -> None:
+    def end(self, orders: Sequence[PendingErasure]) -> None:
         """Forget orders, whose erasures are durable."""
         for order in orders:
             del self.orders[order]
@@ -321,7 +331,7 @@ class BucketState:
                 if self._last_orders.get(name) is order:
                     del self._last_orders[name]
 
-    def order_before(self, key: bytes, tenant: bytes) -> EraseOrder | None:
+    def order_before(self, key: bytes, tenant: bytes) -> PendingErasure | None:
         """Return the last erasure that names a page, if it has no record yet: those before it have
         none either."""
         found = (self._last_orders.get(name) for name in (key, tenant, None))
@@ -359,7 +369,7 @@ class BucketState:
         if self.pending.get(upload.key) is upload:
             del self.pending[upload.key]
 
-    def finish_load(self, load: Load) -> None:
+    def finish_load(self, load: BucketLoad) -> None:
         load.is_open = False
         del self.open_loads[load]
         job = load.job
@@ -369,7 +379,7 @@ class BucketState:
                 self.bytes_loaded += sum(segment.nbytes for segment in page)
         self.jobs.finish(job)
 
-    def expire(self, load: Load) -> None:
+    def expire(self, load: BucketLoad) -> None:
         """Finish a load before its pages are done, once no thread touches them, which takes no
         longer than the copy of one."""
         if load.is_open:

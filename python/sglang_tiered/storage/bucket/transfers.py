@@ -18,8 +18,8 @@ import numpy as np
 
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason, Tier
 from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
-from sglang_tiered.storage.bucket.requests import Failure, RequestError
-from sglang_tiered.storage.bucket.state import Load, PageLoad, Upload
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
+from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Transfers:
         self._requests = requests
         self._breaker = breaker
         self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int, Load]] = []  # heap
+        self._deadlines: list[tuple[float, int, BucketLoad]] = []  # heap
         self._clock_lock = threading.Lock()
         self._look_at = state.clock()  # at the store's clock
 
@@ -77,7 +77,7 @@ class Transfers:
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
-            load = Load(job, state.layout, len(found))
+            load = BucketLoad(job, state.layout, len(found))
             state.open_loads[load] = None
             state.loads.extend(PageLoad(load, *each) for each in found)
             state.transfer_ready.notify(len(found))
@@ -161,7 +161,7 @@ class Transfers:
         return Reason.OK if is_page(path, page.name.checksum, page.page) else self._corrupt(page)
 
     @contextlib.contextmanager
-    def _touching(self, load: Load) -> Iterator[bool]:
+    def _touching(self, load: BucketLoad) -> Iterator[bool]:
         """Guard a touch of the buffers; false when it must not be."""
         state = self._state
         with state.lock:
@@ -180,7 +180,7 @@ class Transfers:
         path, began = page.path, time.perf_counter()
         try:
             stored = self._requests.get(path, page.name.length, into=room)
-        except RequestError as error:
+        except BucketError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
                     self._state.num_pages_vanished += self._forget(page)
@@ -225,7 +225,7 @@ class Transfers:
         is_current = page.load.layout == state.layout and state.index.is_at(page.name)
         return is_current and state.index.drop(page.name.key)
 
-    def _watch(self, load: Load, deadline: float) -> None:
+    def _watch(self, load: BucketLoad, deadline: float) -> None:
         """Finish a load at its deadline. The caller holds the state's lock."""
         if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those long done
             self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
@@ -295,7 +295,7 @@ class Transfers:
         state, reason = self._state, Reason.IO_ERROR
         try:
             reason = self._upload(upload)
-        except RequestError:
+        except BucketError:
             self._breaker.store_failed()
         except BaseException:  # a panic of the library is no Exception
             self._breaker.fault("uploading")
@@ -305,7 +305,7 @@ class Transfers:
             state.upload_done.notify_all()
 
     def _upload(self, upload: Upload) -> Reason:
-        """Upload a page. Raises ``RequestError``."""
+        """Upload a page. Raises ``BucketError``."""
         state, job = self._state, upload.job
         if upload.dropped or job.cancelled or state.closed:
             return Reason.CANCELLED
@@ -342,7 +342,7 @@ class Transfers:
 
     def _look_at_the_clock(self, layout: Layout) -> None:
         """Learn the store's time before the first page, and again now and then, as clocks are set:
-        pages are named by it, and others list from a time on. Raises ``RequestError``."""
+        pages are named by it, and others list from a time on. Raises ``BucketError``."""
         state = self._state
         if state.clock() < self._look_at:
             return

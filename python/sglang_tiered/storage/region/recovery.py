@@ -102,7 +102,7 @@ class RecoveryReport:
 
 
 @dataclass(slots=True)
-class _Found:
+class _FoundRegion:
     """A region file as opened, and while it is indexed what it holds: ``None`` for nothing."""
 
     region: Region
@@ -153,7 +153,7 @@ class _Recovery:
     regions: RegionTable
     index: PageIndex
     report: RecoveryReport = field(default_factory=RecoveryReport)
-    found: list[_Found] = field(default_factory=list)
+    found: list[_FoundRegion] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
     unread: dict[int, OSError] = field(default_factory=dict)  # sequences of files to leave alone
     unread_bytes: int = 0  # of regions that stay as they are
@@ -243,7 +243,7 @@ class _Recovery:
             if name in names:
                 _unlink(device, name)
 
-    def _remove(self, item: _Found) -> None:
+    def _remove(self, item: _FoundRegion) -> None:
         self.found.remove(item)
         _close(self.device, item.region)
         _unlink(self.device, item.region.name)
@@ -281,7 +281,7 @@ class _Recovery:
                 self._discard(sequence, outdated=version is not None)
                 return
             region = Region(sequence, fd, header.nbytes, header.nonce, sealed=True)
-            item = _Found(region)
+            item = _FoundRegion(region)
             self.found.append(item)
         finally:
             if item is None:
@@ -332,9 +332,9 @@ class _Recovery:
             self._remove(self.found[0])
             self.report.num_over_cap += 1
 
-    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_Found]:
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_FoundRegion]:
         """Yield what was found, oldest first, with its contents, and read some of the next."""
-        reading: deque[Future[_Found]] = deque()
+        reading: deque[Future[_FoundRegion]] = deque()
         for item in list(self.found):
             reading.append(pool.submit(self._read, item))
             if len(reading) > 2 * self.num_threads:
@@ -342,7 +342,7 @@ class _Recovery:
         while reading:
             yield reading.popleft().result()
 
-    def _read(self, item: _Found) -> _Found:
+    def _read(self, item: _FoundRegion) -> _FoundRegion:
         """Read the footer of a region, or find its extents without one. Several threads at
         once."""
         region = item.region
@@ -358,7 +358,7 @@ class _Recovery:
         item.error = scan.error
         return item
 
-    def _seal(self, item: _Found, contents: Contents) -> None:
+    def _seal(self, item: _FoundRegion, contents: Contents) -> None:
         region = item.region
         try:
             self.report.bytes_written += write_footer(self.device, region, contents)
@@ -376,7 +376,7 @@ class _Recovery:
             region.suspect = True
             logger.warning("%s could not be synced (%s)", region.name, error)
 
-    def _index(self, item: _Found, contents: Contents) -> None:
+    def _index(self, item: _FoundRegion, contents: Contents) -> None:
         region, regions = item.region, self.regions
         num_pages = contents.extents["num_pages"]
         alive = ~self.report.erased.dead_pages(region.sequence, contents)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.view import RegionView, StoredPage
     from sglang_tiered.storage.stack.tiers import StackSettings
 
-__all__ = ["Chain", "Demoter", "DemotionQueue"]
+__all__ = ["StoredChain", "Demoter", "DemotionQueue"]
 
 STEP_PAGES = 1024
 CHAIN_PAGES = 64
@@ -43,7 +43,7 @@ RETRY_GROWTH = 4
 
 
 @dataclass(slots=True, eq=False)
-class Chain:
+class StoredChain:
     """Consecutive pages of one tenant. ``submitted`` is set once all that can be done was begun;
     only a chain that a caller waits for has one."""
 
@@ -67,10 +67,10 @@ class DemotionQueue:
         self._retry_s = retry_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._urgent: deque[Chain] = deque()
-        self._returned: OrderedDict[bytes, Chain] = OrderedDict()
-        self._fresh: OrderedDict[bytes, Chain] = OrderedDict()
-        self._failed: deque[Chain] = deque()
+        self._urgent: deque[StoredChain] = deque()
+        self._returned: OrderedDict[bytes, StoredChain] = OrderedDict()
+        self._fresh: OrderedDict[bytes, StoredChain] = OrderedDict()
+        self._failed: deque[StoredChain] = deque()
         self.num_keys = 0
         self.overflowed = False  # something was refused since a scan began
 
@@ -82,7 +82,7 @@ class DemotionQueue:
     def has_urgent(self) -> bool:
         return bool(self._urgent)
 
-    def prioritize(self, chain: Chain) -> None:
+    def prioritize(self, chain: StoredChain) -> None:
         """Put a chain ahead of everything, however full the queue is: a caller waits for it."""
         with self._lock:
             self._urgent.append(chain)
@@ -90,7 +90,7 @@ class DemotionQueue:
 
     def add(self, keys: Sequence[bytes], tenant: bytes, *, returned: bool = False) -> bool:
         """Queue a chain; false when there is no room."""
-        chain = Chain(tuple(keys), tenant, returned)
+        chain = StoredChain(tuple(keys), tenant, returned)
         with self._lock:
             known = self._find(chain.keys[0])
             grown = len(chain.keys) - (0 if known is None else len(known.keys))
@@ -118,7 +118,7 @@ class DemotionQueue:
                     chain.returned = True
                     self._returned[key] = chain
 
-    def take(self, *, urgent_only: bool = False) -> Chain | None:
+    def take(self, *, urgent_only: bool = False) -> StoredChain | None:
         """Return the next chain, which is the caller's from now on."""
         with self._lock:
             chain = None
@@ -136,7 +136,7 @@ class DemotionQueue:
                 self.num_keys -= len(chain.keys)
             return chain
 
-    def put_back(self, chain: Chain) -> None:
+    def put_back(self, chain: StoredChain) -> None:
         """Make a chain the next again that could not be tried at all."""
         with self._lock:
             known = self._find(chain.keys[0])
@@ -147,7 +147,7 @@ class DemotionQueue:
             queue.move_to_end(chain.keys[0], last=False)
             self.num_keys += len(chain.keys)
 
-    def failed(self, keys: Sequence[bytes], chain: Chain) -> bool:
+    def failed(self, keys: Sequence[bytes], chain: StoredChain) -> bool:
         """Queue pages of a failed chain again after a pause. False when that was the last time."""
         with self._lock:
             num_tries = chain.num_tries + 1
@@ -156,7 +156,7 @@ class DemotionQueue:
                 return False
             pause_s = self._retry_s * RETRY_GROWTH**chain.num_tries
             due = self._clock() + pause_s
-            again = Chain(tuple(keys), chain.tenant, chain.returned, num_tries, due)
+            again = StoredChain(tuple(keys), chain.tenant, chain.returned, num_tries, due)
             self._failed.append(again)
             self.num_keys += len(keys)
             # Few: one per batch that failed.
@@ -174,19 +174,19 @@ class DemotionQueue:
             self._failed.clear()
             self.num_keys = 0
 
-    def _find(self, key: bytes) -> Chain | None:
+    def _find(self, key: bytes) -> StoredChain | None:
         return self._returned.get(key) or self._fresh.get(key)
 
-    def _drop(self, chain: Chain) -> None:
+    def _drop(self, chain: StoredChain) -> None:
         queue = self._returned if chain.keys[0] in self._returned else self._fresh
         del queue[chain.keys[0]]
         self.num_keys -= len(chain.keys)
 
 
-class _Batch(NamedTuple):
+class _DemotionBatch(NamedTuple):
     """Consecutive pages of a chain that are copied together."""
 
-    chain: Chain
+    chain: StoredChain
     pages: list[StoredPage]
     num_bytes: int  # of staging memory
 
@@ -255,7 +255,7 @@ class Demoter:
 
     def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
         """Copy these next, whatever else goes on; sets the event when all possible was begun."""
-        chain = Chain(tuple(keys), tenant, submitted=threading.Event())
+        chain = StoredChain(tuple(keys), tenant, submitted=threading.Event())
         assert chain.submitted is not None
         if self._closed:
             chain.submitted.set()
@@ -316,7 +316,7 @@ class Demoter:
     def _serves(self) -> bool:
         return self._bucket.health is Health.RUNNING
 
-    def _demote(self, chain: Chain) -> None:
+    def _demote(self, chain: StoredChain) -> None:
         batches = self._batches(chain)
         for number, batch in enumerate(batches):
             may_go = self._has_room(batch) and (
@@ -330,11 +330,11 @@ class Demoter:
         if chain.submitted is not None:
             chain.submitted.set()
 
-    def _batches(self, chain: Chain) -> list[_Batch]:
+    def _batches(self, chain: StoredChain) -> list[_DemotionBatch]:
         """Return what NVMe still holds of a chain and the bucket lacks."""
         found = self._nvme.view.find(chain.keys)
         held = self._bucket.contains(chain.keys)
-        batches: list[_Batch] = []
+        batches: list[_DemotionBatch] = []
         for page, is_held in zip(found, held, strict=True):
             if is_held:
                 continue
@@ -348,17 +348,17 @@ class Demoter:
                 or last.num_bytes + num_bytes > self._settings.batch_bytes
                 or last.pages[0].tenant != page.tenant
             ):
-                batches.append(_Batch(chain, [page], num_bytes))
+                batches.append(_DemotionBatch(chain, [page], num_bytes))
             else:
                 last.pages.append(page)
                 batches[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
         return batches
 
-    def _put_back(self, chain: Chain, batches: Sequence[_Batch]) -> None:
+    def _put_back(self, chain: StoredChain, batches: Sequence[_DemotionBatch]) -> None:
         keys = tuple(page.key for batch in batches for page in batch.pages)
-        self.queue.put_back(Chain(keys, chain.tenant, chain.returned, chain.num_tries))
+        self.queue.put_back(StoredChain(keys, chain.tenant, chain.returned, chain.num_tries))
 
-    def _has_room(self, batch: _Batch) -> bool:
+    def _has_room(self, batch: _DemotionBatch) -> bool:
         """Wait until the batch fits into staging memory; false when closed meanwhile."""
         limit = max(self._settings.staging_bytes, batch.num_bytes)
 
@@ -372,7 +372,7 @@ class Demoter:
             if not self._serves():  # not under our lock: batches land under the bucket's
                 return False
 
-    def _copy(self, batch: _Batch) -> None:
+    def _copy(self, batch: _DemotionBatch) -> None:
         """Read a batch and hand it to the bucket. Where something was erased between, it is read
         again: the chain of a waiting caller by that caller, any other when its turn comes."""
         num_pages = len(batch.pages)
@@ -403,7 +403,7 @@ class Demoter:
         self.num_gone += unread
         job.call_at_end(lambda finished: self._stored(finished, batch))
 
-    def _read(self, batch: _Batch) -> Run | None:
+    def _read(self, batch: _DemotionBatch) -> Run | None:
         """Read pages into staging memory; None if no page verified."""
         memory = aligned_buffer(batch.num_bytes)
         buffers = []
@@ -421,7 +421,7 @@ class Demoter:
         keys = tuple(batch.pages[i].key for i in good)
         return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
 
-    def _stored(self, job: Job, batch: _Batch) -> None:
+    def _stored(self, job: Job, batch: _DemotionBatch) -> None:
         """Note a finished store. May run under the bucket's lock; must not block."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
@@ -435,12 +435,12 @@ class Demoter:
             self.num_dropped += num_dropped
         self._completed(batch, len(batch.pages))
 
-    def _again(self, keys: Sequence[bytes], chain: Chain) -> bool:
+    def _again(self, keys: Sequence[bytes], chain: StoredChain) -> bool:
         if chain.submitted is None:
             return self.queue.failed(keys, chain)
         return self.queue.add(keys, chain.tenant)  # the waiting caller tries again
 
-    def _completed(self, batch: _Batch, num_pages: int) -> None:
+    def _completed(self, batch: _DemotionBatch, num_pages: int) -> None:
         with self._wake:
             self._staged_bytes -= batch.num_bytes
             self._num_in_flight -= num_pages

@@ -37,7 +37,7 @@ _MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _StackLoad:
     job: Job
     tenant: bytes | None  # whose pages they are, where the caller knows
     deadline: float | None  # of the loader's clock
@@ -47,8 +47,8 @@ class _Load:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    load: _Load
+class _TierPart:
+    load: _StackLoad
     tier: Tier
     positions: Sequence[int]
     failed: frozenset[Tier]  # these tiers could not serve these pages
@@ -80,7 +80,7 @@ class Loader:
         self._lock = threading.Lock()
         self.observer: ReadObserver | None = None
         self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
-        self._events: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_TierPart | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tier-stack", daemon=True)
         if len(tiers) > 1:
             self._thread.start()
@@ -102,7 +102,7 @@ class Loader:
     def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
         """Submit the parts of a job. Memory only. Raises nothing: parts may be under way."""
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        load = _Load(job, tenant, deadline, self._generation(), self._order())
+        load = _StackLoad(job, tenant, deadline, self._generation(), self._order())
         job.reasons = [Reason.MISS] * job.run.num_pages
         try:
             self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
@@ -113,7 +113,7 @@ class Loader:
     def _submit_from(
         self,
         tiers: Sequence[Tier],
-        load: _Load,
+        load: _StackLoad,
         positions: Sequence[int],
         failed: frozenset[Tier],
     ) -> None:
@@ -133,7 +133,7 @@ class Loader:
             self._submit(load, tier, chosen, failed)
 
     def _submit(
-        self, load: _Load, tier: Tier, positions: Sequence[int], failed: frozenset[Tier]
+        self, load: _StackLoad, tier: Tier, positions: Sequence[int], failed: frozenset[Tier]
     ) -> None:
         run = load.job.run
         if len(positions) < run.num_pages:
@@ -141,7 +141,7 @@ class Loader:
             run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
         observer = self.observer
         reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
-        part = _Part(load, tier, positions, failed, reading)
+        part = _TierPart(load, tier, positions, failed, reading)
         metered = None if run.meter is None else run.meter.begins(tier, run.num_bytes)
         with self._lock:  # the last thing before: what raises leaves no part that never ends
             load.num_left += 1
@@ -162,10 +162,10 @@ class Loader:
             failed.finish()
             return failed
 
-    def _left_s(self, load: _Load) -> float | None:
+    def _left_s(self, load: _StackLoad) -> float | None:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
 
-    def _part_ended(self, part: _Part) -> None:
+    def _part_ended(self, part: _TierPart) -> None:
         """Note that a part ended. May run under an engine's lock; must not block."""
         assert part.job is not None
         reasons = part.job.reasons
@@ -179,7 +179,7 @@ class Loader:
         else:
             self._events.put(part)
 
-    def _settle(self, load: _Load) -> None:
+    def _settle(self, load: _StackLoad) -> None:
         with self._lock:
             load.num_left -= 1
             if load.num_left:
@@ -202,7 +202,7 @@ class Loader:
                 logger.exception(_INTERNAL_ERROR)
             self._settle(part.load)
 
-    def _follow_up(self, part: _Part) -> None:
+    def _follow_up(self, part: _TierPart) -> None:
         load = part.load
         if part.tier is not Tier.NVME:
             self._promote(part)
@@ -214,7 +214,7 @@ class Loader:
         others = [tier for tier in load.order if tier not in failed]
         self._submit_from(others, load, missing, failed)
 
-    def _promote(self, part: _Part) -> None:
+    def _promote(self, part: _TierPart) -> None:
         load, run = part.load, part.load.job.run
         good = [i for i in part.positions if load.job.reasons[i] is Reason.OK]
         if part.failed:

@@ -9,7 +9,7 @@ from sglang_tiered.flags import format_bytes
 if TYPE_CHECKING:
     from sglang_tiered.request_record import RequestRecord, TierLoad
 
-__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "Part", "cause", "parts"]
+__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "TimePart", "cause", "parts"]
 
 QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest", "generate"
 """Parts of a request's time beside its waits, which are called by what was waited for."""
@@ -32,7 +32,7 @@ _WAITS = {
 }
 
 
-class Part(NamedTuple):
+class TimePart(NamedTuple):
     """A part of a request's time. Parts add up to its whole; ``at_s`` is when it began, as far as
     it is one time."""
 
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     at_s: float
 
 
-def parts(record: RequestRecord) -> list[Part]:
+def parts(record: RequestRecord) -> list[TimePart]:
     """Return the parts of a request's time that are not nothing, in the order of their begin."""
     end_s = record.total_s
     admitted_s = end_s if record.admitted_s is None else record.admitted_s
@@ -52,18 +52,18 @@ def parts(record: RequestRecord) -> list[Part]:
             back_s += wait.wait_s
         else:
             waited_s += wait.wait_s
-        found.append(Part(wait.why, wait.wait_s, wait.at_s))
-    found.append(Part(QUEUE, max(0.0, admitted_s - waited_s), 0.0))
+        found.append(TimePart(wait.why, wait.wait_s, wait.at_s))
+    found.append(TimePart(QUEUE, max(0.0, admitted_s - waited_s), 0.0))
     if record.admitted_s is not None:
         running_s = max(0.0, first_s - admitted_s - back_s)
         prefill = record.prefill
         prefill_s = 0.0 if prefill is None else min(prefill.prefill_s, running_s)
-        found.append(Part(PREFILL, prefill_s, admitted_s))
+        found.append(TimePart(PREFILL, prefill_s, admitted_s))
         rest_s = running_s - prefill_s
         others_s = 0.0 if prefill is None else min(prefill.others_s, rest_s)
-        found.append(Part(OTHERS, others_s, admitted_s + prefill_s))
-        found.append(Part(REST, rest_s - others_s, admitted_s + prefill_s + others_s))
-        found.append(Part(GENERATE, max(0.0, end_s - first_s), first_s))
+        found.append(TimePart(OTHERS, others_s, admitted_s + prefill_s))
+        found.append(TimePart(REST, rest_s - others_s, admitted_s + prefill_s + others_s))
+        found.append(TimePart(GENERATE, max(0.0, end_s - first_s), first_s))
     return sorted((part for part in found if part.seconds > 0), key=lambda part: part.at_s)
 
 

@@ -19,7 +19,7 @@ from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.flags import parse_bytes, parse_duration
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
-from sglang_tiered.storage.bucket.erased import Erased, all_records
+from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
     ERASED,
     OLD_ROOTS,
@@ -31,7 +31,7 @@ from sglang_tiered.storage.bucket.names import (
     parse_page,
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
-from sglang_tiered.storage.bucket.requests import Failure, RequestError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
 from sglang_tiered.storage.bucket.settings import BucketSettings
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
@@ -75,7 +75,7 @@ def stat(arguments: argparse.Namespace) -> int:
     target = _open(arguments.place)
     with _requests_end(target.url):
         records = all_records(target.requests)
-        erased = Erased()
+        erased = BucketErasures()
         for record in records:
             if record.what is not None:
                 erased.add(record)
@@ -123,7 +123,7 @@ def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _count(
-    requests: Requests, layout: Layout, erased: Erased, size: PageSize | None
+    requests: Requests, layout: Layout, erased: BucketErasures, size: PageSize | None
 ) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(_OF_STAT, 0)
     oldest, newest, tenants = float("inf"), 0.0, set()
@@ -242,7 +242,7 @@ def _verify(
 def _get(requests: Requests, listed: Listed) -> memoryview | None:
     try:
         return requests.get(listed.path, max(listed.size, 1))
-    except RequestError as error:
+    except BucketError as error:
         if error.failure is Failure.BAD_RANGE:
             return memoryview(b"")
         if error.failure is not Failure.NOT_FOUND:
@@ -389,7 +389,7 @@ def _requests_end(url: str) -> Iterator[None]:
     """Turn a failed request into one sentence. The text of the failure holds no secrets."""
     try:
         yield
-    except RequestError as error:
+    except BucketError as error:
         cure = (
             "check the credentials and the region in the environment, what they permit, and the "
             "name of the bucket"

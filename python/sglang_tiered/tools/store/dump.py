@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sglang_tiered.tools.store.scan import RegionView
-    from sglang_tiered.tools.store.target import Target
+    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = ["run"]
 
 _HEADER = "shard region extent offset length checksum key namespace"
 
 
-class _Entry(NamedTuple):
+class _DumpedPage(NamedTuple):
     """Describes one page. The order of the fields is that of the columns."""
 
     shard: str
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if num_problems else 0
 
 
-def _entries(shard: str, view: RegionView, keys: str, namespace: str) -> Iterator[_Entry]:
+def _entries(shard: str, view: ScannedRegion, keys: str, namespace: str) -> Iterator[_DumpedPage]:
     """Yield the pages of a region whose key and namespace begin with these hexadecimal digits."""
     contents = view.contents
     namespaces = [value.tobytes() for value in contents.extents["namespace"]]
@@ -87,28 +87,28 @@ def _entries(shard: str, view: RegionView, keys: str, namespace: str) -> Iterato
     for ordinal, offset, length, checksum, key_value in columns:
         key = key_value.tobytes()
         if key.hex().startswith(keys) and namespaces[ordinal].hex().startswith(namespace):
-            yield _Entry(
+            yield _DumpedPage(
                 shard, view.sequence, ordinal, offset, length, checksum, key, namespaces[ordinal]
             )
 
 
-def _line(entry: _Entry) -> str:
+def _line(entry: _DumpedPage) -> str:
     *place, checksum, key, namespace = entry
     fields = [*map(str, place), f"{checksum:016x}", key.hex(), namespace.hex()]
     return " ".join(fields)
 
 
-def _json_line(entry: _Entry) -> str:
+def _json_line(entry: _DumpedPage) -> str:
     fields: dict[str, Any] = entry._asdict()
     fields["checksum"] = f"{entry.checksum:016x}"
     fields["key"], fields["namespace"] = entry.key.hex(), entry.namespace.hex()
     return json.dumps(fields)
 
 
-def _extract(target: Target, arguments: argparse.Namespace) -> int:
+def _extract(target: StoreTarget, arguments: argparse.Namespace) -> int:
     if os.path.lexists(arguments.output):
         raise ConfigError(f"--output {arguments.output} exists; pass a name that does not")
-    found: list[_Entry] = []
+    found: list[_DumpedPage] = []
     for shard in target.shards:
         with ShardReader(shard, arguments.region) as reader:
             for view in reader.views(full=False, jobs=arguments.jobs):
@@ -125,7 +125,7 @@ def _extract(target: Target, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _newest(found: list[_Entry], target: Target, wanted: str) -> _Entry:
+def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _DumpedPage:
     """Find the one page that is meant: of several copies in a shard the last, which is served."""
     if not found:
         raise StoreError(
@@ -157,7 +157,7 @@ def _decoded(stored: memoryview) -> tuple[memoryview, str]:
     return page, "" if page is stored else f", decoded from {stored.nbytes} bytes"
 
 
-def _read(target: Target, entry: _Entry) -> memoryview | None:
+def _read(target: StoreTarget, entry: _DumpedPage) -> memoryview | None:
     """Return the bytes of a page as stored; ``None`` when they do not verify."""
     shard = next(shard for shard in target.shards if shard.name == entry.shard)
     with ShardReader(shard, entry.region) as reader:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.region.erase_log import Erased
-    from sglang_tiered.tools.store.scan import RegionView
-    from sglang_tiered.tools.store.target import Shard, Target
+    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.target import Shard, StoreTarget
 
 __all__ = ["run"]
 
@@ -66,7 +66,7 @@ class _Candidate:
 
 
 @dataclass
-class _Plan:
+class _GcPlan:
     candidates: list[_Candidate] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # what looks wrong and is left alone, and why
     namespaces: set[str] = field(default_factory=set)  # all that were seen
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _check_ours(target: Target) -> None:
+def _check_ours(target: StoreTarget) -> None:
     """Raise ``StoreForeignError`` for a shard by itself that holds other files than those of a
     shard and has no tier directory above. A tier directory was checked by its manifest."""
     if target.is_tier:
@@ -120,14 +120,14 @@ def _check_ours(target: Target) -> None:
         )
 
 
-def _make_plan(target: Target, kept: Sequence[str], jobs: int, *, owned: bool) -> _Plan:
+def _make_plan(target: StoreTarget, kept: Sequence[str], jobs: int, *, owned: bool) -> _GcPlan:
     """Plan what to give back. ``owned``: all locks are held, so what looks unfinished is."""
-    plan = _Plan()
+    plan = _GcPlan()
     if target.is_tier and (owned or not target.holder().may_write):
         for name in sorted(os.listdir(target.path)):
             if is_tier_temporary(name):
                 plan.add(target.path / name, "leftover", "a file that was never finished")
-    stored: dict[str, list[RegionView]] = {}
+    stored: dict[str, list[ScannedRegion]] = {}
     for shard in target.shards:
         stored[shard.name] = _plan_shard(plan, shard, kept, jobs, owned=owned)
     for prefix in kept:
@@ -141,8 +141,8 @@ def _make_plan(target: Target, kept: Sequence[str], jobs: int, *, owned: bool) -
 
 
 def _plan_shard(
-    plan: _Plan, shard: Shard, kept: Sequence[str], jobs: int, *, owned: bool
-) -> list[RegionView]:
+    plan: _GcPlan, shard: Shard, kept: Sequence[str], jobs: int, *, owned: bool
+) -> list[ScannedRegion]:
     with ShardReader(shard, owned=owned) as reader:
         views = list(reader.views(full=False, jobs=jobs))
         in_use, names = reader.holder.may_write, reader.names
@@ -178,7 +178,7 @@ def _plan_shard(
     return views
 
 
-def _unserved(views: Sequence[RegionView], erased: Erased) -> dict[int, str]:
+def _unserved(views: Sequence[ScannedRegion], erased: Erased) -> dict[int, str]:
     """Return the regions whose pages are never served again, and why."""
     dead = dict.fromkeys(_superseded(views), "every page of it was stored again later")
     for view in views:
@@ -187,7 +187,7 @@ def _unserved(views: Sequence[RegionView], erased: Erased) -> dict[int, str]:
     return dead
 
 
-def _superseded(views: Sequence[RegionView]) -> set[int]:
+def _superseded(views: Sequence[ScannedRegion]) -> set[int]:
     """Return the regions whose pages all are in later regions that are sealed and look intact."""
     filled = [view for view in views if len(view.contents.pages)]
     if not filled:
@@ -207,7 +207,7 @@ def _superseded(views: Sequence[RegionView]) -> set[int]:
 
 
 def _plan_geometries(
-    plan: _Plan, target: Target, stored: dict[str, list[RegionView]], *, owned: bool
+    plan: _GcPlan, target: StoreTarget, stored: dict[str, list[ScannedRegion]], *, owned: bool
 ) -> None:
     """Plan to delete shards of other parallel sizes, which only a server of the same sizes opens:
     those written last stay, and those in use."""
@@ -238,7 +238,7 @@ def _plan_geometries(
             plan.candidates.append(_Candidate(shard.path, "shard", nbytes, reason))
 
 
-def _delete(target: Target, plan: _Plan, locks: dict[str, DirectoryLock]) -> dict[Path, str]:
+def _delete(target: StoreTarget, plan: _GcPlan, locks: dict[str, DirectoryLock]) -> dict[Path, str]:
     """Delete; return what could not be deleted, and why. The locks are held."""
     failed: dict[Path, str] = {}
     touched = set()
@@ -276,7 +276,7 @@ def _delete(target: Target, plan: _Plan, locks: dict[str, DirectoryLock]) -> dic
 
 
 def _report(
-    target: Target, plan: _Plan, failed: dict[Path, str], *, deleted: bool
+    target: StoreTarget, plan: _GcPlan, failed: dict[Path, str], *, deleted: bool
 ) -> dict[str, Any]:
     gone = [c for c in plan.candidates if deleted and c.path not in failed]
     return {
@@ -302,7 +302,7 @@ def _report(
     }
 
 
-def _show(target: Target, report: dict[str, Any]) -> None:
+def _show(target: StoreTarget, report: dict[str, Any]) -> None:
     print_lines(describe(target, Holder(**report["lock"])))
     candidates = report["candidates"]
     if candidates:

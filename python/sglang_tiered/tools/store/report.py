@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.region.walk import Problem
-    from sglang_tiered.tools.store.scan import RegionView
-    from sglang_tiered.tools.store.target import Target
+    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = [
     "MAX_LISTED",
@@ -98,7 +98,9 @@ def age_text(seconds: float | None) -> str:
     return f"{seconds}s"
 
 
-def describe(target: Target, holder: Holder, shards: Sequence[dict[str, Any]] = ()) -> list[str]:
+def describe(
+    target: StoreTarget, holder: Holder, shards: Sequence[dict[str, Any]] = ()
+) -> list[str]:
     """Return the lines before a table: what DIR is, and who uses it and each shard."""
     if target.is_tier:
         version = "format unknown" if target.manifest is None else f"format {target.manifest}"
@@ -123,7 +125,7 @@ def holder_json(holder: Holder) -> dict[str, Any]:
     return {"held": holder.held, "pid": holder.pid}
 
 
-def problem_json(shard: str, view: RegionView, problem: Problem) -> dict[str, Any]:
+def problem_json(shard: str, view: ScannedRegion, problem: Problem) -> dict[str, Any]:
     return {
         "shard": shard,
         "region": view.sequence,

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.tools.store.target import Shard, Target
+    from sglang_tiered.tools.store.target import Shard, StoreTarget
 
 __all__ = [
     "CheckpointState",
-    "Meter",
+    "ByteMeter",
     "ReadOnlyDevice",
-    "RegionView",
+    "ScannedRegion",
     "ShardReader",
     "check_regions",
     "identities",
@@ -69,7 +69,7 @@ _OWN_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(slots=True)
-class RegionView:
+class ScannedRegion:
     """Holds what one region file says of itself."""
 
     name: str
@@ -113,7 +113,7 @@ class CheckpointState(NamedTuple):
     num_regions: int
 
 
-class Meter:
+class ByteMeter:
     """Counts the bytes read, from any thread."""
 
     def __init__(self) -> None:
@@ -179,10 +179,12 @@ class ShardReader:
                 nbytes += self.device.status(name).st_size
         return nbytes
 
-    def views(self, *, full: bool, jobs: int, meter: Meter | None = None) -> Iterator[RegionView]:
+    def views(
+        self, *, full: bool, jobs: int, meter: ByteMeter | None = None
+    ) -> Iterator[ScannedRegion]:
         """Yield the regions in order of their sequence; count those that were unlinked
         meanwhile."""
-        meter = meter or Meter()
+        meter = meter or ByteMeter()
         with ThreadPoolExecutor(jobs, thread_name_prefix="store-scan") as pool:
             try:
                 for view in pool.map(lambda name: self._view(name, full, meter), self.regions):
@@ -193,7 +195,7 @@ class ShardReader:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _view(self, name: str, full: bool, meter: Meter) -> RegionView:
+    def _view(self, name: str, full: bool, meter: ByteMeter) -> ScannedRegion:
         before = self._modified(name)
         view = self._inspect(name, full, meter)
         if view.problems and not view.gone:
@@ -203,7 +205,7 @@ class ShardReader:
                 view = self._inspect(name, full, meter)
         return view
 
-    def _inspect(self, name: str, full: bool, meter: Meter) -> RegionView:
+    def _inspect(self, name: str, full: bool, meter: ByteMeter) -> ScannedRegion:
         num_read = 0
 
         def advance(nbytes: int) -> None:
@@ -249,7 +251,7 @@ def inspect_region(
     durable_tails: Mapping[tuple[int, bytes], int],
     may_be_new: bool,
     advance: Callable[[int], None] = lambda _: None,
-) -> RegionView:
+) -> ScannedRegion:
     """Read one region file through a device whose descriptors are the system's.
 
     ``full`` checks every extent header and every page; without it only what recovery would look
@@ -259,7 +261,7 @@ def inspect_region(
     """
     sequence = parse_region_name(name)
     assert sequence is not None, f"{name!r} does not name a region"
-    view = RegionView(name, sequence)
+    view = ScannedRegion(name, sequence)
     try:
         fd = device.open(name)
     except FileNotFoundError:
@@ -287,7 +289,7 @@ def inspect_region(
     return view
 
 
-def _read_header(scan: RegionScan, view: RegionView, may_be_new: bool) -> RegionHeader | None:
+def _read_header(scan: RegionScan, view: ScannedRegion, may_be_new: bool) -> RegionHeader | None:
     block = scan.read(0, aligned_buffer(BLOCK_BYTES))
     if may_be_new and (view.file_bytes == 0 or (block is not None and is_blank(block))):
         return None
@@ -314,7 +316,7 @@ def _read_header(scan: RegionScan, view: RegionView, may_be_new: bool) -> Region
 
 def _read_contents(
     scan: RegionScan,
-    view: RegionView,
+    view: ScannedRegion,
     header: RegionHeader,
     full: bool,
     durable_tails: Mapping[tuple[int, bytes], int],
@@ -365,7 +367,7 @@ def _extents(contents: Contents) -> Iterator[Extent]:
         start = stop
 
 
-def check_regions(target: Target, only: int | None) -> None:
+def check_regions(target: StoreTarget, only: int | None) -> None:
     """Raise ``ConfigError`` when no shard has that region."""
     if only is None:
         return
@@ -378,7 +380,9 @@ def check_regions(target: Target, only: int | None) -> None:
     )
 
 
-def totals(views: Sequence[RegionView], field: str = "namespace") -> dict[bytes, tuple[int, int]]:
+def totals(
+    views: Sequence[ScannedRegion], field: str = "namespace"
+) -> dict[bytes, tuple[int, int]]:
     """Return pages and payload bytes by namespace, or by ``tenant``."""
     counted: dict[bytes, tuple[int, int]] = {}
     for view in views:
@@ -394,7 +398,7 @@ def totals(views: Sequence[RegionView], field: str = "namespace") -> dict[bytes,
     return counted
 
 
-def identities(view: RegionView) -> npt.NDArray[Any]:
+def identities(view: ScannedRegion) -> npt.NDArray[Any]:
     """Return namespace and key of every page as one value each."""
     extents, pages = view.contents
     rows = np.zeros(len(pages), [("namespace", "V32"), ("key", "V32")])

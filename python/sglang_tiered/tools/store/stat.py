@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.erase_log import Erased
     from sglang_tiered.storage.region.notes import PageSize
-    from sglang_tiered.tools.store.scan import RegionView
-    from sglang_tiered.tools.store.target import Shard, Target
+    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.target import Shard, StoreTarget
 
 __all__ = ["run"]
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     return finish(arguments, report, lambda report: _show(target, report))
 
 
-def _collect(target: Target, jobs: int) -> dict[str, Any]:
+def _collect(target: StoreTarget, jobs: int) -> dict[str, Any]:
     shards = [_collect_shard(shard, jobs) for shard in target.shards]
     total: dict[str, Any] = {
         "regions": {key: sum(s["regions"][key] for s in shards) for key in ("all", *_STATES)},
@@ -152,7 +152,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
 
 
 def _told_of(
-    views: Sequence[RegionView], erased: Erased, sizes: Mapping[bytes, PageSize]
+    views: Sequence[ScannedRegion], erased: Erased, sizes: Mapping[bytes, PageSize]
 ) -> dict[bytes, dict[str, int]]:
     """Return what the noted sizes of pages tell of namespaces: the bytes in memory of all pages,
     and the tokens that a lookup can hit. Left out is one where the lengths of pages do not tell."""
@@ -199,7 +199,7 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _show(target: Target, report: dict[str, Any]) -> None:
+def _show(target: StoreTarget, report: dict[str, Any]) -> None:
     print_lines(describe(target, Holder(**report["lock"]), report["shards"]))
     entries = with_total(report["shards"], report["total"])
     print_table(

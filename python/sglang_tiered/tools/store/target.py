@@ -30,7 +30,7 @@ from sglang_tiered.storage.region.format import parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Holder", "Shard", "Target", "find_holder", "resolve"]
+__all__ = ["Holder", "Shard", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -68,7 +68,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Target:
+class StoreTarget:
     """Describes DIR. ``manifest`` is the format version it states; ``None`` without a valid one."""
 
     path: Path
@@ -81,7 +81,7 @@ class Target:
         return find_holder(self.path)
 
 
-def resolve(path: Path) -> Target:
+def resolve(path: Path) -> StoreTarget:
     """Find out what DIR is. Raises ``StoreError`` and its kinds for what cannot be read."""
     try:
         names = os.listdir(path)
@@ -94,7 +94,7 @@ def resolve(path: Path) -> Target:
             f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
         ) from error
     if _is_shard(path, names):
-        return Target(path, False, [Shard(path.resolve().name, path)])
+        return StoreTarget(path, False, [Shard(path.resolve().name, path)])
     try:
         state = inspect(path)
     except StoreFormatError:
@@ -120,7 +120,7 @@ def resolve(path: Path) -> Target:
                 shards.append(Shard(name, path / name))
             else:
                 notes.append(f"{name!a} is not a directory and is left alone")
-    return Target(path, True, shards, manifest, notes)
+    return StoreTarget(path, True, shards, manifest, notes)
 
 
 def _is_shard(path: Path, names: Sequence[str]) -> bool:

@@ -28,7 +28,7 @@ from sglang_tiered.tools.store.report import (
     verdict,
     with_total,
 )
-from sglang_tiered.tools.store.scan import Meter, ShardReader, check_regions
+from sglang_tiered.tools.store.scan import ByteMeter, ShardReader, check_regions
 from sglang_tiered.tools.store.target import Holder, resolve
 from sglang_tiered.tools.terminal import print_lines, print_table
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import argparse
     from types import TracebackType
 
-    from sglang_tiered.tools.store.scan import RegionView
-    from sglang_tiered.tools.store.target import Target
+    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = ["run"]
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return finish(arguments, report, lambda report: _show(target, report))
 
 
-def _verify(reader: ShardReader, jobs: int, meter: Meter) -> dict[str, Any]:
+def _verify(reader: ShardReader, jobs: int, meter: ByteMeter) -> dict[str, Any]:
     name = reader.shard.name
     counts: dict[str, int] = dict.fromkeys((*_COUNTED, *_SUMMED), 0)
     problems: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ def _verify(reader: ShardReader, jobs: int, meter: Meter) -> dict[str, Any]:
     }
 
 
-def _notes(shard: str, view: RegionView, holder: Holder) -> list[str]:
+def _notes(shard: str, view: ScannedRegion, holder: Holder) -> list[str]:
     where = f"{shard}/{view.name}"
     if view.version is not None:
         fate = "a newer version wrote it" if view.version > FORMAT_VERSION else "it is not read"
@@ -125,7 +125,7 @@ def _notes(shard: str, view: RegionView, holder: Holder) -> list[str]:
     return [text]
 
 
-def _show(target: Target, report: dict[str, Any]) -> None:
+def _show(target: StoreTarget, report: dict[str, Any]) -> None:
     print_lines(describe(target, Holder(**report["lock"]), report["shards"]))
     print_table(
         ["shard", "regions", "open", "damaged", "pages", "bad pages", "payload"],
@@ -154,7 +154,7 @@ def _show(target: Target, report: dict[str, Any]) -> None:
     print_lines(verdict(report, damage))
 
 
-class _Bar(Meter):
+class _Bar(ByteMeter):
     """Counts bytes and shows them on stderr. The unused end of a region, which is not read, is
     subtracted from the total."""
 

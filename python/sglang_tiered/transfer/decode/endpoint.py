@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "Target"]
+__all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "DecodeTarget"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ MAX_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DecodeTarget:
     """A prefill rank of a room. A dummy takes part, but sends nothing (replicated KV)."""
 
     address: Address
@@ -137,7 +137,9 @@ class DecodeEndpoint:
         no room until it is known. Close the rooms of another model yourself."""
         self._loop.call(self._set_model, model)
 
-    def claim_room(self, room: int, targets: Sequence[Target], asked: Asked = NOTHING_MORE) -> None:
+    def claim_room(
+        self, room: int, targets: Sequence[DecodeTarget], asked: Asked = NOTHING_MORE
+    ) -> None:
         """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
         follow; if this instance ends before, prefill fails the request at once. ``asked``: what
         the request adds to the model."""
@@ -146,7 +148,7 @@ class DecodeEndpoint:
     def open_room(
         self,
         room: int,
-        targets: Sequence[Target],
+        targets: Sequence[DecodeTarget],
         *,
         pages: Pages,
         state_rows: Sequence[Pages | None],
@@ -197,7 +199,7 @@ class DecodeEndpoint:
             receiving.close()
             self._loop.call(self._drop_room, receiving)
 
-    def abort_room(self, room: int, targets: Sequence[Target], reason: str) -> None:
+    def abort_room(self, room: int, targets: Sequence[DecodeTarget], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
         self._loop.call(self._once_known, self._abort, room, list(targets), reason)
 
@@ -228,7 +230,7 @@ class DecodeEndpoint:
         else:
             function(*arguments)
 
-    def _claim(self, number: int, targets: list[Target], asked: Asked) -> None:
+    def _claim(self, number: int, targets: list[DecodeTarget], asked: Asked) -> None:
         assert self._model is not None
         claim = messages.Claim(number, asked.of(self._model))
         for target in targets:
@@ -287,7 +289,7 @@ class DecodeEndpoint:
     def _open(
         self,
         room: ReceiveRoom,
-        targets: list[Target],
+        targets: list[DecodeTarget],
         prefix_tokens: int,
         num_receivers: int,
         asked: Asked,
@@ -304,7 +306,7 @@ class DecodeEndpoint:
     def _ask(
         self,
         room: ReceiveRoom,
-        targets: list[Target],
+        targets: list[DecodeTarget],
         prefix_tokens: int,
         num_receivers: int,
         asked: Asked,
@@ -326,7 +328,7 @@ class DecodeEndpoint:
                 )
             )
 
-    def _abort(self, number: int, targets: list[Target], reason: str) -> None:
+    def _abort(self, number: int, targets: list[DecodeTarget], reason: str) -> None:
         room = self._rooms.get(number)
         generation = 0 if room is None else room.generation
         for target in targets:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 from sglang_tiered.policy.prefill_work import PrefillWork
-from sglang_tiered.policy.queue_wait import Place, QueueWait
+from sglang_tiered.policy.queue_wait import QueuePlace, QueueWait
 from sglang_tiered_lab.trace.cluster.tree import HostMemory, Nodes, NodeTier, SharedBlocks
 from sglang_tiered_lab.trace.replay.disk import Disk
 from sglang_tiered_lab.trace.replay.lru import LruTier, lengths_of
@@ -162,7 +162,7 @@ class Server:
         self._running_s = 0.0  # what it takes alone, and what it is expected to take
         self._expected_s = 0.0
         self.queue = QueueWait()
-        self._places: dict[int, Place] = {}  # in it, by number of a job
+        self._places: dict[int, QueuePlace] = {}  # in it, by number of a job
         self._work = PrefillWork()
         self.waiting_tokens = 0  # that those which wait are expected to compute
         self.used_tokens = 0  # by what runs, answers to their ends included

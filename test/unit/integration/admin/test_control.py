@@ -21,7 +21,7 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Erasure
@@ -160,7 +160,7 @@ def test_hidden_tenants_requests_are_no_longer_known() -> None:
     scheduler = Scheduler(idle=False)
     recents = scheduler.tree_cache.recent_requests
     for rid, tenant in (("1", A), ("2", tenant_digest("b", None))):
-        recents.note_request(rid, Selector(array("q", [1]), None, None), tenant, "chat")
+        recents.note_request(rid, PrefixSelector(array("q", [1]), None, None), tenant, "chat")
     ask(scheduler, "known", extra_key="a")
     assert [recents.find(rid) is None for rid in "12"] == [True, False]
 

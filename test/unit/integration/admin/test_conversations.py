@@ -12,7 +12,7 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang_tiered.integration.admin import conversations, listing, pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
-from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def note(world: CacheWorld, rid: str, tokens: array[int], conversation: str | No
     """A request's prefix gets into the tree."""
     world.compute(tokens)
     recents = world.cache.recent_requests
-    recents.note_request(rid, Selector(tokens, None, None), NO_TENANT, conversation)
+    recents.note_request(rid, PrefixSelector(tokens, None, None), NO_TENANT, conversation)
 
 
 def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
@@ -84,7 +84,7 @@ def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
     for rid, tokens, key, tenant in (
         ("1", A, None, NO_TENANT), ("2", B, None, NO_TENANT), ("3", A, "acme", other),
     ):  # fmt: skip
-        recents.note_request(rid, Selector(tokens, key, None), tenant, "chat")
+        recents.note_request(rid, PrefixSelector(tokens, key, None), tenant, "chat")
     body = {"conversation_id": "chat"}
     newest = selector_of(world.cache, body)
     assert newest is not None and newest.tokens == B
@@ -181,7 +181,9 @@ def test_pinned_request_is_one_row(world: CacheWorld) -> None:
 
 def test_short_turn_hides_no_earlier_one(world: CacheWorld) -> None:
     note(world, "1", A, "chat")
-    world.cache.recent_requests.note_request("2", Selector(A[:3], None, None), NO_TENANT, "chat")
+    world.cache.recent_requests.note_request(
+        "2", PrefixSelector(A[:3], None, None), NO_TENANT, "chat"
+    )
     assert [row["rid"] for row in Caller(world).rows()] == ["1"]
 
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.admin import forgets
 from sglang_tiered.integration.admin.conversations import residency
 from sglang_tiered.integration.admin.forgets import Forgets
-from sglang_tiered.integration.identity.recent_requests import Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
@@ -69,7 +69,7 @@ def test_whole_pages_behind_what_is_kept_go(world: CacheWorld, keep: int, kept: 
 
 
 def test_rid_names_what_to_forget(world: CacheWorld) -> None:
-    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     assert answer(world, rid="s", keep_tokens=0) == {"done": True, "unknown": True}
     assert answer(world, rid="r", keep_tokens=0)["num_tokens"] == 6 * PAGE
     assert held(world, TOKENS) == (0, 0)
@@ -79,11 +79,11 @@ def test_rid_names_what_to_forget(world: CacheWorld) -> None:
 def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     """Clients choose rids, so one tenant may guess another's."""
     recents, keys = world.cache.recent_requests, {"extra_key": "acme", "cache_salt": "s"}
-    recents.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    recents.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     unknown = {"done": True, "unknown": True}
     assert answer(world, rid="r", keep_tokens=0, **keys) == unknown
     assert residency(world.cache, {"rid": "r", "cache_salt": "s"}) == unknown
-    recents.note_request("r", Selector(TOKENS, "acme", "s"), tenant_digest("acme", "s"))
+    recents.note_request("r", PrefixSelector(TOKENS, "acme", "s"), tenant_digest("acme", "s"))
     assert answer(world, rid="r", keep_tokens=0, extra_key="acme") == unknown
     assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
 
@@ -91,7 +91,7 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
 def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation has megabytes of them, and is asked about every 20 ms."""
     monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=2))
-    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     asked, body = Forgets(), {"rid": "r", "keep_tokens": 0}
     told = asked.answer(world.cache, "n", body)["hashes"]
     assert told == world.cache.page_hashes(RadixKey(TOKENS, None))
@@ -119,7 +119,7 @@ def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.Mo
 
 
 def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
-    world.cache.recent_requests.note_request("r", Selector(TOKENS, None, None), NO_TENANT)
+    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     got = answer(world, rid="r", keep_tokens=100_000)
     assert got == {"done": True, "durable": True, "num_tokens": 0}
     assert answer(world, rid="r", keep_tokens=len(TOKENS) - PAGE)["num_tokens"] == PAGE
@@ -128,9 +128,9 @@ def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
 def test_branches_are_compared_in_linear_time() -> None:
     """The scheduler serves nobody else meanwhile."""
     common = array("q", range(4000))
-    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(3000)]
-    beginnings = [Selector(common[:end], None, None) for end in range(1, 3000)]
-    other = Selector(common[:5], "key", None)
+    branches = [PrefixSelector(common + array("q", [end] * 64), None, None) for end in range(3000)]
+    beginnings = [PrefixSelector(common[:end], None, None) for end in range(1, 3000)]
+    other = PrefixSelector(common[:5], "key", None)
     begun = time.process_time()
     found = forgets._longest([*branches, *beginnings, other, other])
     assert time.process_time() - begun < 20, "pair by pair they take minutes"

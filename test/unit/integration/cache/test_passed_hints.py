@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +36,9 @@ def test_hint_that_cannot_proceed_blocks_no_other(
             assert hints.begin(chain, 0, len(tokens)) is not None
             chains.append(chain)
 
-        def begin_late(chain: Chain, *given: Any) -> Outcome:
+        def begin_late(chain: Chain, *given: Any) -> PieceOutcome:
             late = is_held_up and chain == chains[0]
-            return loader._ends(Outcome.LATER) if late else begin(chain, *given)
+            return loader._ends(PieceOutcome.LATER) if late else begin(chain, *given)
 
         def has_come(tokens: Any) -> bool:
             match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:], None)))

@@ -24,7 +24,7 @@ from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step,
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.loads import Prefetch
+from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def is_idle(cache: Any) -> bool:
 
 def begin_load(cache: Any) -> None:
     """As SGLang does, whether or not it pays."""
-    cache.begin_load(Prefetch(ASKER, cache.root_node_handle(None), TOKENS))
+    cache.begin_load(PrefetchArguments(ASKER, cache.root_node_handle(None), TOKENS))
     assert ASKER in cache.ongoing_prefetch
 
 

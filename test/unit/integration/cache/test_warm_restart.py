@@ -16,7 +16,7 @@ from kit.clock import Clock
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
-from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of
+from sglang_tiered.integration.cache.ahead.chain_loader import PieceOutcome, chain_of
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
@@ -46,7 +46,7 @@ class Tier:
         self.directory = directory
         self.clock = Clock()
         self.num_begun = self.num_stopped = 0
-        self.outcome: Outcome | None = None
+        self.outcome: PieceOutcome | None = None
         self.notes = Notes(FileDevice(directory))
         self.is_slow = False
         self.asked: list[tuple[str | None, str | None]] = []
@@ -63,16 +63,16 @@ class Tier:
         )  # fmt: skip
         self.host = WarmHost(self.cache, loads, self.loader, self.notes, 10_000, self.clock)
 
-    def _begin(self, chain: Chain, end: int, storage: Any) -> Outcome:
+    def _begin(self, chain: Chain, end: int, storage: Any) -> PieceOutcome:
         assert end == len(chain.tokens) - self.cache.tree_core.is_eagle == 64
         self.num_begun += 1
         if self.outcome is not None:
             return self.outcome
         if self.is_slow:
             self.loader.is_loading = True
-            return Outcome.BEGUN
+            return PieceOutcome.BEGUN
         self.asked.append((chain.extra_key, chain.cache_salt))
-        return Outcome.NOTHING
+        return PieceOutcome.NOTHING
 
     def _stop(self) -> None:
         self.num_stopped += self.loader.is_loading
@@ -286,7 +286,7 @@ def test_warm_piece_on_a_hung_tier_ends(tier: Tier) -> None:
 def test_prompt_that_must_wait_goes_last(tier: Tier) -> None:
     """Each look matches all of it in the tree."""
     again = Tier(tier.directory)
-    again.outcome = Outcome.LATER
+    again.outcome = PieceOutcome.LATER
     again.host.name_keys("acme", "s3cret")
     assert again.load_all() == []
     assert again.num_begun == 1

@@ -34,7 +34,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.loopback import ask_loopback_directly
-from sglang_tiered.transfer.decode.endpoint import Target
+from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,7 +208,7 @@ def test_receiver_uses_the_looked_up_ranks(manager: Any, bootstrap: str) -> None
         setattr(receiver, kind, getattr(info, kind))
     receiver._connection_pool_entries = {}
     receiver._setup_bootstrap_infos()
-    assert receiver._targets() == [Target(RANK)]
+    assert receiver._targets() == [DecodeTarget(RANK)]
 
 
 GOOD_ROW = {"rank_ip": RANK[0], "rank_port": RANK[1]}

@@ -11,16 +11,16 @@ from interpreted import interpreted
 
 from sglang_tiered.integration.disaggregation import device_memory
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
-from sglang_tiered.transfer.memory import Buffer, HostMemory, Piece, TokenSlice
+from sglang_tiered.transfer.memory import Buffer, HostMemory, SlabPiece, TokenSlice
 
 PAGES = np.array([7, 0, 3], np.int32)
 HEADS = TokenSlice(24, 8, 16)
 KINDS = {
-    "one_buffer": [Piece(1, 96)],
-    "all_buffers": [Piece(index, 96) for index in range(4)],
-    "not_in_order": [Piece(3, 96), Piece(0, 96)],
-    "some_heads": [Piece(index, 32, HEADS) for index in range(4)],
-    "of_two_sizes": [Piece(0, 96), Piece(4, 40), Piece(5, 40), Piece(1, 96)],
+    "one_buffer": [SlabPiece(1, 96)],
+    "all_buffers": [SlabPiece(index, 96) for index in range(4)],
+    "not_in_order": [SlabPiece(3, 96), SlabPiece(0, 96)],
+    "some_heads": [SlabPiece(index, 32, HEADS) for index in range(4)],
+    "of_two_sizes": [SlabPiece(0, 96), SlabPiece(4, 40), SlabPiece(5, 40), SlabPiece(1, 96)],
 }
 NAMED = pytest.mark.parametrize("name", KINDS)
 
@@ -37,7 +37,7 @@ def memories(arrays: list[Any]) -> tuple[HostMemory, DeviceMemory]:
     return HostMemory(buffers), DeviceMemory(buffers, "cpu")
 
 
-def slab_of(pieces: list[Piece]) -> Any:
+def slab_of(pieces: list[SlabPiece]) -> Any:
     size = sum(piece.page_bytes for piece in pieces) * len(PAGES)
     return np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8)
 
@@ -106,7 +106,7 @@ def test_next_slab_leaves_the_last_alone() -> None:
     begun = []
     for index in range(4):
         out = np.zeros(96, np.uint8)
-        begun.append((out, device.begin_gather([Piece(index, 96)], placed[1:2], out)))
+        begun.append((out, device.begin_gather([SlabPiece(index, 96)], placed[1:2], out)))
     for index, (out, wait) in enumerate(begun):
         wait()
         expected = np.zeros(96, np.uint8)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import (
-    Contents,
+    FileContents,
     find_weight_files,
     identify_files,
     identify_model,
@@ -38,10 +38,10 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
-def name(identity: Contents | str | None) -> str:
+def name(identity: FileContents | str | None) -> str:
     """What an identity comes to once its files are read."""
     digests = {}
-    if isinstance(identity, Contents):
+    if isinstance(identity, FileContents):
         files = [file for _, file in identity.files]
         digests = FileDigests(Path("/nonexistent")).read(files, threading.Event())
     return str(spell_out(identity, digests))

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_tiered.integration.identity.named_in_body import Refused, carry, take_overrides
+from sglang_tiered.integration.identity.named_in_body import BodyRefused, carry, take_overrides
 
 NAMES = ("extra_key", "cache_salt", "session_id", "conversation_id", "rid")
 MADE: dict[str, Any] = {"request": None}
@@ -71,7 +71,7 @@ def test_tenant_that_cannot_be_kept_apart_is_refused(
     status, answer = ask(client, made, **names)
     assert status == 400
     assert part in answer["detail"]
-    assert isinstance(Refused("x"), ValueError) and str(Refused("x")) == "x"
+    assert isinstance(BodyRefused("x"), ValueError) and str(BodyRefused("x")) == "x"
 
 
 def test_request_without_http_has_no_names() -> None:

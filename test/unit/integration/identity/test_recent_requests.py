@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from sglang_tiered.integration.identity import recent_requests
-from sglang_tiered.integration.identity.recent_requests import RecentRequests, Selector
+from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.tenants import HiddenTenants
 from sglang_tiered.storage.base import NO_TENANT
 
@@ -22,13 +22,15 @@ def test_recent_requests_are_bounded(
     recent = RecentRequests()
 
     def note(rid: str, num_tokens: int) -> None:
-        recent.note_request(rid, Selector(array("q", range(num_tokens)), "key", None), NO_TENANT)
+        recent.note_request(
+            rid, PrefixSelector(array("q", range(num_tokens)), "key", None), NO_TENANT
+        )
 
     for rid in "abcd":
         note(rid, 10)
     assert recent.find("a") is None
     last = recent.find("d")
-    assert last is not None and last.selector == Selector(array("q", range(10)), "key", None)
+    assert last is not None and last.selector == PrefixSelector(array("q", range(10)), "key", None)
     note("b", 85)  # it went on; the oldest make room
     assert recent.find("c") is None
     last = recent.find("b")
@@ -47,7 +49,7 @@ def test_long_names_take_no_memory(long: str) -> None:
             names = dict.fromkeys(("rid", "extra_key", "cache_salt", "conversation"), f"{number}")
             names[long] = f"{number}".zfill(3 << 20)
             tokens = array("q", range(64))
-            selector = Selector(tokens, names["extra_key"], names["cache_salt"])
+            selector = PrefixSelector(tokens, names["extra_key"], names["cache_salt"])
             recent.note_request(names["rid"], selector, NO_TENANT, names["conversation"])
         del names, selector
         kept_bytes, _ = tracemalloc.get_traced_memory()
@@ -61,7 +63,7 @@ def test_many_names_of_the_longest_stay_bounded() -> None:
     tracemalloc.start()
     try:
         for number in range(20_000):
-            selector = Selector(array("q", [1] * 2000), f"{number}".zfill(1000), None)
+            selector = PrefixSelector(array("q", [1] * 2000), f"{number}".zfill(1000), None)
             recent.note_request(f"{number}".zfill(2900), selector, NO_TENANT)
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
@@ -74,7 +76,7 @@ def test_newest_of_a_tenant_comes_first() -> None:
     recent = RecentRequests(lambda: 7.0)
     other = b"t" * 16
     for rid, tenant in (("1", NO_TENANT), ("2", other), ("3", NO_TENANT), ("1", NO_TENANT)):
-        recent.note_request(rid, Selector(array("q", [1]), None, None), tenant, "chat")
+        recent.note_request(rid, PrefixSelector(array("q", [1]), None, None), tenant, "chat")
     found = list(recent.of_tenant(NO_TENANT))
     assert [(each.rid, each.used_at_s) for each in found] == [("1", 7.0), ("3", 7.0)]
     assert [each.rid for each in recent.of_tenant(NO_TENANT, before=found[0].number)] == ["3"]
@@ -89,15 +91,15 @@ def test_forgotten_beginnings_go_too() -> None:
     """Their tokens are those of the conversation, though they have no page of it."""
     recent = RecentRequests()
     for end in (3, 4, 5, 8, 20):
-        recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
-    recent.note_request("other", Selector(array("q", [0, 1, 2, 3, 9]), None, None), NO_TENANT)
-    recent.note_request("key", Selector(array("q", range(20)), "key", None), NO_TENANT)
+        recent.note_request(str(end), PrefixSelector(array("q", range(end)), None, None), NO_TENANT)
+    recent.note_request("other", PrefixSelector(array("q", [0, 1, 2, 3, 9]), None, None), NO_TENANT)
+    recent.note_request("key", PrefixSelector(array("q", range(20)), "key", None), NO_TENANT)
     purged = HiddenTenants()
     purged.quarantine(None)  # from now on, they would go by another key
-    marked = Selector(array("q", range(12)), purged.key_of(None, None), None)
-    recent.forget([Selector(array("q", range(6)), None, None)], 4, 4, purged.original)
+    marked = PrefixSelector(array("q", range(12)), purged.key_of(None, None), None)
+    recent.forget([PrefixSelector(array("q", range(6)), None, None)], 4, 4, purged.original)
     assert recent.find("5") and recent.find("20"), "by a prefix without a page behind them"
-    others = [Selector(array("q", [number] * 12), None, None) for number in range(9)]
+    others = [PrefixSelector(array("q", [number] * 12), None, None) for number in range(9)]
     recent.forget([*others, marked], 4, 4, purged.original)
     assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]
 
@@ -105,14 +107,16 @@ def test_forgotten_beginnings_go_too() -> None:
 def test_short_ones_go_where_nothing_is_kept() -> None:
     recent = RecentRequests()
     for end in (3, 5):
-        recent.note_request(str(end), Selector(array("q", range(end)), None, None), NO_TENANT)
-    recent.forget([Selector(array("q", range(3)), None, None)], 0, 4, HiddenTenants().original)
+        recent.note_request(str(end), PrefixSelector(array("q", range(end)), None, None), NO_TENANT)
+    recent.forget(
+        [PrefixSelector(array("q", range(3)), None, None)], 0, 4, HiddenTenants().original
+    )
     assert recent.find("3") is None and recent.find("5")
 
 
 def test_forgotten_branches_are_compared_in_linear_time() -> None:
     recent, common = RecentRequests(), array("q", range(4000))
-    branches = [Selector(common + array("q", [end] * 64), None, None) for end in range(1000)]
+    branches = [PrefixSelector(common + array("q", [end] * 64), None, None) for end in range(1000)]
     for number, branch in enumerate(branches):
         recent.note_request(str(number), branch, NO_TENANT)
     begun = time.process_time()

@@ -13,7 +13,7 @@ from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.samples import samples, state_of
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
-from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations, Kind
+from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations, MetricKind
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision
 from sglang_tiered.policy.hints import HintEnd
@@ -204,7 +204,7 @@ def test_reason_has_a_series_before_it_happens(value: Callable[..., float | None
         for source in metric.sources:
             for key in source.known:
                 labels = dict(zip(metric.labels, (*source.labels, *key), strict=True))
-                name = f"{metric.name}_total" if metric.kind is Kind.COUNTER else metric.name
+                name = f"{metric.name}_total" if metric.kind is MetricKind.COUNTER else metric.name
                 assert value(name, **labels) is not None, labels
 
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import Fetch, Outcome, cut_requests
+from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome, cut_requests
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.sharing.pages.messages import (
     MAX_CLIENT_FRAME_BYTES,
@@ -69,7 +69,7 @@ def test_mutated_message_raises_only_a_transfer_error() -> None:
     source = random.Random(1)
     fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
     found = messages.Found(1, [2**64 - 1, None, 0])
-    erased = messages.Erased(b"i" * 16, 1.5, None, b"".join(keys(2)))
+    erased = messages.ErasureNotice(b"i" * 16, 1.5, None, b"".join(keys(2)))
     follow = messages.Follow(NAMESPACE, b"s" * 16, b"d" * 16, b"t" * 16, 1, 2, None)
     changes = messages.Changes(NAMESPACE, b"s" * 16, b"d" * 16, 1, 2, 0, None, 3, 4, False)
     compare, teach = messages.Compare(NAMESPACE, b"8" * 64), messages.Teach(NAMESPACE, [erased])
@@ -90,12 +90,12 @@ def test_mutated_message_raises_only_a_transfer_error() -> None:
                         message.split_keys()
 
 
-def fetch_of(lengths: list[int]) -> Fetch:
+def fetch_of(lengths: list[int]) -> PageFetch:
     pages = [(memoryview(bytearray(length)),) for length in lengths]
-    return Fetch("", NAMESPACE, keys(len(lengths)), pages, None, lambda _: None)
+    return PageFetch("", NAMESPACE, keys(len(lengths)), pages, None, lambda _: None)
 
 
-def spans(fetch: Fetch, request_bytes: int) -> list[tuple[int, int]]:
+def spans(fetch: PageFetch, request_bytes: int) -> list[tuple[int, int]]:
     return [
         (request.start, request.stop)
         for request in cut_requests(fetch, request_bytes, itertools.count(1))
@@ -116,7 +116,7 @@ def test_oversized_pages_are_not_requested() -> None:
     fetch = fetch_of([100, 0, 100])
     fetch.lengths[2] = MAX_PAGE_BYTES + 1
     assert spans(fetch, 250) == [(0, 1)]
-    assert fetch.outcomes == [Outcome.LOST, Outcome.MISS, Outcome.MISS]
+    assert fetch.outcomes == [PageOutcome.LOST, PageOutcome.MISS, PageOutcome.MISS]
 
 
 @pytest.mark.parametrize(

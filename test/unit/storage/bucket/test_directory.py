@@ -17,7 +17,7 @@ from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
 from sglang_tiered.storage.bucket.directory import STAGED, Directory
-from sglang_tiered.storage.bucket.requests import RequestError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,7 +260,7 @@ def test_no_link_leads_out_of_the_directory(tmp_path: Path, place: str) -> None:
         lambda: requests.put(f"{through}/docs/new", b"1"),
         lambda: requests.get(f"{through}/docs/keys", 4),
     ):
-        with pytest.raises(RequestError):
+        with pytest.raises(BucketError):
             call()
     assert requests.modified(f"{through}/docs/keys") is None
     requests.delete([f"{through}/docs/keys"])

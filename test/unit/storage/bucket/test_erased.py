@@ -14,7 +14,7 @@ from sglang_tiered.checksummed import seal
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.bucket import erased as records
-from sglang_tiered.storage.bucket.erased import Erased, Record
+from sglang_tiered.storage.bucket.erased import BucketErasures, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,7 @@ A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 def test_a_record_kills_what_did_not_know_it(
     what: Erasure, namespace: bytes, dead: Callable[[bytes, bytes, bytes], bool]
 ) -> None:
-    erased = Erased()
+    erased = BucketErasures()
     erased.add(Record(5, what, namespace, "5", 0.0))
     erased.add(Record(3, Erasure(what.keys, what.tenant), namespace, "3", 0.0))
     for page in [(of, t, k) for of in (N, M) for t in (A, B) for k in (b"k" * 32, b"l" * 32)]:
@@ -50,7 +50,7 @@ def test_a_record_kills_what_did_not_know_it(
 
 def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_MAX_KEYS", 4)
-    erased = Erased()
+    erased = BucketErasures()
 
     def add(numbers: range) -> None:
         for number in numbers:
@@ -67,7 +67,7 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
     erased.keep_only(20)
     assert [erased.kills(N, A, bytes([n]) * 32, 0) for n in (15, 25, 5)] == [False, True, True]
     monkeypatch.setattr(records, "_MAX_HASHES", 4)
-    erased = Erased()
+    erased = BucketErasures()
     add(range(1, 11))
     for number in range(1, 11):
         assert erased.hides(N, A, bytes([number]) * 32, number - 1)
@@ -88,7 +88,7 @@ def test_a_fold_holds_lookups_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(np, "median", measured)
     monkeypatch.setattr(records, "_MAX_KEYS", 1 << 12)
     monkeypatch.setattr(records, "_MAX_HASHES", 1 << 15)
-    erased = Erased()
+    erased = BucketErasures()
     for number in range(1, 8):
         keys = [b"%016d%016d" % (number, i) for i in range(5000)]
         erased.add(Record(number, Erasure.of(keys), b"", f"{number}", 0.0))
@@ -129,7 +129,7 @@ def test_failing_readers_skip_no_merged_record(make_engine: MakeEngine) -> None:
     paths = put_records(a, keys)
 
     def merge() -> None:
-        entries = [records._Entry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
+        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
         a._requests.put(merged_path(2), seal(records._Merged(entries)))
         a._requests.delete(paths[:2])
         merges.append(True)
@@ -163,7 +163,7 @@ def test_the_lock_is_let_go_of_between_pieces(
     else:
         parts = [b"".join(keys[n : n + 2]) for n in range(0, 16, 2)]
         entries = [
-            records._Entry(n + 1, bytes([n]) * 16, 0.0, part) for n, part in enumerate(parts)
+            records._RecordEntry(n + 1, bytes([n]) * 16, 0.0, part) for n, part in enumerate(parts)
         ]
         a._requests.put(merged_path(8), seal(records._Merged(entries)))
     lock, apply, taken, at = a._state.lock, a._state.apply, [0], list[int]()
@@ -190,7 +190,7 @@ def test_the_lock_is_let_go_of_between_pieces(
 def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, number: int) -> None:
     """As a damaged writer's: the numbers of all later ones would go on from there."""
     a = make_engine()
-    entries = [records._Entry(number, b"i" * 16, 0.0, b"k" * 32)]
+    entries = [records._RecordEntry(number, b"i" * 16, 0.0, b"k" * 32)]
     a._requests.put(merged_path(8), seal(records._Merged(entries)))
     assert a.refresh(TIMEOUT_S)
     with a._state.lock:

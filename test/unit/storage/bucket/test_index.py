@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_tiered.storage.bucket.index import MAX_STEPS, PageIndex
+from sglang_tiered.storage.bucket.index import MAX_STEPS, BucketIndex
 from sglang_tiered.storage.bucket.names import PageName
 
 if TYPE_CHECKING:
@@ -25,18 +25,18 @@ def page(number: int, unix_s: int = 0, tenant: bytes = A) -> PageName:
     return PageName(key(number), tenant, 100, number % 7, unix_s or number, number * 11)
 
 
-def index(max_pages: int = 1000, **bounds: int) -> PageIndex:
+def index(max_pages: int = 1000, **bounds: int) -> BucketIndex:
     pinned = {key(999)}
-    return PageIndex(
+    return BucketIndex(
         max_pages, bounds.get("capacity_bytes"), bounds.get("max_tenant_bytes"), pinned.__contains__
     )
 
 
-def put(table: PageIndex, name: PageName, num_bytes: int) -> None:
+def put(table: BucketIndex, name: PageName, num_bytes: int) -> None:
     table.put(name._replace(length=num_bytes))
 
 
-def held(table: PageIndex, *numbers: int) -> list[int]:
+def held(table: BucketIndex, *numbers: int) -> list[int]:
     keys = [key(number) for number in numbers]
     return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
 
@@ -126,7 +126,7 @@ def test_many_pinned_pages_ahead_cost_a_put_little() -> None:
         asked.append(each)
         return each in pinned
 
-    table = PageIndex(5000, None, None, is_pinned)
+    table = BucketIndex(5000, None, None, is_pinned)
     for number in range(5000):
         put(table, page(number), 100)
     most = 0

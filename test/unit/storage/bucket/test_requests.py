@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.bucket import BucketSettings
-from sglang_tiered.storage.bucket.requests import Failure, RequestError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,8 +25,8 @@ def opened(url: str, **changes: Any) -> Requests:
     return Requests(BucketSettings(url=url, **{"request_timeout_s": 5.0, **changes}))
 
 
-def failure(call: Any, *arguments: Any, **named: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
+def failure(call: Any, *arguments: Any, **named: Any) -> BucketError:
+    with pytest.raises(BucketError) as caught:
         call(*arguments, **named)
     return caught.value
 

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import (
-    Prefetch,
+    PrefetchArguments,
     allocate_now,
     restorable_ends,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["Chain", "ChainLoader", "Outcome", "chain_of", "erased_by"]
+__all__ = ["Chain", "ChainLoader", "PieceOutcome", "chain_of", "erased_by"]
 
 ATTEMPT = -1
 """Of the handles of loads for which no request waits: those of requests count from 0."""
@@ -75,7 +75,7 @@ def erased_by(what: Erasure, cache: HidingCache) -> Callable[[Chain], bool]:
     return lambda chain: not gone.isdisjoint(chain.hashes)
 
 
-class Outcome(enum.Enum):
+class PieceOutcome(enum.Enum):
     """Says what came of an attempt to load the next piece of a chain."""
 
     BEGUN = enum.auto()
@@ -86,7 +86,7 @@ class Outcome(enum.Enum):
     NOT_READ = enum.auto()  # the last piece was not there, or did not verify
 
 
-class _Piece(NamedTuple):
+class _ChainPiece(NamedTuple):
     handle: CacheRequestHandle
     operation: Any
 
@@ -126,7 +126,7 @@ class ChainLoader:
         self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
         self._numbers = itertools.count()
         self._asked: CacheRequestHandle | None = None  # of which the ranks say how much to load
-        self._piece: _Piece | None = None
+        self._piece: _ChainPiece | None = None
         self.num_in_memory = 0  # leading tokens of the chain, when it was looked at last
 
     @property
@@ -138,7 +138,7 @@ class ChainLoader:
         """Whether a piece may begin: no request's load is under way, or waits for room."""
         return self._loads.has_room_ahead(self._piece_tokens)
 
-    def take_piece(self) -> tuple[int, Outcome | None]:
+    def take_piece(self) -> tuple[int, PieceOutcome | None]:
         """Return how many tokens the piece that was under way brought, and why to stop, if so.
         Must not be called while one is under way."""
         piece, self._piece = self._piece, None
@@ -149,10 +149,10 @@ class ChainLoader:
         operation = piece.operation
         if operation.host_indices is None:
             found = operation.storage_hit_count >= self._cache.prefetch_threshold
-            return 0, Outcome.NO_MEMORY if found else Outcome.NOT_READ
-        return num_loaded, None if operation.completed_tokens else Outcome.NOT_READ
+            return 0, PieceOutcome.NO_MEMORY if found else PieceOutcome.NOT_READ
+        return num_loaded, None if operation.completed_tokens else PieceOutcome.NOT_READ
 
-    def begin(self, chain: Chain, end: int, storage: TieredStorage) -> Outcome:
+    def begin(self, chain: Chain, end: int, storage: TieredStorage) -> PieceOutcome:
         """Begin to load what follows in memory of a chain's first ``end`` tokens. Ask again after
         ``ASKED`` and ``LATER``."""
         cache, page_size = self._cache, self._cache.page_size
@@ -160,9 +160,9 @@ class ChainLoader:
         start = self.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
         node: int = match.last_host_node
         if end - start < cache.prefetch_threshold:
-            return self._ends(Outcome.NOTHING)
+            return self._ends(PieceOutcome.NOTHING)
         if not (cache.is_root(node) or cache.is_backuped(node)):
-            return self._ends(Outcome.LATER)
+            return self._ends(PieceOutcome.LATER)
         if self._asked is None:
             self._asked = CacheRequestHandle(f"{self._name}{next(self._numbers)}", ATTEMPT)
         handle = self._asked
@@ -176,19 +176,19 @@ class ChainLoader:
         own = told_end(start + num_planned) if is_load else ABSENT
         told = self._loads.agreement.ask_ranks(handle, own)
         if told is None:
-            return Outcome.ASKED
+            return PieceOutcome.ASKED
         if told < 0:
-            return self._ends(Outcome.NOTHING)
+            return self._ends(PieceOutcome.NOTHING)
         num_tokens = min(told // 2, end) - start
         if num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
-            return self._ends(Outcome.LATER)
+            return self._ends(PieceOutcome.LATER)
         if not self._copies.make_host_path(node):
-            return self._ends(Outcome.NO_MEMORY)
-        self._ends(Outcome.BEGUN)
+            return self._ends(PieceOutcome.NO_MEMORY)
+        self._ends(PieceOutcome.BEGUN)
         hashes = hashes[: num_tokens // page_size]
         until = start + num_tokens + int(cache.tree_core.is_eagle)
         cache.begin_load(
-            Prefetch(
+            PrefetchArguments(
                 handle,
                 node,
                 chain.tokens[start:until],
@@ -202,12 +202,12 @@ class ChainLoader:
         info = cache.ongoing_prefetch.get(handle)
         if info is None:  # too much is under way for SGLang
             self._let_go(handle)
-            return Outcome.LATER
+            return PieceOutcome.LATER
         self._planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
-        self._piece = _Piece(handle, info.operation)
+        self._piece = _ChainPiece(handle, info.operation)
         if cache.decides_alone:
             allocate_now(cache)
-        return Outcome.BEGUN
+        return PieceOutcome.BEGUN
 
     def _plan(
         self,
@@ -243,7 +243,7 @@ class ChainLoader:
         if piece is not None:
             self._cache.release_aborted_request(piece.handle)
             self._let_go(piece.handle)
-        self._ends(Outcome.NOTHING)
+        self._ends(PieceOutcome.NOTHING)
 
     def clear(self) -> None:
         """Drop the load under way: the tree was emptied."""
@@ -251,7 +251,7 @@ class ChainLoader:
             self._let_go(self._piece.handle)
         self._piece = self._asked = None
 
-    def _ends(self, outcome: Outcome) -> Outcome:
+    def _ends(self, outcome: PieceOutcome) -> PieceOutcome:
         """Ask the ranks no more about the piece that is planned."""
         if self._asked is not None:
             self._loads.agreement.drop_question(self._asked)

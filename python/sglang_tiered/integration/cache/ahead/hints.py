@@ -16,7 +16,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.ahead.chain_loader import Chain, Outcome, erased_by
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome, erased_by
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
@@ -177,16 +177,16 @@ class Hints:
         hinted.num_in_memory += num_loaded
         self._num_tokens_loaded += num_loaded
         if stop is not None:
-            self._drop(hinted, NO_MEMORY if stop is Outcome.NO_MEMORY else NOT_READ)
+            self._drop(hinted, NO_MEMORY if stop is PieceOutcome.NO_MEMORY else NOT_READ)
 
     def _begin_piece(self, hinted: Hinted, storage: TieredStorage) -> None:
         outcome = self._loader.begin(hinted.chain, hinted.end, storage)
         was_in_memory, hinted.num_in_memory = hinted.num_in_memory, self._loader.num_in_memory
         if hinted.num_in_memory < was_in_memory and hinted.num_loaded > 0:
             self._drop(hinted, NO_MEMORY)  # what was loaded is evicted already
-        elif outcome is Outcome.NO_MEMORY:
+        elif outcome is PieceOutcome.NO_MEMORY:
             self._drop(hinted, NO_MEMORY)
-        elif outcome is Outcome.NOTHING:
+        elif outcome is PieceOutcome.NOTHING:
             assert hinted.hint is not None
             self._queue.served(hinted.hint, 0 if hinted.is_used else hinted.num_loaded)
             num_pages = hinted.num_in_memory // self._cache.page_size
@@ -194,7 +194,7 @@ class Hints:
             self._ended[HintEnd.LOADED] += 1
             self._served = None
             hinted.release()
-        elif outcome is Outcome.LATER:
+        elif outcome is PieceOutcome.LATER:
             assert hinted.hint is not None
             hinted.pause_steps = PAUSE_STEPS
             hinted.hint.num_passed += 1  # the others go on meanwhile

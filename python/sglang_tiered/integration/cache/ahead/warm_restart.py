@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.errors import StoreError
-from sglang_tiered.integration.cache.ahead.chain_loader import Outcome, chain_of, erased_by
+from sglang_tiered.integration.cache.ahead.chain_loader import PieceOutcome, chain_of, erased_by
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import WarmChain, WarmList, decode, encode
@@ -215,11 +215,11 @@ class WarmHost:
             return
         end = len(self._chain.hashes) * self._cache.page_size
         outcome = loader.begin(self._chain, end, storage)
-        if outcome in (Outcome.NOTHING, Outcome.NO_MEMORY):
+        if outcome in (PieceOutcome.NOTHING, PieceOutcome.NO_MEMORY):
             self._ended()
-        elif outcome is Outcome.BEGUN:
+        elif outcome is PieceOutcome.BEGUN:
             self._piece_until = self._clock() + LIFE_S
-        elif outcome is Outcome.LATER:
+        elif outcome is PieceOutcome.LATER:
             self._put_last()
 
     def rest(self) -> None:

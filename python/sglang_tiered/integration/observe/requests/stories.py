@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.observe.requests import spans as tracing
 from sglang_tiered.integration.observe.requests.notes import NO_NOTES, RequestNotes
-from sglang_tiered.integration.observe.requests.story import End, Held, Planned, Story
+from sglang_tiered.integration.observe.requests.story import End, LookedUp, PricedPlan, Story
 from sglang_tiered.integration.observe.requests.writer import LineWriter
 from sglang_tiered.policy.both_ends import parts_of, spans_between
 from sglang_tiered.request_record import rid_of
@@ -117,7 +117,7 @@ class Stories(RequestNotes):
             return
         parts = tuple((span.tier, span.num_pages) for span in spans)
         page_tokens = self._prices.costs.page_tokens
-        story.held = Held(began_at, self.clock(), num_before, num_new, parts, page_tokens)
+        story.held = LookedUp(began_at, self.clock(), num_before, num_new, parts, page_tokens)
         story.num_lookups += 1
         if story.meter is None and parts:
             story.meter = LoadMeter(self._clock)
@@ -151,7 +151,7 @@ class Stories(RequestNotes):
         def prefill_s(num_tokens: int, num_before: int) -> float:
             return costs.prefill.prices[0] + costs.prefill.seconds(num_tokens, num_before)
 
-        story.plan = Planned(
+        story.plan = PricedPlan(
             at=self.clock(),
             decision=decision,
             parts={tier: n for tier, n in zip(TIERS, loaded, strict=True) if n},

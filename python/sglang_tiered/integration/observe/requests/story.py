@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_tiered.request_record import Cause, Decision, Why
     from sglang_tiered.storage.meter import LoadMeter, TierReading
 
-__all__ = ["End", "Held", "Planned", "Story", "record_of"]
+__all__ = ["End", "LookedUp", "PricedPlan", "Story", "record_of"]
 
 _DIGITS = 6
 """Of a second: microseconds."""
@@ -38,7 +38,7 @@ def _s(seconds: float) -> float:
     return round(seconds, _DIGITS) or NO_TIME
 
 
-class Held(NamedTuple):
+class LookedUp(NamedTuple):
     """One lookup. Times here are of the stories' clock."""
 
     began_at: float
@@ -49,7 +49,7 @@ class Held(NamedTuple):
     page_tokens: int
 
 
-class Planned(NamedTuple):
+class PricedPlan(NamedTuple):
     """One plan, all prices in seconds."""
 
     at: float
@@ -94,9 +94,9 @@ class Story:
     num_running: int = 0
     queue_wait_s: float = 0.0  # as it was expected then
     req: Any = None  # SGLang's, once it is known
-    held: Held | None = None
+    held: LookedUp | None = None
     num_lookups: int = 0
-    plan: Planned | None = None
+    plan: PricedPlan | None = None
     waits_for: Why | None = None  # beside its turn
     waiting_since: float | None = None  # in its turn
     waits: list[tuple[Why, float, float]] = field(default_factory=list)

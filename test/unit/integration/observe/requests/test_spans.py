@@ -14,7 +14,7 @@ from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.observe.requests.spans import PREFIX, tell
-from sglang_tiered.integration.observe.requests.story import Held, Planned, Story
+from sglang_tiered.integration.observe.requests.story import LookedUp, PricedPlan, Story
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 from sglang_tiered.storage.meter import LoadMeter
 
@@ -63,8 +63,10 @@ def loaded(req: Req) -> Story:
     return Story(
         1.0,
         req=req,
-        held=Held(1.0, 1.1, 0, 130, ((Tier.NVME, 2),), 64),
-        plan=Planned(1.1, "load", parts, {Tier.NVME: 0.2}, False, 0.2, 0.2, 1.0, 1.0, 0.1, 0.0, 0),
+        held=LookedUp(1.0, 1.1, 0, 130, ((Tier.NVME, 2),), 64),
+        plan=PricedPlan(
+            1.1, "load", parts, {Tier.NVME: 0.2}, False, 0.2, 0.2, 1.0, 1.0, 0.1, 0.0, 0
+        ),
         waits=[("load", 1.25, 1.6)],
         load_queued_at=1.2,
         load_ended_at=1.6,
