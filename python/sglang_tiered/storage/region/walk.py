@@ -166,11 +166,11 @@ class RegionScan:
         tail = BLOCK_BYTES
         while isinstance(found := self.extent_at(tail, len(extents)), Extent):
             written = found.end <= written_tail
-            bad = self.bad_pages(found) if full or not written else []
-            if bad and not written:
+            if not written and not self._is_intact(found):
                 self.torn_bytes = found.end - found.offset
                 break
-            self.report_pages(len(extents), found, bad)
+            if written and full:
+                self.report_pages(len(extents), found, self.bad_pages(found))
             extents.append(found)
             tail = found.end
         else:
@@ -198,6 +198,19 @@ class RegionScan:
     def bad_pages(self, extent: Extent) -> list[int]:
         """Return the positions of the pages whose bytes do not verify."""
         return list(_bad_pages(self.read, extent, self._window))
+
+    def _is_intact(self, extent: Extent) -> bool:
+        """Return whether all its pages verify; looks no further than the first read that fails, as
+        a device may take seconds for each."""
+        is_failing = False
+
+        def read(offset: int, buffer: memoryview) -> memoryview | None:
+            nonlocal is_failing
+            found = None if is_failing else self.read(offset, buffer)
+            is_failing = found is None
+            return found
+
+        return next(_bad_pages(read, extent, self._window), None) is None
 
     def read(self, offset: int, buffer: memoryview) -> memoryview | None:
         """Fill the buffer with whole blocks; None if they are damaged or missing."""

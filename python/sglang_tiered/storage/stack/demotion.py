@@ -56,8 +56,8 @@ class StoredChain:
 
 
 class DemotionQueue:
-    """Waiting chains, at most ``max_keys`` keys; what does not fit is refused, as a scan finds it
-    later. Thread-safe by one lock, which is a leaf."""
+    """Waiting chains, each once, under its first key; at most ``max_keys`` keys. What does not fit
+    is refused, as a scan finds it later. Thread-safe by one lock, which is a leaf."""
 
     def __init__(
         self, max_keys: int, *, max_tries: int, retry_s: float, clock: Callable[[], float]

@@ -82,7 +82,8 @@ def files_of(path: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class Lines:
-    """The records of some files. Figures are of what was read so far."""
+    """The records of some files; what is no whole line of a known version is counted and skipped.
+    Figures are of what was read so far."""
 
     files: Sequence[Path]
     num_records: int = 0

@@ -325,17 +325,19 @@ def _read_contents(
     if header.nbytes != view.file_bytes:
         what = f"has {view.file_bytes} bytes, should {header.nbytes}"
         scan.report("file", 0, view.file_bytes, what)
-    contents = scan.footer()
+    listed = scan.footer()
     view.sealed = scan.is_sealed
-    if contents is None:
+    if listed is not None:
+        view.contents = listed
+        if full:
+            _check_sealed(scan, listed)
+    else:
         # Whatever was sealed had been written; so had what the checkpoint says was synced.
         was_sealed = view.sealed or any(p.part == "trailer" for p in view.problems)
         durable = durable_tails.get((header.sequence, header.nonce), 0)
-        contents = scan.walk(durable, view.file_bytes if was_sealed else durable, full=full)
+        written = view.file_bytes if was_sealed else durable
+        view.contents = scan.walk(durable, written, full=full)
         view.torn_bytes = scan.torn_bytes
-    elif full:
-        _check_sealed(scan, contents)
-    view.contents = contents
 
 
 def _check_sealed(scan: RegionScan, contents: Contents) -> None:

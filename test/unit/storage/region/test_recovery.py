@@ -24,6 +24,7 @@ from sglang_tiered.storage.region.recovery import RecoveryReport, recover
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -86,6 +87,37 @@ def test_a_footer_that_fits_no_extent_is_walked(directory: Path) -> None:
     report = run_recovery(directory)
     assert (report.num_walked, report.num_pages) == (1, 9)
     assert run_recovery(directory).num_walked == 0
+
+
+class BadBlock(FileDevice):
+    """A disk that cannot read the second page of a region."""
+
+    num_failed = 0
+
+    def readv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if offset < 2 * BLOCK_BYTES + 12_288 + BLOCK_BYTES <= end:
+            self.num_failed += 1
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readv(fd, buffers, offset)
+
+
+def test_one_unreadable_extent_is_tried_once(directory: Path) -> None:
+    """A failing disk takes seconds for each read: not page by page, as nobody could use them."""
+    file = directory / "region-0000000000000001.kv"
+    (directory / "CHECKPOINT").unlink(missing_ok=True)
+    with file.open("r+b") as stream:
+        stream.truncate(REGION - BLOCK_BYTES)
+        stream.truncate(REGION)
+    for other in ("region-0000000000000000.kv", "region-0000000000000002.kv"):
+        (directory / other).unlink()
+    device = BadBlock(directory)
+    regions, index = RegionTable(), PageIndex()
+    report = recover(device, NAMESPACE, CAPACITY, regions, index, max_page_bytes=REGION)
+    for region in regions:
+        device.close(region.fd)
+    assert (report.num_unread, report.num_pages) == (1, 0)
+    assert device.num_failed == 3, "each read is tried three times"
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
