@@ -124,8 +124,8 @@ class RoleBalance:
     so long loads are measured. Each order in a row to one role that failed for now doubles the time
     to the next to that role. ``floor``: servers that each role keeps. ``tpot_s``: limit of a step.
 
-    ``why`` is what the last look came to, one of ``HOLDS``; ``loads`` are those that were measured,
-    and ``headrooms`` what the present split leaves of them, and the best: no numbers before."""
+    ``why`` is what the last look came to, one of ``HOLDS``; ``loads`` are those that were measured.
+    ``headrooms`` are what the present split leaves of them, and the best: no numbers before."""
 
     def __init__(self, *, cooldown_s: float, floor: int, tpot_s: float) -> None:
         self._cooldown_s, self._floor, self._tpot_s = cooldown_s, floor, tpot_s

@@ -10,8 +10,8 @@ The steps:
    in their name; and pins that do not verify. Leave those that cannot be read where they are.
 4. Remove the oldest regions while the rest exceeds the cap.
 5. Read trailer and footer of each. Where they do not verify or fit, walk the extents from block 1,
-   up to the first that does not verify: with their payloads, but for what the checkpoint says was
-   synced.
+   up to the first that does not verify. Their payloads are read too, but for what the checkpoint
+   says was synced.
 6. Seal a walked region as it now is, or remove it when the walk found nothing. A region of which
    something could not be read stays as it is and is not reclaimed.
 7. Index the pages of our namespace that were not erased and fit a region of today, oldest region
