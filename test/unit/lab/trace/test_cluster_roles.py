@@ -61,9 +61,16 @@ def gaps(outcome: Outcome) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-@pytest.mark.parametrize(("speed", "fixed", "moved"), [(2.0, 0.48, 0.74), (1.5, 0.89, 0.885)])
+@pytest.mark.parametrize(
+    ("speed", "cooldown_s", "fixed", "moved"),
+    [(2.0, COOLDOWN_S, 0.48, 0.74), (2.0, 60.0, 0.48, 0.63), (1.5, COOLDOWN_S, 0.89, 0.885)],
+)
 def test_roles_follow_a_trace_that_turns(
-    published: Callable[[str], Path], speed: float, fixed: float, moved: float
+    published: Callable[[str], Path],
+    speed: float,
+    cooldown_s: float,
+    fixed: float,
+    moved: float,
 ) -> None:
     """As ``docs/cluster.md`` says."""
     requests = turning(published("conversation"))
@@ -71,11 +78,11 @@ def test_roles_follow_a_trace_that_turns(
     runs = {number: run_cluster(plan(number, speed=speed), requests) for number in splits}
     best = max(runs, key=lambda number: runs[number].goodput)
     assert runs[best].goodput == pytest.approx(fixed, abs=0.02)
-    run = run_cluster(plan(best, speed=speed, cooldown_s=COOLDOWN_S), requests)
+    run = run_cluster(plan(best, speed=speed, cooldown_s=cooldown_s), requests)
     assert run.goodput == pytest.approx(moved, abs=0.02)
     assert run.num_shed == 0 and not np.isnan(run.done_s).any()
     assert [role for _, _, role in run.switches] == ["decode"]
-    assert all(gap >= COOLDOWN_S for gap in gaps(run))
+    assert all(gap >= cooldown_s for gap in gaps(run))
 
 
 # ---- What a switch does ----
