@@ -237,6 +237,7 @@ class SchedulingWorld:
         )
         scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
         scheduler.update_running_batch = lambda _: None
+        scheduler.flush_cache = self._flush
         self.erasing = ErasingTraffic(self, random.Random(seed))
         self.watch = LoadWatch(self.cache)
 
@@ -302,6 +303,14 @@ class SchedulingWorld:
         scheduler.last_batch = batch
         if not batch and not self.at_door:
             self.erasing.control.after_idle(scheduler)
+
+    def _flush(self, *, empty_cache: bool = True) -> bool:
+        """SGLang's own, and what our hook behind it does on a server."""
+        flushed: bool = Scheduler.flush_cache(self.scheduler, empty_cache)
+        if flushed:
+            self.erasing.control.memory_was_flushed(self.scheduler)
+            assert not self.cache.hidden_tenants, "or every idle step would empty memory again"
+        return flushed
 
     # ---- Requests ----
 

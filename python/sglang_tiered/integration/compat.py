@@ -340,7 +340,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.get_init_info": ("self",),
     "sglang.srt.managers.data_parallel_controller:DataParallelController.get_init_info": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.init_request_dispatcher": ("self",),
-    "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self",),
+    "sglang.srt.managers.scheduler:Scheduler.flush_cache": ("self", "empty_cache"),
     "sglang.srt.managers.scheduler:Scheduler.on_idle": ("self",),
     "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine": ("self",),
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control": (

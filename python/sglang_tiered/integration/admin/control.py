@@ -148,7 +148,8 @@ class Control:
             and cache.hidden_tenants
             and scheduler.is_fully_idle()
         ):
-            scheduler.flush_cache()
+            # The pools stay: giving free memory back to a device stalls it, and frees no page.
+            scheduler.flush_cache(empty_cache=False)
 
     def after_request(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
         """Give a new request the key that it uses here."""

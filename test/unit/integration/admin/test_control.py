@@ -43,6 +43,7 @@ class Scheduler:
         self.told: list[bytes | None] = []  # to other servers
         self.ids: list[bytes] = []  # of what was erased
         self.num_flushes = 0
+        self.gave_memory_back = False  # to the device, as a flush by an operator does
         self.waiting_queue = [request("a"), request("b")]
         self.grammar_manager = SimpleNamespace(grammar_queue=[request("a")])
         self.disaggregation_mode = DisaggregationMode.NULL
@@ -65,10 +66,11 @@ class Scheduler:
     def is_fully_idle(self) -> bool:
         return self.idle
 
-    def flush_cache(self) -> bool:
+    def flush_cache(self, *, empty_cache: bool = True) -> bool:
         """SGLang's own look at whether it may, and the hook behind it."""
         flushed = self.is_fully_idle() and not self.refuses_flushes
         self.num_flushes += flushed
+        self.gave_memory_back |= flushed and empty_cache
         if flushed:
             self.control.memory_was_flushed(self)
         return flushed
@@ -107,7 +109,7 @@ def receive(scheduler: Scheduler, request: Any) -> Any:
 def test_an_idle_scheduler_resets_its_tree_at_once(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=True)
     assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
-    assert scheduler.num_flushes == 1
+    assert scheduler.num_flushes == 1 and not scheduler.gave_memory_back, "it stalls"
     assert not purged
     assert set(scheduler.purges) == {A}
     assert scheduler.told == [A]

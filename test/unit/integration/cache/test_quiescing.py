@@ -195,7 +195,7 @@ class Server:
         at_work = (cache.ongoing_backup, cache.ongoing_write_through, cache.ongoing_prefetch)
         return hooks._after_is_fully_idle(not any(at_work), self, ignore_waiting=ignore_waiting)
 
-    def flush_cache(self) -> bool:
+    def flush_cache(self, *, empty_cache: bool = True) -> bool:
         if self.refuses_flushes:
             return False
         flush(self.tree_cache)
