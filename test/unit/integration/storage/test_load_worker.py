@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import nullcontext
+from collections import deque
+from contextlib import nullcontext, suppress
 from queue import Queue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Disk(TieredStorage):
     def __init__(self, part_pages: float = 2) -> None:
         self.asked: list[tuple[str, ...]] = []  # pages of each read, in the order of begins
         self.jobs: list[Job] = []
+        self._to_finish: deque[Job] = deque()  # who takes one out finishes it: two threads do
         self.missing: set[tuple[str, str]] = set()  # pool and page
         self.refused: str | None = None  # a page of which no read can begin
         self.is_open = False
@@ -68,26 +70,31 @@ class Disk(TieredStorage):
         ]
         self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
         self.jobs.append(job)
+        self._to_finish.append(job)
         if self.is_open:
-            job.finish()
+            self.finish()
         return job
 
     # What SGLang's own controller asks for.
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, *_: Any) -> list[bool]:
-        return self.begin_load(PoolName.KV, keys, host_indices).ok
+        return self._get(PoolName.KV, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {
-            each.name: self.begin_load(each.name, each.keys, each.host_indices).ok
-            for each in transfers
-        }
+        return {each.name: self._get(each.name, each.keys, each.host_indices) for each in transfers}
+
+    def _get(self, pool: Any, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        job = self.begin_load(pool, keys, host_indices)
+        assert job.wait(DEADLINE_S)
+        return job.ok
 
     def finish(self) -> None:
         self.is_open = True
-        for job in list(self.jobs):
-            if not job.done:
-                job.finish()
+        with suppress(IndexError):
+            while True:
+                job = self._to_finish.popleft()
+                if not job.done:
+                    job.finish()
 
     @property
     def num_under_way(self) -> int:

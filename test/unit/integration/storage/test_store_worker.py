@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import nullcontext
+from collections import deque
+from contextlib import nullcontext, suppress
 from queue import Queue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class Disk(TieredStorage):
         self.asked: list[tuple[str, ...]] = []  # pages of each store, in the order of begins
         self.told: list[BegunStore] = []  # in the order of ends
         self.jobs: list[Job] = []
+        self._to_finish: deque[Job] = deque()  # who takes one out finishes it: two threads do
         self.failing: set[str] = set()
         self.dropped: set[str] = set()  # not admitted, and what follows
         self.refused: str | None = None  # a page of which no store can begin
@@ -75,9 +77,11 @@ class Disk(TieredStorage):
             pages = ((memoryview(bytes(self.bytes_of_page)),),) * len(hashes)
             job = Job(JobKind.STORE, Run(keys, pages))
         self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
-        self.jobs += [job] if job is not None else []
-        if self.is_open and job is not None:
-            self.finish_one(job)
+        if job is not None:
+            self.jobs.append(job)
+            self._to_finish.append(job)
+        if self.is_open:
+            self.finish()
         return BegunStore(job, host_indices, num_pages, len(hashes), None, pool == PoolName.KV)
 
     def end_store(self, begun: BegunStore) -> list[bool]:
@@ -109,9 +113,11 @@ class Disk(TieredStorage):
 
     def finish(self) -> None:
         self.is_open = True
-        for job in list(self.jobs):
-            if not job.done:
-                self.finish_one(job)
+        with suppress(IndexError):
+            while True:
+                job = self._to_finish.popleft()
+                if not job.done:
+                    self.finish_one(job)
 
     @property
     def num_under_way(self) -> int:
