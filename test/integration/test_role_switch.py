@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from route_front import Front
 
-from conftest import PAGE, aligned, make_prompts
+from conftest import PAGE, aligned, ask, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
 from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
@@ -78,6 +78,18 @@ def switch(server: Server, role: str) -> dict[str, object]:
     return answer
 
 
+def is_refused(server: Server) -> bool:
+    """Whether a request is refused before the server looks at it: this one is nobody's."""
+
+    def is_so() -> bool:
+        status, said = ask(server, "/generate", {"input_ids": [5], "max_thinking_tokens": 1})
+        assert status in (400, 503), said
+        return status == 503
+
+    eventually(is_so, "it refuses", timeout_s=30)
+    return True
+
+
 def record_of(server: Server) -> dict[str, Any]:
     record: dict[str, Any] = server.request("/tier/costs")["ranks"][0]
     return record
@@ -113,7 +125,10 @@ def test_roles_change_under_traffic(switching: Switching, stock: Server) -> None
         told = seen[-1]
         assert 0 <= told["tokens"] / told["requests"] - LENGTH - KEPT <= LONG + 1
         started = time.monotonic()
-        switching.change_places()
+        with ThreadPoolExecutor(2) as probes:
+            late = [probes.submit(is_refused, server) for server in first]
+            switching.change_places()
+            assert all(each.result() for each in late), "it would meet a scheduler of another role"
         assert [future.result(60).output_ids for future in asked] == long
     assert (pair.prefill, pair.decode) == first[::-1]
     num_pages = NUM_PROMPTS * (aligned(LENGTH) // PAGE)

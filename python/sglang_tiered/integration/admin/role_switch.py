@@ -1,8 +1,10 @@
 """``around_switch``: drains a server before SGLang switches its role, in the process of HTTP.
 
 SGLang's ``/pd_role_switch`` refuses while anything runs. Routers learn from ``/tier/costs`` that
-the server drains, and send it nothing new. Once its requests have ended, and what waits for NVMe is
-stored, it switches. A server that is not empty in time keeps its role and serves on.
+the server drains, and send it nothing new. What still comes when they all know is refused with 503,
+which a router sends elsewhere: it would reach a scheduler of the other role, or hold up the drain.
+Once its requests have ended, and what waits for NVMe is stored, the server switches. One that is
+not empty in time keeps its role and serves on.
 """
 
 from __future__ import annotations
@@ -19,19 +21,33 @@ from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["around_switch", "is_draining"]
+__all__ = ["around_switch", "is_draining", "refuse_while_closed"]
 
 TOLD_S = 1.5
 """After that every picker knows: it asks each of many servers a second after the last answer."""
 DRAINED_S = 120.0
 LOOK_S = 0.1  # SGLang logs each refusal
 
-_DRAINS = "_sglang_tiered_drains"
+_DRAINS, _CLOSED = "_sglang_tiered_drains", "_sglang_tiered_closed"
+
+_CLOSES = "this server changes its role and takes no request now: ask another one"
 
 
 def is_draining(manager: Any) -> bool:
     """Whether a router should send this server (SGLang's ``TokenizerManager``) nothing new."""
     return bool(manager.gracefully_exit or getattr(manager, _DRAINS, False))
+
+
+def refuse_while_closed(manager: Any, request: Any) -> None:
+    """Raise ``HTTPException`` 503 for a new request that would meet the switch. SGLang's checks of
+    health, which are requests too, tell an orchestrator that the server lives."""
+    if not getattr(manager, _CLOSED, False):
+        return
+    from fastapi import HTTPException
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    if not str(request.rid).startswith(HEALTH_CHECK_RID_PREFIX):
+        raise HTTPException(503, _CLOSES, {"Retry-After": "1"})
 
 
 async def around_switch(
@@ -54,6 +70,7 @@ async def around_switch(
     setattr(manager, _DRAINS, True)
     try:
         await asyncio.sleep(TOLD_S)
+        setattr(manager, _CLOSED, True)
         while time.monotonic() < until:
             if not manager.rid_to_state:
                 answer = await original(manager, message, request)
@@ -64,4 +81,6 @@ async def around_switch(
         answer.message = f"{NOT_IDLE}: it was not drained within {DRAINED_S:.0f} s; ask again"
         return answer
     finally:  # nothing is rolled back, so a switch that failed half way leaves a server of no role
-        setattr(manager, _DRAINS, not (answer.success or answer.safe_to_restore))
+        serves = answer.success or answer.safe_to_restore
+        setattr(manager, _DRAINS, not serves)
+        setattr(manager, _CLOSED, not serves)

@@ -7,12 +7,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fastapi import HTTPException
 from sglang.srt.disaggregation import role_switch as of_sglang
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
-from sglang_tiered.integration.admin.role_switch import around_switch, is_draining
+from sglang_tiered.integration.admin.role_switch import (
+    around_switch,
+    is_draining,
+    refuse_while_closed,
+)
 from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
 
 if TYPE_CHECKING:
@@ -74,6 +79,34 @@ def test_switch_waits_for_the_last_request() -> None:
     assert not is_draining(server)
 
 
+def refused(server: Server, rid: Any = None) -> bool:
+    try:
+        refuse_while_closed(server, SimpleNamespace(rid=rid))
+    except HTTPException as error:
+        assert error.status_code == 503 and "ask another" in error.detail
+        return True
+    return False
+
+
+@pytest.mark.parametrize("answer", ["ok", "zmq cannot"])
+def test_late_request_meets_no_switch(answer: str) -> None:
+    """It would reach a scheduler of the other role. Until routers know, it is taken."""
+    server, seen = Server("ok", answer, running=1), []
+
+    async def both() -> Any:
+        asking = asyncio.create_task(around_switch(server.switch, server, DECODE))
+        await asyncio.sleep(0)
+        assert is_draining(server) and not refused(server)
+        await asyncio.sleep(0.1)
+        seen.extend([refused(server), refused(server, ["a", "b"]), refused(server, "HEALTH_CHECK")])
+        server.rid_to_state.clear()
+        return await asking
+
+    asyncio.run(both())
+    assert seen == [True, True, False]
+    assert not refused(server)
+
+
 def test_switch_waits_for_its_stores() -> None:
     server = Server("ok", f"{NOT_IDLE}; pages wait to be stored", NOT_IDLE, "ok")
     assert server.ask().success
@@ -100,7 +133,7 @@ def test_broken_switch_gets_no_more_requests() -> None:
     """SGLang rolls nothing back."""
     server = Server("ready", BROKEN)
     assert server.ask().message == BROKEN
-    assert is_draining(server)
+    assert is_draining(server) and refused(server)
 
 
 def test_second_order_ends_no_drain_of_the_first() -> None:
