@@ -237,8 +237,8 @@ class SchedulingWorld:
         )
         scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
         scheduler.update_running_batch = lambda _: None
-        scheduler.flush_cache = self._flush
         self.erasing = ErasingTraffic(self, random.Random(seed))
+        scheduler.flush_cache = self.erasing.flush
         self.watch = LoadWatch(self.cache)
 
     # ---- A pass ----
@@ -303,14 +303,6 @@ class SchedulingWorld:
         scheduler.last_batch = batch
         if not batch and not self.at_door:
             self.erasing.control.after_idle(scheduler)
-
-    def _flush(self, *, empty_cache: bool = True) -> bool:
-        """SGLang's own, and what our hook behind it does on a server."""
-        flushed: bool = Scheduler.flush_cache(self.scheduler, empty_cache)
-        if flushed:
-            self.erasing.control.memory_was_flushed(self.scheduler)
-            assert not self.cache.hidden_tenants, "or every idle step would empty memory again"
-        return flushed
 
     # ---- Requests ----
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
@@ -179,6 +180,14 @@ class ErasingTraffic:
         held, most = self.held(number), -(-keep_tokens // page_size) * page_size
         tiers = {tier: held[tier] for tier in ("device", "host", "nvme")}
         assert max(tiers.values()) <= most, (tiers, keep_tokens)
+
+    def flush(self, *, empty_cache: bool = True) -> bool:
+        """SGLang's own, and what our hook behind it does on a server."""
+        flushed = bool(Scheduler.flush_cache(self._world.scheduler, empty_cache))
+        if flushed:
+            self.control.memory_was_flushed(self._world.scheduler)
+            assert not self._world.cache.hidden_tenants, "every idle step would flush"
+        return flushed
 
     # ---- The end ----
 
