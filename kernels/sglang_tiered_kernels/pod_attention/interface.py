@@ -63,7 +63,7 @@ def pod_attention(
         the same call gives the same bits again. Another schedule, or the roles apart, is another
         compilation, which may round differently.
     trace: None, or [prefill tiles + decode tiles, 4] int64 zeros, in the order of the plan's units
-        and heads, which receive how often each tile ran, its SM, and its begin and end in
+        and heads. They receive how often each tile ran, its SM, and its begin and end in
         nanoseconds of the device's clock. A kernel of its own is compiled for it; the CPU path
         leaves it alone.
 

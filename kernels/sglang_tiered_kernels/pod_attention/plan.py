@@ -55,8 +55,8 @@ def is_decode_row(extend_len: int, prefix_len: int) -> bool:
     """Whether a row is run as decode: one new token that attends to tokens before it.
 
     SGLang hides from a backend which rows of a mixed batch are decoding. One-token tails of a
-    chunked prefill and prompts found in the radix cache up to one token look the same and gain as
-    much, so the shape alone decides, here and nowhere else.
+    chunked prefill look the same and gain as much, as do prompts found in the radix cache up to one
+    token. So the shape alone decides, here and nowhere else.
     """
     return extend_len == 1 and prefix_len > 0
 
