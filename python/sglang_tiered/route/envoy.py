@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from importlib import resources
@@ -24,6 +25,7 @@ __all__ = [
     "SUBSET",
     "configuration",
     "split_address",
+    "read_members",
     "write_members",
 ]
 
@@ -71,6 +73,20 @@ def write_members(directory: Path, cluster: str, addresses: Iterable[str]) -> No
         new = directory / f".{cluster}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, file)
+
+
+def read_members(directory: Path) -> dict[str, str]:
+    """Return the clusters of the servers that an earlier picker wrote, by their ``IP:PORT``."""
+    found = {}
+    for cluster in CLUSTERS:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            text = (directory / f"{cluster}.json").read_text(encoding="utf-8")
+            (told,) = json.loads(text)["resources"][0]["endpoints"]
+            for host in told["lb_endpoints"]:
+                there = host["endpoint"]["address"]["socket_address"]
+                name, port = there["address"], there["port_value"]
+                found[f"[{name}]:{port}" if ":" in name else f"{name}:{port}"] = cluster
+    return found
 
 
 def configuration(config: RouteConfig, directory: Path, members: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from sglang_tiered.policy.server_costs import (
     parse_server_costs,
     switch_key,
 )
-from sglang_tiered.route.envoy import CLUSTERS, write_members
+from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.events import follow, publisher_of
 from sglang_tiered.route.following import PageFollower
 from sglang_tiered.route.pages import PageIndex
@@ -98,12 +98,14 @@ class Member:
     """In a handoff; this one does both halves."""
     bootstrap_port: int | None = None
     """Where its other half asks for a handoff, of a prefill server."""
+    cluster_before: str | None = None
+    """Where an earlier picker had it, until it tells its role."""
 
     @property
     def cluster(self) -> str | None:
         """Envoy's cluster for its role, None before it is known."""
         if self.seen_s == NEVER:
-            return None
+            return self.cluster_before
         return "pool" if self.role == "aggregated" else self.role
 
     @property
@@ -159,6 +161,7 @@ class Fleet:
             call_key(key, SWITCH_CALL)  # it takes a while, and is kept
         self._key = key
         self.members: dict[str, Member] = {}
+        self._before: dict[str, str] = {}  # what Envoy has of an earlier picker
         self.view, self.index, self.stored = RouterView(), PageIndex(), PageFollower()
         self._free: list[int] = []
         self._session: aiohttp.ClientSession | None = None
@@ -168,7 +171,10 @@ class Fleet:
         """Follow the source, and each server of it."""
         headers = {"Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
-        self._write()
+        if self._directory is not None:
+            self._before = read_members(self._directory)
+        if not self._before:
+            self._write()
         last, due, told = None, NEVER, ""
         while True:
             problem = ""
@@ -185,7 +191,8 @@ class Fleet:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """End everything that was started."""
+        """End everything that was started. Envoy goes on with the servers that it has."""
+        self._directory = None
         self._follow({})
         if self._session is not None:
             await self._session.close()
@@ -262,6 +269,7 @@ class Fleet:
         for address, url in found.items():
             if address not in self.members:
                 member = self.members[address] = Member(url, address)
+                member.cluster_before = self._before.pop(address, None)
                 member.polling = asyncio.create_task(self._poll(member))
         self._write()
 
@@ -275,7 +283,8 @@ class Fleet:
             replica.place = NOWHERE  # what it still answers teaches no heir
 
     def _write(self) -> None:
-        """Tell Envoy. A server whose role is not known yet is not among them. One that drains or
+        """Tell Envoy. A server whose role is not known yet is not among them, unless an earlier
+        picker had it. One that drains or
         died stays until the source drops it, as Envoy looks at its health by itself."""
         if self._directory is None:
             return

@@ -13,7 +13,7 @@ from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import EventSource, costs_key
-from sglang_tiered.route.envoy import CLUSTERS
+from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.source import Source
 
@@ -68,6 +68,48 @@ def followed(tmp_path: Path) -> Iterator[Followed]:
     eventually(lambda: made.fleet.members and made.member.is_up)
     yield made
     made.close()
+
+
+# ---- A picker after another ----
+
+
+def test_picker_that_restarts_takes_no_server_away(tmp_path: Path) -> None:
+    """Envoy has those that the one before wrote, until they tell another role or are gone."""
+    first = Followed(tmp_path, 2)
+    addresses = [mock.address for mock in first.mocks]
+    eventually(lambda: read_members(tmp_path) == dict.fromkeys(addresses, "pool"))
+    seen: list[dict[str, str]] = []
+    try:
+        first.mocks.run(first._close())
+        seen.append(read_members(tmp_path))
+        for mock in first.mocks:
+            mock.costs = 500
+        (tmp_path / "servers").write_text(f"{first.mocks[0].url}\n")
+        first.fleet = first.mocks.run(first._start(str(tmp_path / "servers")))
+        eventually(lambda: first.fleet.members and "answers 500" in first.member.problem)
+        seen.append(read_members(tmp_path))
+        first.server.costs = {"role": "decode", "bootstrap_port": None}
+        eventually(lambda: read_members(tmp_path) == {addresses[0]: "decode"})
+    finally:
+        first.close()
+    assert seen == [dict.fromkeys(addresses, "pool"), {addresses[0]: "pool"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"resources": []}',
+        '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}',
+    ],
+)
+def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pool.json").write_text(text)
+    assert read_members(tmp_path) == {}
+    write_members(tmp_path, "pool", ["[::1]:80", "10.0.0.1:81"])
+    assert read_members(tmp_path) == {"[::1]:80": "pool", "10.0.0.1:81": "pool"}
 
 
 # ---- Answers that are none ----
