@@ -97,12 +97,12 @@ class Loaded:
 class Ledger:
     namespace: bytes = NAMESPACE
     submitted: set[bytes] = field(default_factory=set)
-    submitted_again: set[bytes] = field(default_factory=set)  # may lie on the disk twice
+    perhaps_twice: set[bytes] = field(default_factory=set)  # on the disk
     acknowledged: set[bytes] = field(default_factory=set)
     durable: set[bytes] = field(default_factory=set)  # acknowledged before a completed barrier
 
     def submit(self, engine: RegionEngine, wanted: Sequence[bytes]) -> Job:
-        self.submitted_again.update(self.submitted.intersection(wanted))
+        self.perhaps_twice.update(self.submitted.intersection(wanted))
         self.submitted.update(wanted)
         data = [content(self.namespace, each) for each in wanted]
         pages = tuple((memoryview(d)[: len(d) // 3], memoryview(d)[len(d) // 3 :]) for d in data)
@@ -151,7 +151,7 @@ class Ledger:
         reasons = self.load(engine, [*wanted, stranger])
         found = {each for each, r in zip(wanted, reasons, strict=False) if r is Reason.OK}
         assert found <= promised | coming, "a page was served that lookup did not know"
-        for each in promised - found - self.submitted_again:
+        for each in promised - found - self.perhaps_twice:
             intact = files is None or _on_disk(files, content(self.namespace, each))
             assert not intact, f"{each[:4].hex()} was promised, is on the disk, and did not load"
         lost = sorted(each[:4].hex() for each in set(owed) - found)
