@@ -108,8 +108,8 @@ def test_picker_that_restarts_takes_no_server_away(tmp_path: Path) -> None:
 def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / "pool.json").write_text(text)
     assert read_members(tmp_path) == {}
-    write_members(tmp_path, "pool", ["[::1]:80", "10.0.0.1:81"])
-    assert read_members(tmp_path) == {"[::1]:80": "pool", "10.0.0.1:81": "pool"}
+    write_members(tmp_path, "pool", ["[::1]:80", "192.0.2.1:81"])
+    assert read_members(tmp_path) == {"[::1]:80": "pool", "192.0.2.1:81": "pool"}
 
 
 # ---- Answers that are none ----
