@@ -19,6 +19,7 @@ from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import Ledger, content, keys
 
+from kit.thirds import in_thirds, is_of
 from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name, region_name
 
 if TYPE_CHECKING:
@@ -172,11 +173,14 @@ def whole_files(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iter
                 yield {copy: corpus.files[name]}
 
 
+@in_thirds
 @pytest.mark.parametrize("damages", [flips, blocks, sizes, whole_files])
 def test_damage_costs_no_other_regions_page(
-    tmp_path: Path, corpus: Corpus, stranger: Corpus, damages: Any
+    tmp_path: Path, corpus: Corpus, stranger: Corpus, damages: Any, third: int
 ) -> None:
     for number, damage in enumerate(damages(corpus, stranger, random.Random(1))):
+        if not is_of(third, number):
+            continue
         files = {name: data for name, data in (corpus.files | damage).items() if data is not None}
         touched = {name for name in files | damage if files.get(name) != corpus.files.get(name)}
         check(tmp_path, corpus, files, corpus.elsewhere(*touched), twice=number % 4 == 0)

@@ -1,9 +1,9 @@
 """Operation number N of the device fails once, for all N.
 
 The workload opens a store, fills it beyond its cap, loads, passes barriers, clears, closes, opens
-it again and goes on; every operation of all that is hit, over the simulator, so that what a barrier
-promised can be held against a loss of power. ``test_region_faults.py`` does the stores and loads
-of one life on a real directory.
+it again and goes on. Every operation of all that is hit, in the gate a third of them, over the
+simulator, so that what a barrier promised can be held against a loss of power.
+``test_region_faults.py`` does the stores and loads of one life on a real directory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import itertools
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, keys
 
 from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
+from kit.thirds import in_thirds, is_of, sweeps
 from kit.waiting import drained
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Erasure, Health, Reason
@@ -174,12 +176,18 @@ FAULTS: dict[str, tuple[Any, int, Any]] = {  # operation, stride, and what the f
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_operation_n_fails(tmp_path: Path, name: str) -> None:
+@sweeps(
+    FAULTS,
+    large=[
+        *("EIO", "EIO, three times", "writev finds the disk full"),
+        *("readv comes short", "writev comes short", "readv is damaged on its way"),
+    ],
+)
+def test_operation_n_fails(tmp_path: Path, name: str, third: int | None) -> None:
     operation, stride, kind = FAULTS[name]
     calls = calls_without_faults(tmp_path)
     num_calls = len(calls) if operation is None else calls.count(operation)
-    for at in range(len(name) % stride, num_calls, stride):
+    for at in filter(partial(is_of, third), range(len(name) % stride, num_calls, stride)):
         expect_survival(tmp_path, Fault(at, operation, **kind(at)))
 
 
@@ -208,8 +216,11 @@ def below_capacity(directory: Path, device: FaultyDevice) -> None:
             ledger.check(engine, owed)
 
 
+@in_thirds
 @pytest.mark.parametrize("kind", ["EIO", "short write"])
-def test_no_single_failure_costs_an_acknowledged_page(tmp_path: Path, kind: str) -> None:
+def test_no_single_failure_costs_an_acknowledged_page(
+    tmp_path: Path, kind: str, third: int
+) -> None:
     counting = FaultyDevice(SimulatedDevice())
     below_capacity(tmp_path, counting)
     if kind == "EIO":
@@ -218,6 +229,8 @@ def test_no_single_failure_costs_an_acknowledged_page(tmp_path: Path, kind: str)
         num_writes = counting.calls.count("writev")
         faults = [Fault(at, "writev", short_bytes=BLOCK_BYTES) for at in range(num_writes)]
     for fault in faults:
+        if not is_of(third, fault.at):
+            continue
         try:
             below_capacity(tmp_path, FaultyDevice(SimulatedDevice(), [fault]))
         except StoreError:
