@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,17 +46,16 @@ class Desk:
         listed = subprocess.run(
             ["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True
         )
-        for name in {".venv", *(line.partition("/")[0] for line in listed.stdout.splitlines())}:
+        for name in {line.partition("/")[0] for line in listed.stdout.splitlines()}:
             (folder / name).symlink_to(ROOT / name)
+        (folder / ".venv").symlink_to(_same_environment(place / "environment"))
         (folder / "M").symlink_to(model)
         # Otherwise curl succeeds at whatever it is answered.
         (place / ".curlrc").write_text(f"fail-with-body\nmax-time = {COMMAND_DEADLINE_S:.0f}\n")
         inherited = {n: v for n, v in os.environ.items() if not n.startswith(("SGLANG_", "AWS_"))}
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cls(
             folder,
             {
-                "TORCH_EXTENSIONS_DIR": str(cache / "torch_extensions"),  # compiles for a while
                 **inherited,
                 "HOME": str(home),
                 "XDG_CACHE_HOME": str(home / ".cache"),
@@ -97,6 +97,21 @@ class Desk:
     def try_what_is_printed(self, server: Server) -> str:
         """Wait for the line that a server's launcher says to try, and type it."""
         return self.run(wait_for(_PRINTED, server)["command"])
+
+
+def _same_environment(made: Path) -> Path:
+    """An environment whose Python is the one of ``.venv``, by its own path: by another, SGLang's
+    extension would be built anew."""
+    (made / "bin").mkdir(parents=True)
+    programs = ROOT / ".venv" / "bin"
+    for program in programs.iterdir() if programs.is_dir() else ():
+        place = made / "bin" / program.name
+        if program.name.startswith("python"):
+            place.write_text(f'#!/bin/sh\nexec {shlex.quote(str(program))} "$@"\n')
+            place.chmod(0o755)
+        else:
+            place.symlink_to(program)
+    return made
 
 
 def wait_for(pattern: re.Pattern[str], server: Server) -> re.Match[str]:
