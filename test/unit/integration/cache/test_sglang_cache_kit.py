@@ -3,7 +3,8 @@ cache over stock's files and on ours over our store: what holds there must hold 
 
 The wheel brings the fixtures (configurations, trees, pools, requests, steps with checks in them),
 but none of the tests that SGLang has on them, so what is done with them here is ours. Each test
-runs on stock too: one that fails there says nothing about ours, and is marked with the reason.
+runs on stock too, ``long`` because only another SGLang can change that: one that fails there says
+nothing about ours, and is marked with the reason.
 
 Left out of the kit: configurations with windows and Mamba states, which have no host tier anywhere
 (``requires_hicache``); ``host_memory_mode="buffer_only"``, a host tier that keeps nothing; and
@@ -227,7 +228,7 @@ def allocator_of_pages(size: int, *, kvcache: Any, **arguments: Any) -> Any:
     return PagedTokenToKVPoolAllocator(size, kvcache.page_size, kvcache=kvcache, **arguments)
 
 
-@pytest.fixture(params=["stock", "tiered"])
+@pytest.fixture(params=["tiered", pytest.param("stock", marks=pytest.mark.long)])
 def kit_for(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[CacheConfig], Kit]]:
