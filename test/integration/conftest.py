@@ -76,7 +76,6 @@ FORKED = {
     "test_disaggregation_tiers",
     "test_examples",
     "test_kv_events",
-    "test_models",
     "test_pins",
     "test_pod_backend",
     "test_prefetch",
