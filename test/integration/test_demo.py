@@ -118,8 +118,9 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
     ("phase", "number", "code"),
     [
         ("Starting", signal.SIGTERM, 143),
+        ("Starting", signal.SIGINT, 130),
         pytest.param("Asking", signal.SIGINT, 130, marks=pytest.mark.long),
-        ("Killing", signal.SIGINT, 130),
+        pytest.param("Killing", signal.SIGINT, 130, marks=pytest.mark.long),
     ],
 )
 def test_stopped_demo_leaves_no_process_and_no_folder(

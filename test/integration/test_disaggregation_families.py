@@ -23,7 +23,14 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Gemma's KV is to a handoff like any other's.
+        pytest.param(name, marks=[pytest.mark.long] if name == "gemma3" else [])
+        for name in FAMILIES
+    ],
+)
 def test_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path) -> None:
     path = FAMILIES[name](model, tmp_path / "model")
     single = Server.spawn(

@@ -44,7 +44,14 @@ def tokens_from(answers: list[Answer], tier: str) -> int:
     return sum(answer.cached[tier] for answer in answers)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # With one pool its KV is to the tiers like any other's.
+        pytest.param(name, marks=[pytest.mark.long] if "one-pool" in name else [])
+        for name in FAMILIES
+    ],
+)
 def test_family_comes_back_from_every_tier(
     name: str, launch: Launch, model: Path, tmp_path: Path
 ) -> None:

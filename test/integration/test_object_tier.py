@@ -274,6 +274,7 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_measured_plans_decline_only_a_slow_bucket(
     start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
 ) -> None:
@@ -311,8 +312,14 @@ def test_measured_plans_decline_only_a_slow_bucket(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "codecs", [("fp8",), pytest.param(("int8", "fp8"), marks=pytest.mark.long)], ids="-".join
+)
 def test_lossy_pages_are_never_read_as_exact(
-    start: Callable[..., list[Server]], tmp_path: Path, record_property: pytest.RecordProperty
+    codecs: tuple[str, ...],
+    start: Callable[..., list[Server]],
+    tmp_path: Path,
+    record_property: pytest.RecordProperty,
 ) -> None:
     """One bucket: B resumes what A of its codec computed, by way of the codec; a server of another
     codec, and one that is exact, find nothing of it. What the codec changed of the greedy answers
@@ -321,7 +328,7 @@ def test_lossy_pages_are_never_read_as_exact(
     prompts, whole = MOVED[:4], LENGTH // PAGE * PAGE
     opened = []
     (exact,) = start(1, *arguments)
-    for codec in ("int8", "fp8"):
+    for codec in codecs:
         flags = (*arguments, "--tier-codec", codec)
         (a,) = start(1, *flags)
         answers = []
@@ -358,6 +365,7 @@ def test_lossy_pages_are_never_read_as_exact(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_find_each_others_pages_in_the_bucket(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:

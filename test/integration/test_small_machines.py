@@ -31,7 +31,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Group]:
         yield group
 
 
-@pytest.mark.parametrize("machine", [16], indirect=True, ids="{}GiB".format)
+@pytest.mark.parametrize("machine", [8], indirect=True, ids="{}GiB".format)
 def test_default_pools_fit_the_memory_limit(machine: Group, model: Path, tmp_path: Path) -> None:
     """By the command that the pages name in a sentence, with a model and no other flag."""
     port, desk = free_port(), Desk.lay_out(tmp_path, model)

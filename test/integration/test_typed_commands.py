@@ -18,8 +18,6 @@ from server_process import free_port
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from server_process import Server
-
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DOCUMENTED_PORT = 30000
@@ -94,8 +92,9 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
             for command in GROUPS[server_line]:
                 if not command.is_server:
                     desk.run(at(port, command.text))
-            if is_demo:
-                expect_that_nvme_is_reached(server)
+            if is_demo:  # how they reach NVMe is the demo's test
+                assert num_tokens(server.log, "device") == 8192
+                assert num_tokens(server.log, "host") >= 2 * 8192
             interrupt(server)
             if machine:
                 assert GiB < machine.peak_bytes() < machine.limit_bytes
@@ -103,19 +102,8 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
             server.kill()
 
 
-def expect_that_nvme_is_reached(server: Server) -> None:
-    assert num_tokens(server.log, "device") == 8192
-    assert num_tokens(server.log, "host") >= 2 * 8192
-    prompts = [[65 + number] * 2000 for number in range(10)]
-    first = [server.generate(prompt) for prompt in prompts]
-    again = server.generate(prompts[0])
-    assert again.output_ids == first[0].output_ids
-    # The others have pushed the first one out of device and host memory.
-    assert again.cached["storage"] > 0
-
-
 @pytest.mark.parametrize(
-    "command", [pytest.param("scripts/serve", marks=pytest.mark.long), "scripts/serve-pd"]
+    "command", ["scripts/serve", pytest.param("scripts/serve-pd", marks=pytest.mark.long)]
 )
 def test_ctrl_c_during_a_model_load_leaves_nothing(
     command: str, desk: Desk, port: int, tmp_path: Path
