@@ -145,17 +145,6 @@ class TestAfterKill:
         assert tokens_from(answers, "host", "storage") >= 0.97 * PAGE_TOKENS
 
     @pytest.mark.slow
-    def test_page_size_change_reads_no_page(
-        self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
-    ) -> None:
-        restarted.kill()
-        other = launch(*SMALL, *SMALL_REGIONS, "--tier-dir", str(tier_dir), "--page-size", "32")
-        answers = other.generate_all(PROMPTS[:4])
-        other.kill()
-        assert tokens_from(answers, "device", "host", "storage") == 0
-        assert [answer.output_ids for answer in answers] == expected[:4]
-
-    @pytest.mark.slow
     def test_damaged_files_become_misses_and_one_log_line(
         self, launch: Launch, restarted: Server, tier_dir: Path, expected: list[list[int]]
     ) -> None:
