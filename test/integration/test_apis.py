@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ from sglang_tiered_lab.trace import sharegpt_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from zygote import Zygotes
 
     from server_process import Server
 
@@ -117,24 +118,23 @@ def test_frontend_program_with_turns_fork_select_and_regex(server: Server) -> No
     assert state["choice"] in ("host", "nvme")
 
 
-def test_sglang_client_serves_sharegpt_file(server: Server, model: Path, tmp_path: Path) -> None:
+def test_sglang_client_serves_sharegpt_file(
+    server: Server, model: Path, zygotes: Zygotes, tmp_path: Path
+) -> None:
     """SGLang's benchmark client, a file as people download it, requests that come again."""
     file, result = tmp_path / "ShareGPT_V3.json", tmp_path / "result.jsonl"
     shape = sharegpt_model.Shape(num_conversations=64, seed=3)
     file.write_bytes(b"[" + b",".join(sharegpt_model.rows(shape)) + b"]")
+    command = [
+        *("-m", "sglang.benchmark.serving", "--backend", "sglang"),
+        *("--base-url", server.url, "--model", str(model), "--dataset-name", "sharegpt"),
+        *("--dataset-path", str(file), "--num-prompts", "6", "--disable-tqdm"),
+        *("--sharegpt-context-len", "900", "--sharegpt-output-len", "8"),
+        *("--max-concurrency", "2", "--output-file", str(result)),
+    ]
     for _ in range(2):
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"),
-                *("--base-url", server.url, "--model", str(model), "--dataset-name", "sharegpt"),
-                *("--dataset-path", str(file), "--num-prompts", "6", "--disable-tqdm"),
-                *("--sharegpt-context-len", "900", "--sharegpt-output-len", "8"),
-                *("--max-concurrency", "2", "--output-file", str(result)),
-            ],
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
+        process = zygotes.fork(command, dict(os.environ), tmp_path / "log")
+        assert process.wait(300) == 0, (tmp_path / "log").read_text(errors="replace")
         server.flush()
     first, second = map(json.loads, result.read_text().splitlines())
     assert first["completed"] == second["completed"] == 6
