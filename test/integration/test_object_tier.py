@@ -365,7 +365,6 @@ def test_lossy_pages_are_never_read_as_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_replicas_find_each_others_pages_in_the_bucket(
     start: Callable[..., list[Server]], tmp_path: Path
 ) -> None:
