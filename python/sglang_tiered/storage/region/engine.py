@@ -51,8 +51,9 @@ from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import Note, PinOrder, page_bytes, plan_spans
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import RegionReader
-from sglang_tiered.storage.region.reclaim import Reclaimer
+from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
 from sglang_tiered.storage.region.recovery import recover
+from sglang_tiered.storage.region.regions import Capacity
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
@@ -95,6 +96,7 @@ class RegionEngine(TierEngine):
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
     holds at least one region; below four, each eviction takes a large share of the store.
+    ``capacity`` changes it later, up to ``most_bytes``.
     ``max_tenant_bytes`` bounds the padded payload that one tenant has in them, dead pages included.
     ``max_queued_store_bytes`` bounds the callers' memory that stores keep referenced behind each
     other. A store that finds nothing queued is taken whole, since its pages wait in its caller's
@@ -112,6 +114,7 @@ class RegionEngine(TierEngine):
         *,
         namespace: bytes,
         capacity_bytes: int,
+        most_bytes: int | None = None,
         region_bytes: int = DEFAULT_REGION_BYTES,
         num_threads: int = 8,
         io_timeout_s: float = 30.0,
@@ -137,13 +140,14 @@ class RegionEngine(TierEngine):
         if not 0 <= pin_share <= MAX_PIN_SHARE:
             raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
         self._directory = directory
-        self._capacity_bytes = capacity_bytes
+        self._most_bytes = max(capacity_bytes, most_bytes or 0)
+        self._capacity = Capacity(capacity_bytes, region_bytes, pin_share, max_tenant_bytes)
         self._max_page_bytes = max_page_bytes(region_bytes)
         self._max_queued_store_bytes = max_queued_store_bytes
         self._close_timeout_s = io_timeout_s
         self._promises = Promises()
-        bound_bytes = max(int(pin_share * (capacity_bytes // region_bytes - 2) * region_bytes), 0)
-        self._state = state = StoreState(namespace, bound_bytes, wall_clock, encoding)
+        bound_bytes = self._capacity.pin_bound_bytes
+        self._state = state = StoreState(namespace, bound_bytes, wall_clock, encoding, clock)
         self.view = RegionView(state)
         self._health = health = HealthMonitor(clock, io_timeout_s)
         self._log = log = OnceLog(logger)
@@ -159,13 +163,15 @@ class RegionEngine(TierEngine):
         common = Common(directory, device, health, state, log, is_held)
         self._reader = reader = RegionReader(common)
         barrier = Barrier(device, health)
-        self._reclaimer = reclaimer = Reclaimer(common, reader, capacity_bytes, io_timeout_s, clock)
+        self._reclaimer = reclaimer = Reclaimer(common, reader, self._capacity, io_timeout_s, clock)
+        self.capacity = CapacityControl(common, reclaimer, self._capacity, clock)
         writer = RegionWriter(
-            common, reclaimer, barrier, region_bytes, report.next_sequence, max_tenant_bytes
+            common, reclaimer, barrier, region_bytes, report.next_sequence, self._capacity
         )
         erase_log = EraseLog(common, reclaimer, report.erased)
         self._workers = workers = Workers()
-        workers.start("tier-writer", StoreWorker(common, writer, reclaimer, erase_log).run)
+        worker = StoreWorker(common, writer, reclaimer, erase_log, self.capacity)
+        workers.start("tier-writer", worker.run)
         workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
         workers.start("tier-io", IoWorker(common, reader, num_threads).run, num_threads)
 
@@ -179,14 +185,14 @@ class RegionEngine(TierEngine):
         self._own_device: FileDevice | None = None
         try:
             if device is None:
-                allow_regions(self._directory, self._capacity_bytes, region_bytes)
+                allow_regions(self._directory, self._most_bytes, region_bytes)
                 lock = self._directory_lock.directory
                 device = self._own_device = FileDevice(self._directory, lock=lock)
             self._device = device
             report = recover(
                 self._device,
                 state.namespace,
-                self._capacity_bytes,
+                self._capacity.nbytes,
                 state.regions,
                 state.index,
                 max_page_bytes=self._max_page_bytes,
@@ -203,12 +209,12 @@ class RegionEngine(TierEngine):
         try:
             free = self._device.free_bytes() + state.regions.physical_bytes
         except OSError:
-            free = self._capacity_bytes  # it was only for the advice
-        if free < self._capacity_bytes:
+            free = self._capacity.nbytes  # it was only for the advice
+        if free < self._capacity.nbytes:
             logger.warning(
                 "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
                 self._directory,
-                self._capacity_bytes,
+                self._capacity.nbytes,
                 free,
             )
         return report
@@ -325,7 +331,7 @@ class RegionEngine(TierEngine):
                 num_pages=len(state.index),
                 stored_bytes=state.index.stored_bytes,
                 physical_bytes=state.regions.physical_bytes,
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self._capacity.nbytes,
                 num_pages_stored=state.num_pages_stored,
                 num_pages_loaded=state.num_pages_loaded,
                 num_pages_evicted=self._reclaimer.num_pages_evicted,
@@ -537,7 +543,7 @@ class RegionEngine(TierEngine):
             state.check_integrity()
             known = {region.name for region in state.regions}
             physical_bytes = state.regions.physical_bytes
-        cap = self._capacity_bytes
+        cap = self._capacity.nbytes
         assert physical_bytes <= cap, f"physical {physical_bytes} > cap {cap}"
         sequences = map(parse_region_name, self._device.list_names())
         ours = {region_name(s) for s in sequences if s is not None and s >= self._first_sequence}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,13 +39,15 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.reader import RegionReader
-    from sglang_tiered.storage.region.regions import Region
+    from sglang_tiered.storage.region.regions import Capacity, Region
 
 __all__ = [
     "MAX_SAVED_BYTES",
     "REINSERTION_SHARE",
+    "CapacityControl",
     "Reclaimer",
     "ReinsertionCredit",
+    "Room",
     "choose_own_victim",
     "choose_victim",
 ]
@@ -56,6 +59,9 @@ REINSERTION_SHARE = 1 / 10
 # and to what may lie in memory on its way back into the log.
 _MAX_CREDIT = 1 / 2
 MAX_SAVED_BYTES = 64 << 20
+_WANTED_REGIONS = 4  # so much free room a store that is written to would like to have
+_WRITING_S = 5.0  # since it made a region
+_STUCK_S = 60.0  # after which room that could not be given back is tried again
 _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
 
@@ -135,19 +141,20 @@ class Reclaimer(StorePart):
         self,
         common: Common,
         reader: RegionReader,
-        capacity_bytes: int,
+        capacity: Capacity,
         pin_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(common)
         self._reader = reader
-        self._capacity_bytes = capacity_bytes
+        self._capacity = capacity
         self._pin_timeout_s = pin_timeout_s
         self._clock = clock
         self._credit = ReinsertionCredit()
         self.leaving: Region | None = None  # goes once its pinned pages are in the region made last
         self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
         self.num_pages_evicted = 0
+        self.last_made_s = -math.inf  # when room for a region was asked for
 
     @property
     def num_stuck(self) -> int:
@@ -159,6 +166,7 @@ class Reclaimer(StorePart):
         are pins, room for one more stays free, so that pinned pages are written again before their
         region goes. Where that is all there is, ``leaving`` is the region."""
         self.leaving = None
+        self.last_made_s = self._clock()
         while True:
             with self._state.lock:
                 if self._has_room(nbytes):
@@ -182,7 +190,12 @@ class Reclaimer(StorePart):
         return self._room() >= (2 * nbytes if is_spare else nbytes)
 
     def _room(self) -> int:
-        return self._capacity_bytes - self._state.regions.physical_bytes
+        return self._capacity.nbytes - self._state.regions.physical_bytes
+
+    def next_victim(self) -> Region | None:
+        """Return the region that would go next, which a pin keeps only where one keeps all. The
+        caller holds the lock."""
+        return self._choose(self._pinned_in)
 
     def next_leaving(self) -> Region | None:
         """Return the best victim, if it has pinned pages."""
@@ -212,7 +225,7 @@ class Reclaimer(StorePart):
         keep its space."""
         for _ in range(_MAX_VICTIMS):
             with self._state.lock:
-                victim = self._choose(self._pinned_in)
+                victim = self.next_victim()
             if victim is None:
                 return False
             gone = self.evict(victim)
@@ -408,3 +421,106 @@ class Reclaimer(StorePart):
             self.dispose(region)
         with self._state.lock:
             return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
+
+
+class Room(NamedTuple):
+    """What a store takes and would take. ``keeps_bytes``: it cannot come below that now.
+    ``wants_bytes`` more would be filled soon. ``coldest_s`` is how long what goes next was not
+    used."""
+
+    capacity_bytes: int
+    held_bytes: int
+    keeps_bytes: int
+    wants_bytes: int
+    coldest_s: float
+    is_shrinking: bool
+
+
+class CapacityControl(StorePart):
+    """Changes the capacity of an open store.
+
+    To raise it is at once. To lower it is the writer thread's work, a region at a time, in the
+    order of eviction. The capacity follows what the files take, so a store never grows meanwhile.
+    A region with pinned pages ends that: they would be written again for a neighbour's sake.
+    """
+
+    def __init__(
+        self,
+        common: Common,
+        reclaimer: Reclaimer,
+        capacity: Capacity,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(common)
+        self._reclaimer = reclaimer
+        self._capacity = capacity
+        self._clock = clock
+        self._num_failures = 0
+        self._stopped: tuple[int, int, float] | None = None  # capacity, pinned bytes, and when
+
+    def set(self, nbytes: int) -> None:
+        """Raise the capacity at once, or have it lowered as far as pins allow. Any thread, memory
+        only."""
+        capacity = self._capacity
+        with self._state.lock:
+            capacity.target_bytes = max(nbytes, capacity.region_bytes)
+            self._num_failures = 0
+            self._stopped = None
+            if capacity.target_bytes >= capacity.nbytes:
+                self._use(capacity.target_bytes)
+            self._state.store_ready.notify()
+
+    def room(self) -> Room:
+        """Return how the store stands now. Any thread, memory only."""
+        capacity, state = self._capacity, self._state
+        with state.lock:
+            held, pinned = state.regions.physical_bytes, state.index.pinned_bytes
+            keeps = min(capacity.least_for(pinned), capacity.nbytes)
+            now = self._clock()
+            if self._stopped is not None:
+                stuck, pinned_then, since = self._stopped
+                is_over = pinned != pinned_then or now - since > _STUCK_S
+                keeps = keeps if is_over else max(keeps, stuck)
+            free = capacity.nbytes - held
+            wants = 0
+            if now - self._reclaimer.last_made_s < _WRITING_S and not self.is_due:
+                wants = max(_WANTED_REGIONS * capacity.region_bytes - free, 0)
+            victim = self._reclaimer.next_victim()
+            coldest_s = math.inf if victim is None else max(now - victim.used_s, 0.0)
+            return Room(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the writer thread must make the store smaller. The caller holds the
+        lock."""
+        return self._capacity.target_bytes < self._capacity.nbytes
+
+    def step(self) -> None:
+        """Remove one region, or end where nothing more may go. The writer thread."""
+        capacity, state = self._capacity, self._state
+        with state.lock:
+            limit = max(capacity.target_bytes, capacity.least_for(state.index.pinned_bytes))
+            held, victim = state.regions.physical_bytes, None
+            if held > limit:
+                victim = self._reclaimer.next_victim()
+                if victim is not None and state.index.pinned_in(victim.slot):
+                    victim = None
+        may_go = victim is not None and self.is_ours() and self._health.accepts_stores()
+        if victim is not None and may_go and not self._reclaimer.evict(victim):
+            self._num_failures += 1  # its file or its readers keep it
+            may_go = self._num_failures < _MAX_VICTIMS
+        with state.lock:
+            held = state.regions.physical_bytes
+            if not may_go:
+                # With pins a region stays free, so that theirs are written again before they go.
+                spare = capacity.region_bytes if len(state.pins) else 0
+                limit = max(limit, held + spare if held > limit else limit)
+                if limit > capacity.target_bytes:
+                    stopped_at = min(limit, capacity.nbytes)
+                    self._stopped = stopped_at, state.index.pinned_bytes, self._clock()
+                capacity.target_bytes = min(limit, capacity.nbytes)
+            self._use(min(capacity.nbytes, max(limit, held)))
+
+    def _use(self, nbytes: int) -> None:
+        self._capacity.nbytes = nbytes
+        self._state.set_pin_bound(self._capacity.pin_bound_bytes)

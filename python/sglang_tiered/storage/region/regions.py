@@ -5,6 +5,8 @@ Nothing here locks: the owner's lock guards every call.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,13 +16,13 @@ import numpy as np
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
     from sglang_tiered.storage.region.format import Extent
 
-__all__ = ["Region", "RegionTable", "TenantTable"]
+__all__ = ["Capacity", "Region", "RegionTable", "TenantTable"]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +49,7 @@ class Region:
     num_foreign: int = 0  # pages that no lookup finds now, but another namespace may later
     tenant_bytes: dict[bytes, int] = field(default_factory=dict)  # payload placed, with padding
     unread: set[bytes] = field(default_factory=set)  # pinned pages whose read failed; hidden
+    used_s: float = 0.0  # when a page of it was last of use, or it was made or opened
     kept: bool = False  # not all of it could be read when it was opened: it does not go
 
     @property
@@ -62,7 +65,8 @@ class RegionTable:
     not got those back yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._regions: dict[int, Region] = {}  # by sequence, the oldest first
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
@@ -96,6 +100,7 @@ class RegionTable:
     def add(self, region: Region) -> None:
         """Adopt a region whose bytes were reserved before, and give it a slot."""
         assert region.sequence not in self._regions, f"{region.name} is there twice"
+        region.used_s = self._clock()
         self._regions[region.sequence] = region
         if None in self._slots:
             region.slot = self._slots.index(None)
@@ -119,6 +124,12 @@ class RegionTable:
         """Count a file that takes room and is no region of the table."""
         self.aside_bytes += nbytes
         self.physical_bytes += nbytes
+
+    def use(self, regions: Iterable[Region]) -> None:
+        """Note that pages of these regions are of use."""
+        now = self._clock()
+        for region in regions:
+            region.used_s = now
 
     def pin(self, region: Region) -> None:
         """Keep the region's descriptor open until the matching ``unpin``."""
@@ -165,6 +176,35 @@ class RegionTable:
             assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
             pinned = [region.name for region in self if region.pins or region.num_writing]
             assert not pinned, f"pinned while idle: {pinned}"
+
+
+class Capacity:
+    """The bounds of a store. The store's lock guards it."""
+
+    def __init__(
+        self, nbytes: int, region_bytes: int, pin_share: float, max_tenant_bytes: int | None
+    ) -> None:
+        self.nbytes = self.target_bytes = nbytes
+        self.region_bytes = region_bytes
+        self._pin_share = pin_share
+        self._tenant_share = None if max_tenant_bytes is None else max_tenant_bytes / nbytes
+
+    @property
+    def pin_bound_bytes(self) -> int:
+        regions = self.nbytes // self.region_bytes - 2
+        return max(int(self._pin_share * regions * self.region_bytes), 0)
+
+    @property
+    def max_tenant_bytes(self) -> int | None:
+        """Return a tenant's share of the capacity of now."""
+        return None if self._tenant_share is None else round(self._tenant_share * self.nbytes)
+
+    def least_for(self, pinned_bytes: int) -> int:
+        """Return the capacity whose bound on pins is no lower than that."""
+        if not pinned_bytes or not self._pin_share:
+            return self.region_bytes
+        regions = math.ceil(pinned_bytes / self._pin_share / self.region_bytes)
+        return (regions + 2) * self.region_bytes
 
 
 class TenantTable:

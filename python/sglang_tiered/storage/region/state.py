@@ -63,6 +63,7 @@ class StoreState:
         pin_bound_bytes: int = 0,
         wall_clock: Callable[[], float] = time.time,
         encoding: PageEncoding | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.encoding = encoding
         self.lock = threading.Lock()
@@ -75,7 +76,7 @@ class StoreState:
         self.closed = False
         self.written_all = False  # closed, and the writer has nothing left under way
         self.index = PageIndex()
-        self.regions = RegionTable()
+        self.regions = RegionTable(clock)
         self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
         self.stores: deque[StoreTicket] = deque()
@@ -233,6 +234,13 @@ class StoreState:
         self.adopt(adopt)
         self.index.unpin(key_words(self.pins.unwanted(freed)))
         self._pin_left_out()
+
+    def set_pin_bound(self, nbytes: int) -> None:
+        """Note what pins may keep from now on. What is beyond it stays pinned."""
+        is_more = nbytes > self.pins.bound_bytes
+        self.pins.bound_bytes = nbytes
+        if is_more:
+            self._pin_left_out()
 
     def expire(self) -> list[str]:
         """Let go of pins whose time is over, not too many at once; returns their names."""
@@ -441,6 +449,7 @@ class StoreState:
                 )
         if is_use:
             self.index.hit(rows[[item.position for item in wanted]])
+            self.regions.use({item.region for item in wanted})
         return wanted
 
     def queue_load(self, job: Job, spans: Sequence[list[Wanted]], *, for_request: bool) -> None:

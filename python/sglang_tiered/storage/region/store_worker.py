@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece, StoreTicket
     from sglang_tiered.storage.region.reader import RegionReader
-    from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
 
 __all__ = ["IoWorker", "StoreWorker"]
@@ -42,10 +42,16 @@ class StoreWorker(StorePart):
     exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
-        self, common: Common, writer: RegionWriter, reclaimer: Reclaimer, erase_log: EraseLog
+        self,
+        common: Common,
+        writer: RegionWriter,
+        reclaimer: Reclaimer,
+        erase_log: EraseLog,
+        capacity: CapacityControl,
     ) -> None:
         super().__init__(common)
         self._writer = writer
+        self._capacity = capacity
         self._reclaimer = reclaimer
         self._erase_log = erase_log
         self._pin_files = PinFiles(common, reclaimer)
@@ -83,11 +89,12 @@ class StoreWorker(StorePart):
         state = self._state
         with state.lock:
             while True:
+                written = bool(state.writes) and state.writes[0].done
                 pause_s = state.pins.pause_s()
                 has_pins = state.pin_orders or pause_s == 0.0
-                if has_pins:
+                shrinks = self._capacity.is_due and not (state.closed or state.erase_orders)
+                if has_pins or shrinks:
                     break
-                written = bool(state.writes) and state.writes[0].done
                 if written or self._may_place():
                     break
                 if state.index.tenants.any_dead:
@@ -101,6 +108,8 @@ class StoreWorker(StorePart):
             self._settle_pins()
         elif written:
             self._settle(state.writes[0])
+        elif shrinks:
+            self._capacity.step()
         elif has_erasures:
             self._erase()
         else:

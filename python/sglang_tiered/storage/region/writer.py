@@ -40,7 +40,7 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
-from sglang_tiered.storage.region.regions import Region
+from sglang_tiered.storage.region.regions import Capacity, Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,14 +79,14 @@ class RegionWriter(StorePart):
         barrier: Barrier,
         region_bytes: int,
         next_sequence: int,
-        max_tenant_bytes: int | None = None,
+        capacity: Capacity,
     ) -> None:
         super().__init__(common)
         self._reclaimer = reclaimer
         self._barrier = barrier
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
-        self._max_tenant_bytes = max_tenant_bytes
+        self._capacity = capacity
         encoding = self._state.encoding
         if encoding is not None and not encoding.encodes:
             encoding = None
@@ -226,9 +226,10 @@ class RegionWriter(StorePart):
         the lock."""
         tenant = ticket.tenant
         is_kept = ticket.reinserted and len(self._state.pins)
-        if self._max_tenant_bytes is None or tenant == NO_TENANT or is_kept:
+        most = self._capacity.max_tenant_bytes
+        if most is None or tenant == NO_TENANT or is_kept:
             return math.inf
-        return self._max_tenant_bytes - self._state.regions.tenant_bytes.get(tenant, 0)
+        return most - self._state.regions.tenant_bytes.get(tenant, 0)
 
     def _fits(self, region: Region, count: int, payload: int) -> bool:
         if count > 1 and payload > MAX_EXTENT_BYTES:
