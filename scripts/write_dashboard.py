@@ -156,6 +156,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_shared_once("tier_physical_bytes"), "{{tier}} taken"),
             (_shared_once("tier_capacity_bytes", 'sum by (tier) (tiered:tier_capacity_bytes{tier="nvme"} > 0)') + " > 0", "{{tier}} cap"),
         ), "bytes", 12),
+        Panel("Shared by servers", "With `--tier-machine-budget`, by server: what it keeps, what it has above that, and what others asked back. Together with what nobody has it is the total.", (
+            ("sum by (instance) (tiered:nvme_floor_bytes)", "{{instance}} floor"),
+            ("sum by (instance) (tiered:nvme_borrowed_bytes)", "{{instance}} borrowed"),
+            ("sum by (instance) (tiered:nvme_recalled_bytes)", "{{instance}} asked back"),
+            ("max (tiered:nvme_shared_bytes)", "total"),
+        ), "bytes"),
         Panel("Pages and tenants", "Pages that a lookup can hit, of every rank, those of a bucket and of other servers once; on the right the tenants that hold some on NVMe.", (
             (_shared_once("tier_pages", 'sum by (tier) (tiered:tier_pages{tier="nvme"})', "object|peer"), "{{tier}}"),
             ("max by (tier) (tiered:tier_tenants)", "tenants {{tier}}", "none"),

@@ -117,6 +117,27 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="a quarter of the disk space that is free, at most 256GiB",
         ),
     ]
+    budget_directory: Annotated[
+        str | None,
+        Flag(
+            "--tier-machine-budget",
+            DIRECTORY,
+            "Share `--tier-nvme-bytes`, which is then what all of them take together, with the "
+            "other servers on this machine that name this directory and the same number: who is "
+            "busy takes what others do not use. Keep it on a disk, beside theirs.",
+            default="a cap of its own",
+        ),
+    ] = None
+    floor_bytes: Annotated[
+        int | None,
+        Flag(
+            "--tier-nvme-floor",
+            size("drop it for the default"),
+            "What all ranks of this server together keep of `--tier-machine-budget`, however busy "
+            "the others are.",
+            default="an eighth of `--tier-nvme-bytes`",
+        ),
+    ] = None
     region_bytes: Annotated[
         int,
         Flag(
@@ -216,6 +237,15 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_positive("--tier-nvme-bytes", self.capacity_bytes)
         require_positive("tier-nvme-region-bytes", self.region_bytes)
+        if self.floor_bytes is not None and self.budget_directory is None:
+            raise ConfigError(
+                "--tier-nvme-floor needs --tier-machine-budget; pass it, or drop this."
+            )
+        if not 0 < (self.floor_bytes or 1) <= self.capacity_bytes:
+            raise ConfigError(
+                f"--tier-nvme-floor {format_bytes(self.floor_bytes or 0)} must be at most "
+                f"--tier-nvme-bytes {format_bytes(self.capacity_bytes)}; lower it."
+            )
         if self.writes_per_day is not None:
             require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
         if self.checkpoint_tokens is not None:
@@ -473,8 +503,11 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
             share, region = self.nvme_bytes_per_rank, self.nvme.region_bytes
             ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
             if share < MIN_REGIONS * region:
+                given, flag = self.nvme.capacity_bytes, "--tier-nvme-bytes"
+                if self.nvme.floor_bytes is not None:
+                    given, flag = self.nvme.floor_bytes, "--tier-nvme-floor"
                 raise ConfigError(
-                    f"--tier-nvme-bytes {format_bytes(self.nvme.capacity_bytes)} is too small: it "
+                    f"{flag} {format_bytes(given)} is too small: it "
                     f"must hold {MIN_REGIONS} regions of {format_bytes(region)}{ranks}; raise it, "
                     "lower tier-nvme-region-bytes, or pass --tier-mode host."
                 )
@@ -500,7 +533,18 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nvme_bytes_per_rank(self) -> int:
-        return 0 if self.nvme is None else self.nvme.capacity_bytes // self.num_ranks
+        """What a rank may always take; more while others of a machine's budget do not use it."""
+        if self.nvme is None:
+            return 0
+        if self.nvme.budget_directory is None:
+            return self.nvme.capacity_bytes // self.num_ranks
+        return (self.nvme.floor_bytes or 0) // self.num_ranks
+
+    @property
+    def most_nvme_bytes_per_rank(self) -> int:
+        if self.nvme is None or self.nvme.budget_directory is None:
+            return self.nvme_bytes_per_rank
+        return self.nvme.capacity_bytes
 
     @property
     def max_tenant_bytes_per_rank(self) -> int | None:

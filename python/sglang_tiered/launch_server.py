@@ -208,7 +208,11 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
         limit = config.nvme.writes_per_day
         writes = "" if limit is None else f", at most {format_bytes(limit)} written per day"
         place = f"at {config.nvme.directory}{writes}"
-        lines.append(line("nvme", config.nvme.capacity_bytes, place))
+        nbytes: int | None = config.nvme.capacity_bytes
+        if config.nvme.budget_directory is not None:
+            place += f", of {format_bytes(config.nvme.capacity_bytes)} that servers share"
+            nbytes = None  # what it has now
+        lines.append(line("nvme", nbytes, place))
     if config.object is not None:
         place = f"at {config.object.shown_url}, shared"
         lines.append(line("object", config.object.capacity_bytes, place))

@@ -201,6 +201,10 @@ METRICS = _metrics(
     ("tier_queued_store_bytes", GAUGE, "tier", _of(_STORING, "queued_store_bytes"), "Payload bytes of stores submitted and not done."),
     ("tier_tenants", GAUGE, "tier", _of(_STORING, "num_tenants"), "Tenants with pages; requests without a tenant count as one."),
     ("nvme_stuck_regions", GAUGE, "", "nvme.num_regions_stuck", "Regions whose file cannot be removed: they serve, and keep their space."),
+    ("nvme_shared_bytes", GAUGE, "", "budget.total_bytes", "What the servers of --tier-machine-budget take together; only with it, as those below."),
+    ("nvme_floor_bytes", GAUGE, "", "budget.floor_bytes", "What this rank keeps of that, however busy others are."),
+    ("nvme_borrowed_bytes", GAUGE, "", "budget.borrowed_bytes", "What this rank may take above that now, which others may have back."),
+    ("nvme_recalled_bytes", GAUGE, "", "budget.due_bytes", "What of that others asked for, and this rank still has."),
     ("nvme_write_budget_bytes", GAUGE, "", "write_budget_bytes", "What the write budget leaves for now; only with --tier-nvme-writes-per-day."),
     # ---- What went in and out ----
     ("stored_pages", COUNTER, "tier", _of(_STORING, "num_pages_stored"), "Pages made durable."),

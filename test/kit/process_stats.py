@@ -16,6 +16,7 @@ from sglang_tiered.integration.observe.stats import (
     TierReads,
     WaitStats,
 )
+from sglang_tiered.integration.storage.machine_budget import BudgetStats
 from sglang_tiered.metrics import DurationCounts, Durations
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import LoadDecision
@@ -83,6 +84,7 @@ STATS = ProcessStats(
         for tier in ("device", "host", "nvme")
     },
     hints=HintStats(3, {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0}, 640),
+    budget=BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
     request_log_dropped=2,
 )
 BELOW = ObjectTierStats(

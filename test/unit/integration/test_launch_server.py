@@ -400,7 +400,7 @@ def test_a_gone_replica_brings_no_purged_pages_back(
             start.remove_other_shards(settings)
             engines, layout = [], PageLayout.unknown()
             for _ in range(num_ranks):
-                engine, _ = open_shard(
+                engine, *_ = open_shard(
                     settings, storage_config(), namespace, 4096, layout, tp_size=1
                 )
                 held.callback(engine.close)

@@ -56,6 +56,7 @@ __all__ = [
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_DISK_FRACTION = 0.25
 DEFAULT_DISK_MAX_BYTES = 256 * GiB
+DEFAULT_FLOOR_PART = 8  # of what servers share, the part that each keeps
 
 # How long a request may wait for its load before it is prefilled instead. A backstop for a disk
 # that hangs: a tier that reports itself unhealthy ends the wait at once.
@@ -279,6 +280,7 @@ def _resolve_nvme(
         free = min(free, there) if kind == "tmpfs" else there  # a ramfs tells no size
     held = _held_bytes(directory)
     capacity = values.get("capacity_bytes")
+    _share_machine(values)
     if capacity is None:
         quarter = int((free + held) * DEFAULT_DISK_FRACTION)
         capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
@@ -308,8 +310,9 @@ def _resolve_nvme(
             "reboot; pass a --tier-dir on a disk to keep them."
         )
     # A region must also fit a disk that is smaller than the cap.
-    room = min(capacity, free + held) / num_ranks * values.get("tenant_share", 1)
-    per_rank, most = capacity // num_ranks, max_regions()
+    least, is_shared = values.get("floor_bytes", capacity), "floor_bytes" in values
+    room = min(least, free + held) / num_ranks * values.get("tenant_share", 1)
+    per_rank, most = capacity // (1 if is_shared else num_ranks), max_regions()
     region = values.get("region_bytes")
     if region is None:
         values["region_bytes"] = default_region_bytes(
@@ -330,6 +333,17 @@ def _resolve_nvme(
     if config.codec != NO_CODEC:  # the lossy ones compress too
         require(f"--tier-codec {config.codec}", "zstandard")
     return config
+
+
+def _share_machine(values: dict[str, Any]) -> None:
+    """Complete what a server says of the machine's budget. Raises ``ConfigError``."""
+    if values.get("budget_directory") is None:
+        return
+    if values.get("capacity_bytes") is None:
+        raise ConfigError(
+            "--tier-machine-budget needs --tier-nvme-bytes: what its servers take together."
+        )
+    values.setdefault("floor_bytes", values["capacity_bytes"] // DEFAULT_FLOOR_PART)
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:

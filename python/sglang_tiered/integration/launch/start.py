@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import TieredConfig, TierMode, cache_directory
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import compat
+from sglang_tiered.integration.storage import machine_budget
 from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.directory import DirectoryLock
@@ -116,6 +117,7 @@ def claim_directory(config: TieredConfig, held: ExitStack) -> None:
     if config.request_log is not None:
         config.request_log.check()
     path = Path(config.nvme.directory)
+    machine_budget.check_budget(config)
     store_directory.refuse_strangers(path)
     if store_directory.inspect(path) is store_directory.DirectoryState.ABSENT:
         store_directory.prepare(path)

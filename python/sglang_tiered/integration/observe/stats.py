@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.observe.holdings import Holding
     from sglang_tiered.integration.storage.backend import TieredStorage
+    from sglang_tiered.integration.storage.machine_budget import BudgetStats
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.policy.cost_model import LoadDecision
     from sglang_tiered.policy.hints import HintEnd
@@ -120,6 +121,7 @@ class ProcessStats:
     waits: WaitStats | None = None  # likewise
     codec: EncodingStats | None = None  # None without one
     holdings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # see ``holdings``
+    budget: BudgetStats | None = None  # None without --tier-machine-budget
     request_log_dropped: int | None = None  # lines; None where none is written
 
     @property
@@ -222,6 +224,7 @@ def process_stats(
         waits=waits,
         codec=None if encoding is None or encoding.name == NO_CODEC else encoding.stats(),
         holdings={tier: _bounded(holding) for tier, holding in (held or {}).items()},
+        budget=storage.budget,
         request_log_dropped=request_log_dropped,
     )
 

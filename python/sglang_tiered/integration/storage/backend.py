@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.identity.hidden_pages import HiddenPages
     from sglang_tiered.integration.storage.admission_gate import QueuedStore
+    from sglang_tiered.integration.storage.machine_budget import BudgetStats, MachineBudget
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Meter
@@ -117,6 +118,7 @@ class TieredStorage(TierQueries):
         self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
         self._tiers: OpenTiers | None = None
+        self._budget: MachineBudget | None = None
         self.remote_erasures: RemoteErasures | None = None  # made only with an index or a bucket
         self._gate: StoreGate | None = None
         self._namespace = b""
@@ -179,7 +181,7 @@ class TieredStorage(TierQueries):
         if sharing is not None and not sharing.is_lender:
             self._use_borrowed(search)
             return None
-        region, replica = open_shard(
+        region, replica, self._budget = open_shard(
             config,
             where,
             search.namespace,
@@ -272,6 +274,11 @@ class TieredStorage(TierQueries):
         """Whether another rank keeps the pages of this one, and knows which there are."""
         return isinstance(self.region_engine, BorrowedEngine)
 
+    @property
+    def budget(self) -> BudgetStats | None:
+        """Return this shard's part of the machine's budget, if it has one."""
+        return None if self._budget is None else self._budget.stats()
+
     def page_bytes(self, pool: PoolName = PoolName.KV) -> int:
         """Return the payload bytes of one page of this rank."""
         return host_pages.page_bytes(self._pool(pool))
@@ -333,8 +340,12 @@ class TieredStorage(TierQueries):
             self._noting.join(NOTE_JOIN_S)
         if self._lender is not None:
             self._lender.close()
+        if self._budget is not None:
+            self._budget.close()
         if self._tiers is not None:
             self._tiers.close()
+        if self._budget is not None:
+            self._budget.leave()
         for _, is_durable in self._late:
             keep(is_durable, False)
 

@@ -91,7 +91,7 @@ class SharingRanks:
         config = msgspec.structs.replace(config, num_ranks=num_ranks, tp_size=1)
         nvme = config.nvme
         assert nvme is not None
-        if config.nvme_bytes_per_rank // nvme.region_bytes > max_regions():
+        if config.most_nvme_bytes_per_rank // nvme.region_bytes > max_regions():
             # The launcher chose a size of which each rank could have its part open.
             nvme = msgspec.structs.replace(nvme, region_bytes=num_here * nvme.region_bytes)
             config = msgspec.structs.replace(config, nvme=nvme)

@@ -20,6 +20,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.identity.namespace_search import recall_namespace
+from sglang_tiered.integration.storage.machine_budget import MachineBudget
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.bucket.settings import BucketSettings
@@ -91,9 +92,10 @@ def open_shard(
     layout: PageLayout,
     *,
     tp_size: int,
-) -> tuple[RegionEngine, int]:
-    """Open the first free shard of this rank's geometry; return it and its number among them;
-    without a namespace under the last one that was found for it. ``page_bytes`` is the largest page
+) -> tuple[RegionEngine, int, MachineBudget | None]:
+    """Open the first free shard of this rank's geometry, without a namespace under the last one
+    that was found for it; return it, its number among them, and its part of the machine's budget.
+    ``page_bytes`` is the largest page
     of any pool; raises ``ConfigError`` where the tier is too small for it. ``layout`` is that of
     the KV pool. ``tp_size`` is the server's, also where ``where`` stands for all of its ranks.
 
@@ -119,21 +121,38 @@ def open_shard(
             replica=replica,
         )
         path = shard_path(Path(nvme.directory), name)
+        budget = None
         try:
+            capacity, most = config.nvme_bytes_per_rank, config.most_nvme_bytes_per_rank
+            if nvme.budget_directory is not None:
+                budget = MachineBudget(
+                    Path(nvme.budget_directory),
+                    path,
+                    total_bytes=most,
+                    floor_bytes=capacity,
+                    region_bytes=region_bytes,
+                )
+                capacity = budget.capacity_bytes
+            share = nvme.tenant_share
             engine = RegionEngine(
                 path,
                 namespace=namespace or recall_namespace(path),
-                capacity_bytes=config.nvme_bytes_per_rank,
+                capacity_bytes=capacity,
+                most_bytes=most,
                 region_bytes=region_bytes,
                 max_queued_store_bytes=max(DEFAULT_QUEUED_STORE_BYTES, QUEUED_PAGES * page_bytes),
-                max_tenant_bytes=config.max_tenant_bytes_per_rank,
+                max_tenant_bytes=None if share is None else int(capacity * share),
                 encoding=encoding,
             )
             if where.tp_rank == 0 and tp_size > 1:
                 _remove_other_sharing(Path(nvme.directory), name, tp_size)
-            return engine, replica
-        except StoreLockedError:
-            if replica + 1 == replicas:
+            if budget is not None:
+                budget.start(engine.capacity)
+            return engine, replica, budget
+        except BaseException as error:
+            if budget is not None:
+                budget.leave()
+            if not isinstance(error, StoreLockedError) or replica + 1 == replicas:
                 raise
     raise AssertionError("a server has at least one scheduler with these ranks")
 
@@ -156,7 +175,9 @@ def _region_bytes(config: TieredConfig, configured: int, page_bytes: int) -> int
     if region_bytes <= configured:
         return configured
     bounds = {
-        "--tier-nvme-bytes": (config.nvme_bytes_per_rank, MIN_REGIONS),
+        "--tier-nvme-bytes"
+        if config.nvme is None or config.nvme.floor_bytes is None
+        else "--tier-nvme-floor": (config.nvme_bytes_per_rank, MIN_REGIONS),
         "--tier-tenant-share": (config.max_tenant_bytes_per_rank, MIN_REGIONS),
         "--tier-nvme-writes-per-day": (config.nvme_writes_per_day_per_rank, MIN_REGIONS_PER_DAY),
     }

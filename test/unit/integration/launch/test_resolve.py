@@ -286,6 +286,8 @@ def test_flags_are_frozen() -> None:
         NvmeConfig: [
             "--tier-dir",
             "--tier-nvme-bytes",
+            "--tier-machine-budget",
+            "--tier-nvme-floor",
             "tier-nvme-region-bytes",
             "--tier-nvme-writes-per-day",
             "--tier-codec",

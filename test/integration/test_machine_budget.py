@@ -1,0 +1,77 @@
+"""Two servers with different models share one budget of NVMe: who is busy has it, and a death of
+one harms the other not."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from conftest import ALWAYS, SMALL_REGIONS, Launch, aligned, make_prompts
+from kit.small_model import write_small_model
+from kit.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server_process import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MIB = 1 << 20
+LENGTH = 640
+TOTAL, FLOOR = 128 * MIB, 16 * MIB
+
+
+def hit_rate(server: Server, prompts: list[list[int]], seed: int, num_rounds: int) -> float:
+    """Of the last round, with device and host memory empty before each."""
+    rate = 0.0
+    for number in range(num_rounds):
+        server.flush()
+        order = random.Random(seed + number).sample(prompts, len(prompts))
+        answers = [server.generate(prompt, num_new=1) for prompt in order]
+        rate = sum(a.cached["storage"] for a in answers) / (len(prompts) * aligned(LENGTH))
+    server.flush()
+    return rate
+
+
+def capacity(server: Server) -> float:
+    return server.tier_state()["tier_capacity_bytes:nvme"]
+
+
+def test_the_busy_server_has_the_others_room(
+    launch: Launch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other_model = write_small_model(tmp_path_factory.mktemp("model") / "other", seed=1)
+    shared = (
+        *("--max-total-tokens", "2048", "--tier-host-bytes", "20MiB", *ALWAYS, *SMALL_REGIONS),
+        *("--tier-machine-budget", str(tmp_path / "budget"), "--tier-nvme-bytes", "128MiB"),
+    )
+    a = launch(*shared, "--tier-dir", str(tmp_path / "a"))
+    b = launch(*shared, "--tier-dir", str(tmp_path / "b"), model_path=other_model)
+    state = a.tier_state()
+    assert state["nvme_shared_bytes"] == TOTAL and state["nvme_floor_bytes"] == FLOOR
+    page_bytes = a.tier_state()["tier_capacity_bytes:host"] / state["tier_capacity_tokens:host"]
+    num = int(0.8 * TOTAL / (page_bytes * aligned(LENGTH)))  # of half of the budget 1.6 times
+    prompts = {server.port: make_prompts(server.port, num, LENGTH) for server in (a, b)}
+    rates = []
+    for busy in (a, b, a):
+        rates.append(hit_rate(busy, prompts[busy.port], 1, 5))
+        assert capacity(a) + capacity(b) <= TOTAL
+        assert min(capacity(a), capacity(b)) >= FLOOR
+    assert min(rates) >= 1.3 / 1.6, rates
+
+    held_before = capacity(a)
+    assert held_before > TOTAL / 2
+    expected = a.generate(prompts[a.port][0]).output_ids
+    theirs = b.generate(prompts[b.port][0]).output_ids
+    a.kill()
+    assert b.generate(prompts[b.port][0]).output_ids == theirs
+    assert hit_rate(b, prompts[b.port], 2, 5) >= 1.3 / 1.6, "it has what the dead one left"
+    again = launch(*shared, "--tier-dir", str(tmp_path / "a"))
+    assert capacity(again) >= FLOOR
+    assert again.generate(prompts[a.port][0]).output_ids == expected
+    prompts[again.port] = prompts[a.port]
+    assert hit_rate(again, prompts[again.port], 3, 5) >= 1.3 / 1.6
+    eventually(lambda: capacity(again) + capacity(b) <= TOTAL, "sums hold")

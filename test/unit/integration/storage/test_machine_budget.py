@@ -1,0 +1,274 @@
+"""Stores that share one budget: who is busy has it, sums hold, and a death gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kit.runs import NAMESPACE, blank, make_run
+from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.storage.machine_budget import MachineBudget, check_budget
+from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.machine_budget import BudgetRecords, Table
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.pins import PinRefusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE = 4096
+REGION = 64 * PAGE
+TOTAL = 40 * REGION
+FLOOR = 4 * REGION
+PER_REGION = 60
+
+
+class Store:
+    """A store with its part of the budget, whose ticks the test gives; time passes by them."""
+
+    now = 0.0
+
+    def __init__(self, folder: Path, name: str, *, floor: int = FLOOR, total: int = TOTAL) -> None:
+        self.name = name
+        self._runs: dict[int, Run] = {}
+        self.budget = MachineBudget(
+            folder / "budget",
+            folder / name,
+            total_bytes=total,
+            floor_bytes=floor,
+            region_bytes=REGION,
+        )
+        self.engine = RegionEngine(
+            folder / name,
+            namespace=NAMESPACE,
+            capacity_bytes=self.budget.capacity_bytes,
+            most_bytes=total,
+            region_bytes=REGION,
+            num_threads=2,
+            clock=lambda: Store.now,
+        )
+        self.budget._store = self.engine.capacity  # noqa: SLF001 - without its thread
+
+    def run_of(self, number: int) -> Run:
+        if number not in self._runs:
+            seed = 1000 * ord(self.name) + number
+            self._runs[number] = make_run(seed, [PAGE] * PER_REGION)
+        return self._runs[number]
+
+    def visit(self, number: int) -> bool:
+        """Load a conversation, or store it where it is not held; true for a hit."""
+        run = self.run_of(number)
+        if self.holds(number):
+            return set(finished(self.engine.submit_load(blank(run)))) == {Reason.OK}
+        assert set(finished(self.engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
+        return False
+
+    def holds(self, number: int) -> bool:
+        keys = self.run_of(number).keys
+        return self.engine.lookup(keys).num_hits == len(keys)
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.stats().capacity_bytes
+
+    def end(self) -> None:
+        self.budget.close()
+        self.engine.close()
+        self.budget.leave()
+
+
+def tick(*stores: Store) -> None:
+    Store.now += 0.5
+    for store in stores:
+        store.budget.tick()
+        assert sum(each.capacity for each in stores) <= TOTAL
+
+
+def rounds(busy: Store, stores: tuple[Store, ...], number: int, num_rounds: int) -> float:
+    """The hit rate of the last of so many rounds over its conversations."""
+    hits = 0
+    for _ in range(num_rounds):
+        hits = 0
+        for conversation in range(number):
+            hits += busy.visit(conversation)
+            tick(*stores)
+    return hits / number
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    stores = Store(tmp_path, "a"), Store(tmp_path, "b")
+    yield stores
+    for store in stores:
+        store.end()
+
+
+def test_the_busy_one_has_what_it_needs(two: tuple[Store, Store]) -> None:
+    """1.6 halves of the budget; two fixed halves hold 62.5% of that, and a log in rounds less."""
+    for busy in (*two, two[0]):
+        assert rounds(busy, two, 32, 3) >= 0.95
+        idle = two[1 - two.index(busy)]
+        assert idle.capacity >= FLOOR
+        assert busy.capacity >= 32 * REGION
+        for store in two:
+            store.engine.check_integrity()
+
+
+def test_two_busy_ones_do_not_trade(two: tuple[Store, Store]) -> None:
+    for _ in range(3):
+        for conversation in range(60):
+            for store in two:
+                store.visit(conversation)
+            tick(*two)
+    before = [store.capacity for store in two]
+    assert min(before) >= TOTAL // 4
+    moved = 0
+    for conversation in range(60):
+        for store in two:
+            store.visit(conversation)
+        tick(*two)
+        after = [store.capacity for store in two]
+        moved += sum(abs(x - y) for x, y in zip(before, after, strict=True))
+        before = after
+    assert moved <= 8 * REGION
+
+
+def test_pins_of_a_lender_are_not_written_again(two: tuple[Store, Store]) -> None:
+    a, b = two
+    rounds(a, two, 30, 2)
+    keys = [a.run_of(number).keys for number in range(0, 30, 3)]
+    made = a.engine.pin("mine", [key for each in keys for key in each])
+    assert not isinstance(made, PinRefusal) and is_true(made, TIMEOUT_S)
+    Store.now += 100
+    written = a.engine.stats().bytes_written
+    rounds(b, two, 36, 3)
+    assert all(a.engine.lookup(each).num_hits == len(each) for each in keys)
+    assert a.engine.stats().bytes_written - written < 4 * REGION
+    assert b.capacity == TOTAL - a.capacity, "but all that pins do not keep"
+    a.engine.unpin("mine")
+    rounds(b, two, 36, 2)
+    assert a.capacity < 8 * REGION
+
+
+def test_what_a_dead_store_had_comes_back(tmp_path: Path) -> None:
+    a, b = Store(tmp_path, "a"), Store(tmp_path, "b")
+    rounds(a, (a, b), 34, 2)
+    assert a.capacity > 30 * REGION
+    a.end()
+    assert rounds(b, (b,), 34, 3) >= 0.95
+    again = Store(tmp_path, "a")
+    assert FLOOR <= again.capacity <= TOTAL - b.capacity
+    hits = sum(again.holds(number) for number in range(34))
+    assert 2 <= hits <= 6, "the newest, in its floor"
+    for store in (again, b):
+        store.end()
+
+
+def test_a_newcomer_has_its_floor(tmp_path: Path) -> None:
+    a = Store(tmp_path, "a")
+    rounds(a, (a,), 50, 1)
+    assert a.capacity > 36 * REGION
+    a.budget.start(a.engine.capacity)
+    b = Store(tmp_path, "b", floor=10 * REGION)
+    tick(b)
+    eventually(lambda: b.budget.tick() or b.capacity == 10 * REGION, "it has its floor")  # type: ignore[func-returns-value]
+    assert a.capacity + b.capacity <= TOTAL
+    for store in (a, b):
+        store.end()
+
+
+def test_a_lost_table_is_made_again(two: tuple[Store, Store], tmp_path: Path) -> None:
+    a, b = two
+    rounds(a, two, 30, 2)
+    before = a.capacity, b.capacity
+    (tmp_path / "budget" / "TABLE-1").unlink()
+    tick(b, a)
+    assert (a.capacity, b.capacity) == before
+    assert rounds(b, two, 30, 3) >= 0.9
+
+
+def test_a_budget_that_is_gone_changes_no_server(two: tuple[Store, Store], tmp_path: Path) -> None:
+    a, b = two
+    rounds(a, two, 30, 1)
+    for path in (tmp_path / "budget").iterdir():
+        path.unlink()
+    (tmp_path / "budget").rmdir()
+    tick(a, b)
+    assert rounds(b, two, 30, 3) >= 0.9
+
+
+def test_records_say_more_than_stores_take(
+    two: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the table is written, so also when a process dies behind that."""
+    a, b = two
+    checked = []
+    table_of = BudgetRecords.table
+
+    def checking(records: BudgetRecords) -> object:
+        def check(table: Table) -> None:
+            caps = [table.records[each.budget._records.name].cap_bytes for each in two]  # noqa: SLF001
+            assert sum(caps) <= TOTAL
+            assert all(s.capacity <= cap for s, cap in zip(two, caps, strict=True))
+            checked.append(caps)
+
+        class Checked:
+            def __enter__(self) -> Table:
+                self._held = table_of(records)
+                self._table = self._held.__enter__()
+                check(self._table)
+                return self._table
+
+            def __exit__(self, *error: object) -> None:
+                check(self._table)
+                self._held.__exit__(*error)  # type: ignore[arg-type]
+
+        return Checked()
+
+    monkeypatch.setattr(BudgetRecords, "table", checking)
+    for busy in (a, b, a):
+        rounds(busy, two, 32, 1)
+    assert len({caps[0] for caps in checked}) > 10
+
+
+def config(folder: Path, **changes: object) -> TieredConfig:
+    nvme = {
+        "directory": str(folder / "kv"),
+        "capacity_bytes": 64 << 20,
+        "region_bytes": 4 << 20,
+        "budget_directory": str(folder / "budget"),
+        "floor_bytes": 8 << 20,
+    }
+    return TieredConfig(mode=TierMode.NVME, nvme=NvmeConfig(**(nvme | changes)))  # type: ignore[arg-type]
+
+
+def test_terms_are_refused_before_a_model_loads(tmp_path: Path) -> None:
+    check_budget(config(tmp_path))
+    inside = config(tmp_path, budget_directory=str(tmp_path / "kv" / "budget"))
+    with pytest.raises(ConfigError, match="is in its --tier-dir"):
+        check_budget(inside)
+    a = BudgetRecords(
+        tmp_path / "budget", tmp_path / "a", total_bytes=64 << 20, floor_bytes=40 << 20
+    )
+    (tmp_path / "a").mkdir()
+    assert a.join()
+    check_budget(config(tmp_path))
+    with pytest.raises(ConfigError, match="does not fit beside"):
+        check_budget(config(tmp_path, floor_bytes=32 << 20))
+    with pytest.raises(ConfigError, match="another total"):
+        check_budget(config(tmp_path, capacity_bytes=60 << 20))
+    a.leave()
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs --tier-machine-budget"):
+        config(Path("/x"), budget_directory=None)
+    with pytest.raises(ConfigError, match="must be at most --tier-nvme-bytes"):
+        config(Path("/x"), floor_bytes=65 << 20)
+    with pytest.raises(ConfigError, match="--tier-nvme-floor 4MiB is too small"):
+        config(Path("/x"), floor_bytes=4 << 20)

@@ -1,0 +1,94 @@
+"""Who takes how much of the NVMe that servers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_tiered.policy.machine_budget import Member, grant, recall
+
+TOTAL = 100
+
+
+def member(cap: int, *, floor: int = 10, **more: Any) -> Member:
+    return Member(floor_bytes=floor, cap_bytes=cap, **{"due_bytes": cap, "held_bytes": cap, **more})
+
+
+def test_what_nobody_has_is_taken_first() -> None:
+    members = {"a": member(50, wants_bytes=8, coldest_s=1.0), "b": member(45)}
+    assert grant(TOTAL, members, "a") == 5
+    assert recall(TOTAL, members, "a") == {"b": 42}, "and what lacks is asked for"
+
+
+def test_floors_are_lent_to_nobody() -> None:
+    members = {"a": member(80, wants_bytes=50, coldest_s=0.0), "b": member(0, held_bytes=0)}
+    assert grant(TOTAL, members, "a") == 10
+    members["b"] = member(12)
+    assert grant(TOTAL, members, "a") == 8
+    assert recall(TOTAL, members, "a") == {"b": 10}
+
+
+def test_an_unused_part_goes_however_recently_used() -> None:
+    members = {
+        "a": member(50, wants_bytes=4, coldest_s=9.0),
+        "b": member(50, held_bytes=30, coldest_s=0.0),
+    }
+    assert recall(TOTAL, members, "a") == {"b": 46}
+
+
+def test_two_that_are_equally_busy_do_not_trade() -> None:
+    busy = member(50, wants_bytes=4, coldest_s=20.0)
+    members = {"a": busy, "b": busy._replace(coldest_s=25.0)}
+    assert recall(TOTAL, members, "a") == recall(TOTAL, members, "b") == {}
+    members["b"] = busy._replace(coldest_s=40.0)
+    assert recall(TOTAL, members, "a") == {"b": 46}
+    assert recall(TOTAL, members, "b") == {}
+
+
+def test_the_coldest_gives_first() -> None:
+    members = {
+        "a": member(20, wants_bytes=15, coldest_s=1.0),
+        "b": member(40, coldest_s=50.0, wants_bytes=1),
+        "c": member(40, coldest_s=90.0, wants_bytes=1),
+    }
+    assert recall(TOTAL, members, "a") == {"c": 25}
+    members["c"] = members["c"]._replace(keeps_bytes=36)
+    assert recall(TOTAL, members, "a") == {"c": 36, "b": 29}
+
+
+def test_what_is_on_its_way_is_asked_once() -> None:
+    members = {
+        "a": member(50, wants_bytes=8, coldest_s=1.0),
+        "b": member(50, due_bytes=42, coldest_s=90.0),
+    }
+    assert recall(TOTAL, members, "a") == {}
+
+
+def test_a_lender_leaves_what_it_gave() -> None:
+    """Or it would have it back before the taker looks."""
+    members = {
+        "a": member(50, wants_bytes=8, coldest_s=1.0),
+        "b": member(42, wants_bytes=8, coldest_s=90.0),
+    }
+    assert grant(TOTAL, members, "b") == 0
+    assert grant(TOTAL, members, "a") == 8
+
+
+def test_a_closed_store_gives_before_a_live_one() -> None:
+    members = {
+        "a": member(50, wants_bytes=8, coldest_s=1.0),
+        "b": member(25, coldest_s=90.0),
+        "c": member(25, is_live=False),
+    }
+    assert recall(TOTAL, members, "a") == {"c": 17}
+
+
+def test_a_newcomer_gets_its_floor_from_whoever() -> None:
+    members = {
+        "new": member(0, held_bytes=0, floor=30, coldest_s=1e9),
+        "b": member(60, coldest_s=0.0, wants_bytes=9),
+        "c": member(40, coldest_s=5.0, wants_bytes=9),
+    }
+    assert grant(TOTAL, members, "b") == 0
+    assert recall(TOTAL, members, "new") == {"c": 10}
+    members["c"] = member(10)
+    assert grant(TOTAL, members, "new") == 30

@@ -1,0 +1,168 @@
+"""The records of servers that share NVMe: damage, loss, other terms, and what lies beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglang_tiered.checksummed import seal
+from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
+from sglang_tiered.storage.machine_budget import BudgetRecords, Record, closed_bytes, trim_closed
+from sglang_tiered.storage.region.directory import DirectoryLock
+from sglang_tiered.storage.region.format import region_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOTAL, FLOOR = 1000, 100
+
+
+def member(folder: Path, name: str, *, total: int = TOTAL, floor: int = FLOOR) -> BudgetRecords:
+    return BudgetRecords(folder / "budget", folder / name, total_bytes=total, floor_bytes=floor)
+
+
+def joined(folder: Path, name: str, **terms: int) -> BudgetRecords:
+    one = member(folder, name, **terms)
+    (folder / name).mkdir(exist_ok=True)
+    assert one.join()
+    return one
+
+
+def record_of(one: BudgetRecords, of: BudgetRecords) -> Record:
+    with one.table() as table:
+        return table.records[of.name]
+
+
+def set_cap(one: BudgetRecords, nbytes: int) -> None:
+    with one.table() as table:
+        table.records[one.name].cap_bytes = table.records[one.name].due_bytes = nbytes
+
+
+def regions(shard: Path, number: int, nbytes: int) -> None:
+    for sequence in range(number):
+        (shard / region_name(sequence)).write_bytes(bytes(nbytes))
+
+
+def test_one_is_live_until_it_lets_go(tmp_path: Path) -> None:
+    a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
+    set_cap(a, 700)
+    with pytest.raises(StoreLockedError):
+        member(tmp_path, "a").join()
+    assert record_of(b, a).is_live and record_of(b, a).cap_bytes == 700
+    regions(tmp_path / "a", 3, 150)
+    a.leave()
+    found = record_of(b, a)
+    assert (found.is_live, found.cap_bytes) == (False, 450), "what it takes on the disk"
+    again = joined(tmp_path, "a")
+    assert record_of(b, again).cap_bytes == 450
+
+
+def test_a_store_whose_shard_is_gone_is_forgotten(tmp_path: Path) -> None:
+    a, b = joined(tmp_path, "a", floor=900), joined(tmp_path, "b")
+    with pytest.raises(ConfigError, match="--tier-nvme-floor 200 does not fit"):
+        member(tmp_path, "c", floor=200).join()
+    a.leave()
+    (tmp_path / "a").rmdir()
+    assert joined(tmp_path, "c", floor=200) and b
+    assert sorted(p.name[:6] for p in (tmp_path / "budget").iterdir()) == [
+        *("LOCK", "SERVER", "SERVER", "TABLE-")
+    ]
+
+
+def test_another_total_is_refused_while_one_lives(tmp_path: Path) -> None:
+    a = joined(tmp_path, "a")
+    with pytest.raises(ConfigError, match="another total than the 1000 bytes"):
+        member(tmp_path, "b", total=2000).join()
+    a.leave()
+    joined(tmp_path, "b", total=2000)
+
+
+def damage(table: Path) -> None:
+    data = bytearray(table.read_bytes())
+    data[len(data) // 2] ^= 1
+    table.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        Path.unlink,
+        damage,
+        lambda table: table.write_bytes(table.read_bytes()[:20]),
+        lambda table: table.write_bytes(b""),
+        lambda table: table.write_bytes(seal(["another", "kind"])),
+    ],
+)
+def test_a_lost_table_frees_no_floor(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    a, b, dead = joined(tmp_path, "a"), joined(tmp_path, "b"), joined(tmp_path, "d")
+    set_cap(a, 600)
+    regions(tmp_path / "d", 2, 120)
+    dead.leave()
+    harm(tmp_path / "budget" / "TABLE-1")
+    with b.table() as table:
+        assert not table.is_whole, "nobody may take more"
+        assert table.records[dead.name].cap_bytes == 240
+        b.enter(table, 100)
+    assert not member(tmp_path, "c").join(), "nor come in"
+    with a.table() as table:
+        a.enter(table, 600)
+        assert table.is_whole
+    joined(tmp_path, "c")
+
+
+def test_one_that_comes_back_too_large_is_due(tmp_path: Path) -> None:
+    a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
+    set_cap(b, 700)
+    with a.table() as table:
+        del table.records[a.name]
+        assert a.enter(table, 600).due_bytes == 300
+
+
+def test_a_removed_file_of_one_kills_nobody(tmp_path: Path) -> None:
+    a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
+    set_cap(a, 700)
+    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
+    assert record_of(b, a).cap_bytes == 700 and record_of(b, a).is_live
+    with a.table():
+        a.hold()
+    a.leave()
+    assert not record_of(b, a).is_live, "its file is there again"
+
+
+def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "budget"
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    (place / "SERVER-x").mkdir()
+    (place / ("SERVER-" + "0" * 32)).write_bytes(b"torn")
+    (place / ("SERVER-" + "1" * 32)).symlink_to("/etc/hostname")
+    joined(tmp_path, "a")
+    assert (place / "notes.txt").read_text() == "mine"
+
+
+def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "budget").mkdir()
+    (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
+    with pytest.raises(ConfigError, match="TABLE-2, of another version"):
+        member(tmp_path, "a").join()
+
+
+def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "budget").write_text("a file")
+    with pytest.raises(StoreError, match="--tier-machine-budget .* cannot be used"):
+        member(tmp_path, "a").join()
+
+
+def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
+    regions(tmp_path, 6, 100)
+    assert trim_closed(tmp_path, 350)
+    left = [region_name(sequence) for sequence in (3, 4, 5)]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "LOCK") == left
+    (tmp_path / ("PIN-" + "a" * 32)).write_bytes(b"keeps who knows what")
+    assert not trim_closed(tmp_path, 100)
+    (tmp_path / ("PIN-" + "a" * 32)).unlink()
+    with DirectoryLock(tmp_path):
+        assert not trim_closed(tmp_path, 100), "a process has it open"
+    assert closed_bytes(tmp_path) == 300
