@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 LENGTH = 640
-TOTAL, FLOOR = 128 * MIB, 16 * MIB
+NUM_ROUNDS = 5
+TOTAL, FLOOR = 64 * MIB, 8 * MIB
 
 
 def hit_rate(server: Server, prompts: list[list[int]], seed: int, num_rounds: int) -> float:
@@ -45,8 +46,8 @@ def test_the_busy_server_has_the_others_room(
 ) -> None:
     other_model = write_small_model(tmp_path_factory.mktemp("model") / "other", seed=1)
     shared = (
-        *("--max-total-tokens", "2048", "--tier-host-bytes", "20MiB", *ALWAYS, *SMALL_REGIONS),
-        *("--tier-machine-budget", str(tmp_path / "budget"), "--tier-nvme-bytes", "128MiB"),
+        *("--max-total-tokens", "1024", "--tier-host-bytes", "10MiB", *ALWAYS, *SMALL_REGIONS),
+        *("--tier-machine-budget", str(tmp_path / "budget"), "--tier-nvme-bytes", "64MiB"),
     )
     a = launch(*shared, "--tier-dir", str(tmp_path / "a"))
     b = launch(*shared, "--tier-dir", str(tmp_path / "b"), model_path=other_model)
@@ -56,8 +57,8 @@ def test_the_busy_server_has_the_others_room(
     num = int(0.8 * TOTAL / (page_bytes * aligned(LENGTH)))  # of half of the budget 1.6 times
     prompts = {server.port: make_prompts(server.port, num, LENGTH) for server in (a, b)}
     rates = []
-    for busy in (a, b, a):
-        rates.append(hit_rate(busy, prompts[busy.port], 1, 5))
+    for busy in (b, a):
+        rates.append(hit_rate(busy, prompts[busy.port], 1, NUM_ROUNDS))
         assert capacity(a) + capacity(b) <= TOTAL
         assert min(capacity(a), capacity(b)) >= FLOOR
     assert min(rates) >= 1.3 / 1.6, rates
@@ -68,10 +69,8 @@ def test_the_busy_server_has_the_others_room(
     theirs = b.generate(prompts[b.port][0]).output_ids
     a.kill()
     assert b.generate(prompts[b.port][0]).output_ids == theirs
-    assert hit_rate(b, prompts[b.port], 2, 5) >= 1.3 / 1.6, "it has what the dead one left"
+    assert hit_rate(b, prompts[b.port], 2, NUM_ROUNDS) >= 1.3 / 1.6, "it has what the dead one left"
     again = launch(*shared, "--tier-dir", str(tmp_path / "a"))
     assert capacity(again) >= FLOOR
     assert again.generate(prompts[a.port][0]).output_ids == expected
-    prompts[again.port] = prompts[a.port]
-    assert hit_rate(again, prompts[again.port], 3, 5) >= 1.3 / 1.6
     eventually(lambda: capacity(again) + capacity(b) <= TOTAL, "sums hold")
