@@ -14,6 +14,7 @@ its shard is gone. What else lies in the directory is left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -26,7 +27,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.storage.region.directory import DirectoryLock
+from sglang_tiered.storage.region.directory import DirectoryLock, refuse_strangers
 from sglang_tiered.storage.region.files import is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
 
@@ -89,7 +90,7 @@ class BudgetRecords:
         self._shard = shard.resolve()
         self._total_bytes = total_bytes
         self._floor_bytes = floor_bytes
-        self.name = hashlib.blake2b(os.fsencode(self._shard), digest_size=16).hexdigest()
+        self.name = _name_of(self._shard)
         self._fd = -1
 
     def join(self) -> bool:
@@ -97,7 +98,7 @@ class BudgetRecords:
         while a live store is missing in the table. Raises ``StoreLockedError`` where another
         process has it, ``StoreError``, and ``ConfigError`` where the budget cannot be shared on
         these terms."""
-        with self.table() as table:
+        with self.table() as table, self._usable():
             refuse_terms(self._directory, table, self._total_bytes, self._floor_bytes, {self.name})
             if table.is_whole:
                 self._claim()
@@ -119,8 +120,23 @@ class BudgetRecords:
             cap_bytes=cap,
             due_bytes=cap if cap <= room else max(room, self._floor_bytes),
         )
+        if not cap_bytes:  # before it is opened
+            record.wants_bytes = max(self.needed_bytes - cap, 0)
         table.records[self.name] = record
         return record
+
+    @property
+    def has_pins(self) -> bool:
+        return _has_pin_files(self._shard)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return what this store needs before it is opened, which makes it as small as its
+        capacity: all of its files where pins keep pages in them, and else no more than its
+        floor."""
+        held = closed_bytes(self._shard)
+        most = self._total_bytes if self.has_pins else self._floor_bytes
+        return min(held, most)
 
     @contextlib.contextmanager
     def table(self) -> Iterator[Table]:
@@ -128,7 +144,11 @@ class BudgetRecords:
         ``StoreError`` where it cannot be used, or somebody holds it for long."""
         with contextlib.ExitStack() as held, self._usable():
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = held.enter_context(DirectoryLock(self._directory, timeout_s=_LOCK_S))
+            refuse_strangers(self._directory)
+            try:
+                lock = held.enter_context(DirectoryLock(self._directory, timeout_s=_LOCK_S))
+            except StoreLockedError as error:
+                raise StoreError("a process holds its lock for long") from error
             table = self._read()
             self._add_lost(table)
             self._look_after(table)
@@ -142,6 +162,8 @@ class BudgetRecords:
     def _usable(self) -> Iterator[None]:
         try:
             yield
+        except StoreLockedError:
+            raise
         except (OSError, StoreError) as error:
             why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             why = why.replace("--tier-dir", FLAG)
@@ -149,6 +171,10 @@ class BudgetRecords:
 
     def hold(self) -> None:
         """Make this store's file again, where somebody removed it. Under the lock of the table."""
+        with self._usable():
+            self._hold()
+
+    def _hold(self) -> None:
         try:
             there = os.stat(self._path(self.name), follow_symlinks=False)
             is_held = self._fd >= 0 and os.path.samestat(there, os.fstat(self._fd))
@@ -191,7 +217,8 @@ class BudgetRecords:
         """Return the table; one without records where there is none that verifies."""
         found = unseal(_content(self._directory / _TABLE), tuple[int, dict[str, Record]])
         if found is not None:
-            return Table(*found)
+            total, records = found
+            return Table(total, {name: one for name, one in records.items() if _is_sane(name, one)})
         others = [
             name
             for name in os.listdir(self._directory)
@@ -216,40 +243,49 @@ class BudgetRecords:
             if self._is_live(match[1]):
                 table.is_whole = False  # until it writes its record, which it does every second
                 table.total_bytes = server.total_bytes if server else table.total_bytes
-            elif server is not None and Path(server.shard).is_dir():
-                nbytes = closed_bytes(Path(server.shard))
+            elif server is not None and match[1] == _name_of(Path(server.shard)):
+                nbytes = server.floor_bytes
+                with contextlib.suppress(OSError):
+                    nbytes = closed_bytes(Path(server.shard))
                 table.records[match[1]] = Record(
                     shard=server.shard,
                     floor_bytes=server.floor_bytes,
                     cap_bytes=nbytes,
                     due_bytes=nbytes,
-                    held_bytes=nbytes,
                     is_live=False,
                 )
 
     def _look_after(self, table: Table) -> None:
-        """Note which stores no process has open, what those take, and which are gone. A store whose
-        file is missing counts as open."""
+        """Note which stores no process has open, what those take, and which are gone. One that
+        cannot be looked at keeps what it has."""
         for name, record in list(table.records.items()):
             shard = Path(record.shard)
-            if name == self.name or self._is_live(name, unless=not shard.is_dir()):
+            if name == self.name or self._is_live(name, shard):
                 continue
-            if not shard.is_dir():
+            try:
+                os.lstat(shard)
+                held, has_pins = closed_bytes(shard), _has_pin_files(shard)
+            except FileNotFoundError:
                 del table.records[name]
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path(name))
-            elif record.is_live:
-                record.is_live, record.wants_bytes = False, 0
-                record.held_bytes = closed_bytes(shard)
-                record.keeps_bytes = record.cap_bytes if _has_pin_files(shard) else 0
-                record.cap_bytes = max(min(record.cap_bytes, record.held_bytes), record.keeps_bytes)
+                continue
+            except OSError:
+                held, has_pins = record.cap_bytes, True
+            if record.is_live:
+                least = record.cap_bytes if has_pins else 0
+                record.cap_bytes = max(min(record.cap_bytes, held), least)
                 record.due_bytes = record.cap_bytes
+            record.is_live, record.wants_bytes, record.held_bytes = False, 0, held
+            record.keeps_bytes = record.cap_bytes if has_pins else 0
 
-    def _is_live(self, name: str, *, unless: bool = False) -> bool:
+    def _is_live(self, name: str, shard: Path | None = None) -> bool:
+        """Return whether a process has a store open. Where the file that says so was removed, the
+        lock of the shard tells."""
         try:
             fd = os.open(self._path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            return not unless
+            return shard is not None and _is_locked(shard)
         except OSError:
             return True  # somebody put another thing in its place
         try:
@@ -259,6 +295,16 @@ class BudgetRecords:
             return True
         finally:
             os.close(fd)
+
+
+def _is_locked(shard: Path) -> bool:
+    try:
+        with DirectoryLock(shard):
+            return False
+    except StoreLockedError:
+        return True
+    except StoreError:
+        return False
 
 
 def refuse_terms(
@@ -282,6 +328,19 @@ def refuse_terms(
         )
 
 
+def _is_sane(name: str, record: Record) -> bool:
+    """Return whether a record is of the store that it names, with numbers that mean something."""
+    numbers = (
+        *(record.floor_bytes, record.cap_bytes, record.due_bytes),
+        *(record.held_bytes, record.keeps_bytes, record.wants_bytes, record.coldest_s),
+    )
+    return name == _name_of(Path(record.shard)) and all(number >= 0 for number in numbers)
+
+
+def _name_of(shard: Path) -> str:
+    return hashlib.blake2b(os.fsencode(shard), digest_size=16).hexdigest()
+
+
 def _content(path: Path) -> bytes:
     """Return what a file holds; nothing of one that is missing or no file."""
     try:
@@ -299,10 +358,13 @@ def _content(path: Path) -> bytes:
 def _replace(directory: int, name: str, data: bytes) -> None:
     """Nothing is synced: after loss of power no store is open, and the table can be made again."""
     temporary = f"{name}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=directory)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
-        os.write(fd, data)
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
     os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,9 +127,10 @@ def test_a_removed_file_of_one_kills_nobody(tmp_path: Path) -> None:
     a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
     set_cap(a, 700)
     (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
-    assert record_of(b, a).cap_bytes == 700 and record_of(b, a).is_live
-    with a.table():
-        a.hold()
+    with DirectoryLock(tmp_path / "a"):  # as a server that has its store open
+        assert record_of(b, a).cap_bytes == 700 and record_of(b, a).is_live
+        with a.table():
+            a.hold()
     a.leave()
     assert not record_of(b, a).is_live, "its file is there again"
 
@@ -166,3 +170,98 @@ def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert not trim_closed(tmp_path, 100), "a process has it open"
     assert closed_bytes(tmp_path) == 300
+
+
+def dead(folder: Path, name: str) -> BudgetRecords:
+    """A closed store that has 700 of the total, and takes 450."""
+    one = joined(folder, name)
+    set_cap(one, 700)
+    regions(folder / name, 3, 150)
+    one.leave()
+    return one
+
+
+def test_a_removed_file_revives_no_dead(tmp_path: Path) -> None:
+    b = joined(tmp_path, "b")
+    a = dead(tmp_path, "a")  # nobody looked since
+    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
+    found = record_of(b, a)
+    assert (found.is_live, found.cap_bytes) == (False, 450)
+
+
+def test_what_pins_kept_is_asked_again(tmp_path: Path) -> None:
+    a, b = dead(tmp_path, "a"), joined(tmp_path, "b")
+    pin = tmp_path / "a" / ("PIN-" + "a" * 32)
+    pin.write_bytes(b"keeps who knows what")
+    found = record_of(b, a)
+    assert found.keeps_bytes == found.cap_bytes >= 450
+    pin.unlink()
+    assert record_of(b, a).keeps_bytes == 0
+
+
+def test_a_shard_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = joined(tmp_path, "b")
+    a = dead(tmp_path, "a")
+    listdir = os.listdir
+
+    def failing(path: Path | int = -1) -> list[str]:
+        if path == tmp_path / "a":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", failing)
+        found = record_of(b, a)
+        assert not found.is_live
+        assert found.keeps_bytes == found.cap_bytes == 700, "it may take all that it had"
+        joined(tmp_path, "c")
+    assert record_of(b, a).keeps_bytes == 0, "it can be read again"
+
+
+def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "budget").mkdir()
+    (tmp_path / "budget").chmod(0o777)
+    (tmp_path / "a").mkdir()
+    with pytest.raises((ConfigError, StoreError), match="budget"):
+        member(tmp_path, "a").join()
+    assert not list((tmp_path / "budget").glob("SERVER-*"))
+
+
+@pytest.mark.parametrize("field", ["name", "floor_bytes", "cap_bytes", "due_bytes", "held_bytes"])
+def test_a_record_of_no_store_is_dropped(tmp_path: Path, field: str) -> None:
+    """Or somebody's files would be trimmed, or negative numbers make room for others."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    regions(victim, 3, 150)
+    name = hashlib.blake2b(os.fsencode(victim.resolve()), digest_size=16).hexdigest()
+    numbers = {"floor_bytes": 0, "cap_bytes": 450, "due_bytes": 450, "held_bytes": 450}
+    if field == "name":
+        name = "0" * 32
+    else:
+        numbers[field] = -500
+    record = Record(shard=str(victim), is_live=False, **numbers)
+    b = joined(tmp_path, "b")
+    (tmp_path / "budget" / f"SERVER-{name}").write_bytes(b"")
+    (tmp_path / "budget" / "TABLE-1").write_bytes(seal((TOTAL, {name: record})))
+    with b.table() as table:
+        assert name not in table.records
+
+
+def test_a_file_of_another_name_is_no_store(tmp_path: Path) -> None:
+    place = tmp_path / "budget"
+    a, b = dead(tmp_path, "a"), joined(tmp_path, "b")
+    (place / f"SERVER-{a.name}").rename(place / ("SERVER-" + "0" * 32))
+    (place / "TABLE-1").unlink()
+    with b.table() as table:
+        assert "0" * 32 not in table.records
+
+
+def test_a_fifo_is_never_the_table(tmp_path: Path) -> None:
+    temporary = tmp_path / "budget" / "TABLE-1.tmp"
+    temporary.parent.mkdir()
+    os.mkfifo(temporary)
+    reader = os.open(temporary, os.O_RDWR)  # without it who opens it to write hangs
+    a = joined(tmp_path, "a")
+    assert (tmp_path / "budget" / "TABLE-1").is_file()
+    assert record_of(joined(tmp_path, "b"), a).cap_bytes == FLOOR
+    os.close(reader)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.config import MIN_REGIONS, format_bytes
-from sglang_tiered.errors import ConfigError, StoreError
+from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
 from sglang_tiered.policy.machine_budget import Member, grant, recall
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.machine_budget import (
@@ -40,6 +40,8 @@ TICK_S = 0.5
 _SHRINK_S = 1.0  # waited for in a tick: what takes longer is published by the next
 _JOIN_S = 60.0
 _POLL_S = 0.02
+_CLOSE_S = 10.0
+_SILENT_TICKS = 20  # of a server that was asked for bytes
 _TOLD_SHARE = 0.1  # of the total: so much of a change is a line in the log
 
 
@@ -96,6 +98,7 @@ class MachineBudget:
         self._log = OnceLog(logger)
         self._store: CapacityControl | None = None
         self._due_bytes = 0
+        self._asked: dict[str, tuple[int, int, int]] = {}  # by name: cap, due, ticks without change
         try:
             self.capacity_bytes = self._join(clock() + _JOIN_S, clock, region_bytes)
         except BaseException:
@@ -109,20 +112,34 @@ class MachineBudget:
         )
 
     def _join(self, deadline: float, clock: Callable[[], float], region_bytes: int) -> int:
-        while not self._records.join():
-            if clock() > deadline:
-                raise ConfigError(f"{FLAG}: a live server does not write its record; restart it.")
-            self._stop.wait(TICK_S)
+        """Return what the store may have as it is opened. The files of one that never shared may be
+        more than others left: they are asked, and time is given them."""
+        joined, least, cap_bytes = False, MIN_REGIONS * region_bytes, 0
         while True:
-            with self._records.table() as table:
-                mine = self._mine(table, 0)
-                self._take(table, mine)
-            if mine.cap_bytes >= MIN_REGIONS * region_bytes:
-                return mine.cap_bytes
-            if clock() > deadline:
+            is_late = clock() > deadline
+            try:
+                joined = joined or self._records.join()
+                if joined:
+                    with self._records.table() as table:
+                        mine = self._mine(table, 0)
+                        self._take(table, mine)
+                    cap_bytes = mine.cap_bytes
+                    if cap_bytes >= max(least, self._records.needed_bytes):
+                        return cap_bytes
+            except StoreLockedError:
+                raise
+            except StoreError:  # a disk that is busy; somebody holds the table for long
+                if is_late:
+                    raise
+            if is_late and not joined:
+                raise ConfigError(f"{FLAG}: a live server does not write its record; restart it.")
+            if is_late:
+                if cap_bytes >= least and not self._records.has_pins:
+                    return cap_bytes
                 raise ConfigError(
-                    f"{FLAG}: the other servers cannot give back {format_bytes(self._floor_bytes)} "
-                    "now, as pins keep what they hold; unpin some, or lower --tier-nvme-floor."
+                    f"{FLAG}: the other servers do not give back "
+                    f"{format_bytes(max(least, self._records.needed_bytes))} now, as pins keep "
+                    "what they hold, or one hangs; unpin some, or lower --tier-nvme-floor."
                 )
             self._stop.wait(TICK_S)
 
@@ -137,7 +154,7 @@ class MachineBudget:
         need. Idempotent."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)  # the disk of the records may hang
 
     def leave(self) -> None:
         self.close()
@@ -163,6 +180,8 @@ class MachineBudget:
         store = self._store
         assert store is not None
         with self._records.table() as table:
+            if self._stop.is_set():
+                return
             self._records.hold()
             now = store.room()
             mine = self._mine(table, now.capacity_bytes)
@@ -170,7 +189,8 @@ class MachineBudget:
             if table.is_whole:
                 self._take(table, mine)
         if mine.cap_bytes > now.capacity_bytes and not now.is_shrinking:
-            store.set(mine.cap_bytes)  # what the record allows since it was written
+            # What the record allows since it was written.
+            store.set(min(mine.cap_bytes, self._total_bytes))
         elif mine.due_bytes < mine.cap_bytes:
             self._give(store, mine.due_bytes)
         self._tell(store.room().capacity_bytes)
@@ -206,14 +226,16 @@ class MachineBudget:
         """Take what is there, and ask others for the rest."""
         name, total = self._records.name, table.total_bytes
         members = {other: _member(each) for other, each in table.records.items()}
+        self._count_silent(members)
         given = grant(total, members, name)
         if given:
             mine.cap_bytes += given
             mine.due_bytes = mine.cap_bytes
+            mine.wants_bytes = max(mine.wants_bytes - given, 0)
             members[name] = members[name]._replace(
                 cap_bytes=mine.cap_bytes,
                 due_bytes=mine.cap_bytes,
-                wants_bytes=max(mine.wants_bytes - given, 0),
+                wants_bytes=mine.wants_bytes,
             )
         for other, due in recall(total, members, name).items():
             lender = table.records[other]
@@ -222,16 +244,28 @@ class MachineBudget:
             elif trim_closed(Path(lender.shard), due):
                 lender.cap_bytes = lender.due_bytes = lender.held_bytes = due
             else:
-                lender.keeps_bytes = lender.cap_bytes  # until its server comes back
-                logger.warning(
-                    "NVMe budget: %s of %s, which no server has open, cannot be used: it holds "
-                    "pins, or cannot be changed",
+                self._log.report(
+                    lender.shard,
+                    "NVMe budget: %s of %s, which no server has open, cannot be used now: it "
+                    "cannot be changed",
                     format_bytes(lender.cap_bytes),
                     lender.shard,
                 )
         excess = sum(each.cap_bytes for each in members.values()) - total
         if excess > 0 and mine.cap_bytes > mine.floor_bytes:  # the table was lost meanwhile
             mine.due_bytes = max(mine.cap_bytes - excess, mine.floor_bytes, mine.keeps_bytes)
+
+    def _count_silent(self, members: dict[str, Member]) -> None:
+        """Have a live server that was asked for bytes, and stopped answering, count as one that
+        keeps what it has. Others are asked in its place."""
+        for other, each in members.items():
+            before = self._asked.get(other)
+            told = each.cap_bytes, each.due_bytes
+            is_silent = each.pending_bytes and before is not None and before[:2] == told
+            ticks = before[2] + 1 if before is not None and is_silent else 0
+            self._asked[other] = (*told, ticks)
+            if each.is_live and ticks >= _SILENT_TICKS:
+                members[other] = each._replace(due_bytes=each.cap_bytes, keeps_bytes=each.cap_bytes)
 
     def _tell(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

@@ -463,9 +463,11 @@ class CapacityControl(StorePart):
         only."""
         capacity = self._capacity
         with self._state.lock:
-            capacity.target_bytes = max(nbytes, capacity.region_bytes)
-            self._num_failures = 0
-            self._stopped = None
+            target = max(nbytes, capacity.region_bytes)
+            if not self.is_due or target < capacity.target_bytes:
+                self._num_failures = 0
+                self._stopped = None
+            capacity.target_bytes = target
             if capacity.target_bytes >= capacity.nbytes:
                 self._use(capacity.target_bytes)
             self._state.store_ready.notify()
@@ -511,6 +513,8 @@ class CapacityControl(StorePart):
             may_go = self._num_failures < _MAX_VICTIMS
         with state.lock:
             held = state.regions.physical_bytes
+            # Pins that came during the eviction were allowed by the bound of before.
+            limit = max(limit, capacity.least_for(state.index.pinned_bytes))
             if not may_go:
                 # With pins a region stays free, so that theirs are written again before they go.
                 spare = capacity.region_bytes if len(state.pins) else 0

@@ -92,7 +92,10 @@ class StoreWorker(StorePart):
                 written = bool(state.writes) and state.writes[0].done
                 pause_s = state.pins.pause_s()
                 has_pins = state.pin_orders or pause_s == 0.0
-                shrinks = self._capacity.is_due and not (state.closed or state.erase_orders)
+                # What was hot in a region that went is written before another goes, not held.
+                is_saving = bool(state.stores) and state.stores[0].reinserted
+                is_free = not (state.closed or state.erase_orders or is_saving)
+                shrinks = self._capacity.is_due and is_free
                 if has_pins or shrinks:
                     break
                 if written or self._may_place():

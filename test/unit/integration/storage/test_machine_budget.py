@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.storage.machine_budget import MachineBudget, check_budget
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.machine_budget import BudgetRecords, Table
+from sglang_tiered.storage.machine_budget import BudgetRecords, Table, closed_bytes
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.directory import DirectoryLock
+from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
@@ -234,6 +237,127 @@ def test_records_say_more_than_stores_take(
     for busy in (a, b, a):
         rounds(busy, two, 32, 1)
     assert len({caps[0] for caps in checked}) > 10
+
+
+class Neighbour:
+    """Another server's records, which say what the test sets."""
+
+    def __init__(self, folder: Path, name: str, num_regions: int, coldest_s: float = 1e6) -> None:
+        self.shard = folder / name
+        self.shard.mkdir(parents=True, exist_ok=True)
+        self.records = BudgetRecords(
+            folder / "budget", self.shard, total_bytes=TOTAL, floor_bytes=FLOOR
+        )
+        assert self.records.join()
+        with self.records.table() as table:
+            mine = table.records[self.records.name]
+            mine.cap_bytes = mine.due_bytes = mine.held_bytes = num_regions * REGION
+            mine.coldest_s = coldest_s
+
+    def due(self) -> int:
+        with self.records.table() as table:
+            return table.records[self.records.name].due_bytes // REGION
+
+    def give(self, least: int = 0) -> None:
+        """Come down by a region, as far as it was asked to."""
+        with self.records.table() as table:
+            mine = table.records[self.records.name]
+            lower = max(mine.cap_bytes - REGION, mine.due_bytes, least * REGION)
+            mine.cap_bytes = min(mine.cap_bytes, lower)
+
+
+def closed_files(shard: Path, number: int) -> None:
+    shard.mkdir(parents=True)
+    for sequence in range(number):
+        (shard / region_name(sequence)).touch()
+        os.truncate(shard / region_name(sequence), REGION)
+
+
+def opened_at(folder: Path, floor: int, least: int) -> int:
+    """With how many regions a store opens, whose neighbour gives one whenever it looks."""
+    now = 0.0
+    neighbour = Neighbour(folder, "a", 37)
+
+    def clock() -> float:
+        nonlocal now
+        neighbour.give(least)
+        now += 3.0
+        return now
+
+    try:
+        budget = MachineBudget(
+            folder / "budget",
+            folder / "b",
+            total_bytes=TOTAL,
+            floor_bytes=floor * REGION,
+            region_bytes=REGION,
+            clock=clock,
+        )
+    finally:
+        neighbour.records.leave()
+    budget.leave()
+    return budget.capacity_bytes // REGION
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_tiered.integration.storage.machine_budget.TICK_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("num_files", "opens_at"), [(9, 9), (20, 10)])
+def test_files_wait_for_their_floor(tmp_path: Path, num_files: int, opens_at: int) -> None:
+    """They would be cut to a first grant that is less."""
+    closed_files(tmp_path / "b", num_files)
+    assert opened_at(tmp_path, 10, FLOOR // REGION) >= opens_at
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("neighbour_keeps", [31, 32])
+def test_pins_open_with_all_or_not(tmp_path: Path, neighbour_keeps: int) -> None:
+    closed_files(tmp_path / "b", 9)
+    (tmp_path / "b" / ("PIN-" + "a" * 32)).write_bytes(b"keeps who knows what")
+    if neighbour_keeps == 31:
+        assert opened_at(tmp_path, 4, neighbour_keeps) >= 9
+    else:
+        with pytest.raises(ConfigError):
+            opened_at(tmp_path, 4, neighbour_keeps)
+
+
+def test_one_that_answers_not_starves_nobody(tmp_path: Path) -> None:
+    stuck, gives = Neighbour(tmp_path, "a", 24, 2e6), Neighbour(tmp_path, "c", 14)
+    b = Store(tmp_path, "b", floor=8 * REGION)
+    for _ in range(40):
+        tick(b)
+        gives.give()
+    assert stuck.due() < 24, "it was asked first"
+    assert b.capacity == 8 * REGION
+    b.end()
+    for each in (stuck, gives):
+        each.records.leave()
+
+
+def test_a_failed_trim_is_tried_again(tmp_path: Path) -> None:
+    closed_files(tmp_path / "a", 24)
+    Neighbour(tmp_path, "a", 24).records.leave()
+    b = Store(tmp_path, "b")
+    with DirectoryLock(tmp_path / "a"):  # a tool looks at it
+        rounds(b, (b,), 22, 1)
+        assert b.capacity == 16 * REGION and closed_bytes(tmp_path / "a") == 24 * REGION
+    rounds(b, (b,), 34, 1)
+    assert b.capacity > 20 * REGION
+    b.end()
+
+
+def test_no_record_gives_above_the_total(tmp_path: Path) -> None:
+    b = Store(tmp_path, "b")
+    records = b.budget._records  # noqa: SLF001 - as somebody would who writes the table
+    with records.table() as table:
+        mine = table.records[records.name]
+        mine.cap_bytes = mine.due_bytes = 1 << 60
+    tick(b)
+    assert b.capacity <= TOTAL
+    b.end()
 
 
 def config(folder: Path, **changes: object) -> TieredConfig:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, Blank, make_run, page_data
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
@@ -180,4 +183,70 @@ def test_what_it_wants_and_how_cold_it_is(tmp_path: Path, blank: Blank) -> None:
     assert engine.capacity.room().coldest_s == pytest.approx(60.0)
     finished(engine.submit_load(blank(runs[first])))
     assert engine.capacity.room().coldest_s == 0.0
+    engine.close()
+
+
+def test_a_pin_amid_an_eviction_keeps_room(tmp_path: Path) -> None:
+    """It is allowed by the bound of before, while the writer thread removes a file."""
+    made: list[Any] = []
+    device = FaultyDevice(FileDevice(tmp_path))
+    engine = open_engine(tmp_path, capacity_bytes=60 * REGION, device=device)
+    runs = fill(engine, range(9))
+    keys = [key for run in runs[1:] for key in run.keys]
+
+    def pin(operation: str) -> None:
+        if operation == "unlink" and not made:
+            made.append(engine.pin("late", keys))
+
+    device.before = pin
+    shrink(engine, 4 * REGION)
+    assert not isinstance(made[0], PinRefusal) and is_true(made[0], TIMEOUT_S)
+    assert engine.pinned_bytes <= engine.pin_bound_bytes
+    for number in range(100, 104):
+        finished(engine.submit_store(run_of(number)))
+    assert engine.lookup(keys).num_hits == len(keys)
+    engine.close()
+
+
+def test_saved_pages_are_written_amid_a_shrink(
+    tmp_path: Path, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not held in memory, a tenth of all that goes, until it ends."""
+    monkeypatch.setattr("sglang_tiered.storage.region.store_worker._MAX_WRITING_BYTES", 8 * PAGE)
+    written = []  # of what was saved, whenever a region goes
+    device = FaultyDevice(FileDevice(tmp_path))
+    engine = open_engine(tmp_path, capacity_bytes=40 * REGION, device=device)
+    runs = fill(engine, range(38))
+    for run in runs:
+        finished(engine.submit_load(blank(run)))
+
+    def note(operation: str) -> None:
+        if operation == "unlink":
+            written.append(engine.stats().num_pages_reinserted)
+
+    device.before = note
+    shrink(engine, 4 * REGION)
+    assert drained(engine, TIMEOUT_S)
+    assert len(written) >= 34
+    waiting = [6 * index - pages for index, pages in enumerate(written[:30])]
+    assert max(waiting) < PER_REGION // 2
+    engine.close()
+
+
+def test_asking_again_forgets_no_failure(tmp_path: Path) -> None:
+    """As each tick does, or a shrink whose victims stay would try all of them."""
+    device = FaultyDevice(FileDevice(tmp_path))
+    engine = open_engine(tmp_path, capacity_bytes=22 * REGION, device=device)
+    fill(engine, range(20))
+    device.faults = [Fault(0, "unlink", times=1000, error=errno.EIO)]
+
+    def ask(operation: str) -> None:
+        if operation == "unlink":
+            engine.capacity.set(4 * REGION)
+
+    device.before = ask
+    before = device.calls.count("unlink")
+    shrink(engine, 4 * REGION)
+    assert 1 < device.calls.count("unlink") - before < 10
+    device.faults, device.before = [], None
     engine.close()
