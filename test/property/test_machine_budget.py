@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.machine_budget import Member, grant, recall
+from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
 
 TOTAL = 1000
 STEP = 16
@@ -15,14 +15,14 @@ SIZES = st.integers(0, TOTAL)
 
 
 @st.composite
-def members(draw: st.DrawFn) -> dict[str, Member]:
+def members(draw: st.DrawFn) -> dict[str, StoreShare]:
     """Of floors that fit, and of capacities that do; some are below their floor."""
-    found: dict[str, Member] = {}
+    found: dict[str, StoreShare] = {}
     floors = caps = TOTAL
     for number in range(draw(st.integers(1, 5))):
         floor, cap = draw(st.integers(0, floors)), draw(st.integers(0, caps))
         floors, caps = floors - floor, caps - cap
-        found[str(number)] = Member(
+        found[str(number)] = StoreShare(
             floor,
             cap,
             draw(st.one_of(st.just(cap), SIZES)),
@@ -37,7 +37,7 @@ def members(draw: st.DrawFn) -> dict[str, Member]:
 
 @settings(deadline=None)
 @given(members())
-def test_never_above_the_total_nor_below_floors(found: dict[str, Member]) -> None:
+def test_never_above_the_total_nor_below_floors(found: dict[str, StoreShare]) -> None:
     for name, mine in found.items():
         given_bytes = grant(TOTAL, found, name)
         assert given_bytes >= 0
@@ -57,12 +57,12 @@ class Cache:
         self.rate, self.working_set = rate, working_set
         self.idle_s = 0.0
 
-    def member(self, floor: int, cap: int, due: int) -> Member:
+    def member(self, floor: int, cap: int, due: int) -> StoreShare:
         is_short = bool(self.rate) and cap < self.working_set
         cycle_s = min(cap, self.working_set) / self.rate if self.rate else math.inf
         coldest = cycle_s if self.rate else self.idle_s
         held = min(cap, int(self.working_set))
-        return Member(floor, cap, due, held, 0, STEP if is_short else 0, coldest)
+        return StoreShare(floor, cap, due, held, 0, STEP if is_short else 0, coldest)
 
 
 def live(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Member", "grant", "recall"]
+__all__ = ["StoreShare", "grant", "recall"]
 
 _COLDER = 1.5  # than the taker's own coldest, or two that are equally busy would trade
 _COLDER_S = 3.0
 
 
-class Member(NamedTuple):
+class StoreShare(NamedTuple):
     """One store. ``due_bytes``: it was asked to come down to that. ``keeps_bytes``: it cannot come
     below that now. ``coldest_s``: how long what it would evict next was not used."""
 
@@ -62,14 +62,14 @@ class Member(NamedTuple):
         return max(min(self.due_bytes, self.cap_bytes) - least, 0)
 
 
-def _room(total_bytes: int, members: Mapping[str, Member], name: str) -> int:
+def _room(total_bytes: int, members: Mapping[str, StoreShare], name: str) -> int:
     """Return what a member may have beyond its cap; negative while what others have is in the way
     of its floor, or of that of another."""
     others = sum(each.reserved_bytes for other, each in members.items() if other != name)
     return total_bytes - others - members[name].cap_bytes
 
 
-def grant(total_bytes: int, members: Mapping[str, Member], name: str) -> int:
+def grant(total_bytes: int, members: Mapping[str, StoreShare], name: str) -> int:
     """Return how much a member may take now. What it would have above its floor is first of those
     whose coldest pages are younger, or what it gave would be its own again."""
     mine = members[name]
@@ -82,7 +82,7 @@ def grant(total_bytes: int, members: Mapping[str, Member], name: str) -> int:
     return max(min(mine.asked_bytes, there, max(there - first, below)), 0)
 
 
-def recall(total_bytes: int, members: Mapping[str, Member], name: str) -> dict[str, int]:
+def recall(total_bytes: int, members: Mapping[str, StoreShare], name: str) -> dict[str, int]:
     """Return to what others must come down for a member, by name. What was asked before is on its
     way, whoever it is for."""
     mine = members[name]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAG",
     "BudgetRecords",
-    "Record",
+    "StoreRecord",
     "Table",
     "closed_bytes",
     "refuse_terms",
@@ -53,7 +53,7 @@ _MAX_BYTES = 1 << 20
 _LOCK_S = 5.0
 
 
-class Record(msgspec.Struct, kw_only=True):
+class StoreRecord(msgspec.Struct, kw_only=True):
     """One store. Its capacity is never above ``cap_bytes``: that is lowered after the store is, and
     raised before."""
 
@@ -78,7 +78,7 @@ class Table(msgspec.Struct):
     """What all servers know. ``is_whole``: every live store has its record in it."""
 
     total_bytes: int
-    records: dict[str, Record] = {}
+    records: dict[str, StoreRecord] = {}
     is_whole: bool = True
 
 
@@ -106,7 +106,7 @@ class BudgetRecords:
                 self.enter(table)
             return table.is_whole
 
-    def enter(self, table: Table, cap_bytes: int = 0) -> Record:
+    def enter(self, table: Table, cap_bytes: int = 0) -> StoreRecord:
         """Put this store's record in a table, with a capacity that it has now."""
         others = (each for name, each in table.records.items() if name != self.name)
         room = self._total_bytes - sum(max(o.cap_bytes, o.floor_bytes) for o in others)
@@ -114,7 +114,7 @@ class BudgetRecords:
         held = closed_bytes(self._shard) if before is None else before.cap_bytes
         least = max(self._floor_bytes, held)
         cap = cap_bytes or max(min(least, room), 0)
-        record = Record(
+        record = StoreRecord(
             shard=str(self._shard),
             floor_bytes=self._floor_bytes,
             cap_bytes=cap,
@@ -131,9 +131,8 @@ class BudgetRecords:
 
     @property
     def needed_bytes(self) -> int:
-        """Return what this store needs before it is opened, which makes it as small as its
-        capacity: all of its files where pins keep pages in them, and else no more than its
-        floor."""
+        """Return what this store needs before it is opened, which cuts it down to its capacity.
+        That is all of its files where pins keep pages in them, and else no more than its floor."""
         held = closed_bytes(self._shard)
         most = self._total_bytes if self.has_pins else self._floor_bytes
         return min(held, most)
@@ -215,7 +214,7 @@ class BudgetRecords:
 
     def _read(self) -> Table:
         """Return the table; one without records where there is none that verifies."""
-        found = unseal(_content(self._directory / _TABLE), tuple[int, dict[str, Record]])
+        found = unseal(_content(self._directory / _TABLE), tuple[int, dict[str, StoreRecord]])
         if found is not None:
             total, records = found
             return Table(total, {name: one for name, one in records.items() if _is_sane(name, one)})
@@ -247,7 +246,7 @@ class BudgetRecords:
                 nbytes = server.floor_bytes
                 with contextlib.suppress(OSError):
                     nbytes = closed_bytes(Path(server.shard))
-                table.records[match[1]] = Record(
+                table.records[match[1]] = StoreRecord(
                     shard=server.shard,
                     floor_bytes=server.floor_bytes,
                     cap_bytes=nbytes,
@@ -328,7 +327,7 @@ def refuse_terms(
         )
 
 
-def _is_sane(name: str, record: Record) -> bool:
+def _is_sane(name: str, record: StoreRecord) -> bool:
     """Return whether a record is of the store that it names, with numbers that mean something."""
     numbers = (
         *(record.floor_bytes, record.cap_bytes, record.due_bytes),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_tiered.policy.machine_budget import Member, grant, recall
+from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
 
 TOTAL = 100
 
 
-def member(cap: int, *, floor: int = 10, **more: Any) -> Member:
-    return Member(floor_bytes=floor, cap_bytes=cap, **{"due_bytes": cap, "held_bytes": cap, **more})
+def member(cap: int, *, floor: int = 10, **more: Any) -> StoreShare:
+    return StoreShare(
+        floor_bytes=floor, cap_bytes=cap, **{"due_bytes": cap, "held_bytes": cap, **more}
+    )
 
 
 def test_what_nobody_has_is_taken_first() -> None:

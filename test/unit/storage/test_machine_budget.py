@@ -12,7 +12,12 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.storage.machine_budget import BudgetRecords, Record, closed_bytes, trim_closed
+from sglang_tiered.storage.machine_budget import (
+    BudgetRecords,
+    StoreRecord,
+    closed_bytes,
+    trim_closed,
+)
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.format import region_name
 
@@ -33,7 +38,7 @@ def joined(folder: Path, name: str, **terms: int) -> BudgetRecords:
     return one
 
 
-def record_of(one: BudgetRecords, of: BudgetRecords) -> Record:
+def record_of(one: BudgetRecords, of: BudgetRecords) -> StoreRecord:
     with one.table() as table:
         return table.records[of.name]
 
@@ -239,7 +244,7 @@ def test_a_record_of_no_store_is_dropped(tmp_path: Path, field: str) -> None:
         name = "0" * 32
     else:
         numbers[field] = -500
-    record = Record(shard=str(victim), is_live=False, **numbers)
+    record = StoreRecord(shard=str(victim), is_live=False, **numbers)
     b = joined(tmp_path, "b")
     (tmp_path / "budget" / f"SERVER-{name}").write_bytes(b"")
     (tmp_path / "budget" / "TABLE-1").write_bytes(seal((TOTAL, {name: record})))

@@ -1,7 +1,7 @@
 """A store's share of the NVMe that servers on this machine divide among each other.
 
-Sums hold at every moment, also of a death in between: the store's capacity is lowered first and its
-record then, and the record is raised first and the capacity then.
+Sums hold at every moment, also of a death in between. The store's capacity is lowered first, and
+its record then; the record is raised first, and the capacity then.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.config import MIN_REGIONS, format_bytes
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.policy.machine_budget import Member, grant, recall
+from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.machine_budget import (
     FLAG,
     BudgetRecords,
-    Record,
+    StoreRecord,
     Table,
     refuse_terms,
     trim_closed,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.storage.region.reclaim import CapacityControl, Room
+    from sglang_tiered.storage.region.reclaim import CapacityControl, CapacityState
 
 __all__ = ["BudgetStats", "MachineBudget", "check_budget"]
 
@@ -206,11 +206,11 @@ class MachineBudget:
             now = store.room()
             self._note(self._mine(table, now.capacity_bytes), now)
 
-    def _mine(self, table: Table, capacity_bytes: int) -> Record:
+    def _mine(self, table: Table, capacity_bytes: int) -> StoreRecord:
         mine = table.records.get(self._records.name)
         return self._records.enter(table, capacity_bytes) if mine is None else mine
 
-    def _note(self, mine: Record, now: Room) -> None:
+    def _note(self, mine: StoreRecord, now: CapacityState) -> None:
         """Write how the store stands into its record."""
         is_lowered = mine.due_bytes < mine.cap_bytes
         mine.cap_bytes = min(mine.cap_bytes, now.capacity_bytes) if is_lowered else mine.cap_bytes
@@ -222,7 +222,7 @@ class MachineBudget:
         mine.due_bytes = max(mine.due_bytes, mine.floor_bytes)
         self._due_bytes = max(mine.cap_bytes - mine.due_bytes, 0)
 
-    def _take(self, table: Table, mine: Record) -> None:
+    def _take(self, table: Table, mine: StoreRecord) -> None:
         """Take what is there, and ask others for the rest."""
         name, total = self._records.name, table.total_bytes
         members = {other: _member(each) for other, each in table.records.items()}
@@ -255,7 +255,7 @@ class MachineBudget:
         if excess > 0 and mine.cap_bytes > mine.floor_bytes:  # the table was lost meanwhile
             mine.due_bytes = max(mine.cap_bytes - excess, mine.floor_bytes, mine.keeps_bytes)
 
-    def _count_silent(self, members: dict[str, Member]) -> None:
+    def _count_silent(self, members: dict[str, StoreShare]) -> None:
         """Have a live server that was asked for bytes, and stopped answering, count as one that
         keeps what it has. Others are asked in its place."""
         for other, each in members.items():
@@ -277,5 +277,5 @@ class MachineBudget:
             )
 
 
-def _member(each: Record) -> Member:
-    return Member(**{field: getattr(each, field) for field in Member._fields})
+def _member(each: StoreRecord) -> StoreShare:
+    return StoreShare(**{field: getattr(each, field) for field in StoreShare._fields})

@@ -94,10 +94,10 @@ def open_shard(
     tp_size: int,
 ) -> tuple[RegionEngine, int, MachineBudget | None]:
     """Open the first free shard of this rank's geometry, without a namespace under the last one
-    that was found for it; return it, its number among them, and its part of the machine's budget.
-    ``page_bytes`` is the largest page
-    of any pool; raises ``ConfigError`` where the tier is too small for it. ``layout`` is that of
-    the KV pool. ``tp_size`` is the server's, also where ``where`` stands for all of its ranks.
+    that was found for it. Return it, its number among them, and its part of the machine's budget.
+    ``page_bytes`` is the largest page of any pool; raises ``ConfigError`` where the tier is too
+    small for it. ``layout`` is that of the KV pool. ``tp_size`` is the server's, also where
+    ``where`` stands for all of its ranks.
 
     Plain data parallelism gives every replica the same ranks, so a locked shard is some other
     replica's and the next one is tried. Which replica gets which does not matter, because all hold

@@ -47,7 +47,7 @@ __all__ = [
     "CapacityControl",
     "Reclaimer",
     "ReinsertionCredit",
-    "Room",
+    "CapacityState",
     "choose_own_victim",
     "choose_victim",
 ]
@@ -423,7 +423,7 @@ class Reclaimer(StorePart):
             return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
 
 
-class Room(NamedTuple):
+class CapacityState(NamedTuple):
     """What a store takes and would take. ``keeps_bytes``: it cannot come below that now.
     ``wants_bytes`` more would be filled soon. ``coldest_s`` is how long what goes next was not
     used."""
@@ -472,7 +472,7 @@ class CapacityControl(StorePart):
                 self._use(capacity.target_bytes)
             self._state.store_ready.notify()
 
-    def room(self) -> Room:
+    def room(self) -> CapacityState:
         """Return how the store stands now. Any thread, memory only."""
         capacity, state = self._capacity, self._state
         with state.lock:
@@ -489,7 +489,7 @@ class CapacityControl(StorePart):
                 wants = max(_WANTED_REGIONS * capacity.region_bytes - free, 0)
             victim = self._reclaimer.next_victim()
             coldest_s = math.inf if victim is None else max(now - victim.used_s, 0.0)
-            return Room(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)
+            return CapacityState(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)
 
     @property
     def is_due(self) -> bool:
