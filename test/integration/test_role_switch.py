@@ -79,11 +79,15 @@ def switch(server: Server, role: str) -> dict[str, object]:
 
 
 def is_refused(server: Server) -> bool:
-    """Whether a request is refused before the server looks at it: this one is nobody's."""
+    """Whether a request is refused before the server looks at it: this one is nobody's. A stream is
+    refused with a status too, or a front would take it for an answer."""
+    body = {"input_ids": [5], "max_thinking_tokens": 1}
 
     def is_so() -> bool:
-        status, said = ask(server, "/generate", {"input_ids": [5], "max_thinking_tokens": 1})
+        status, said = ask(server, "/generate", body)
         assert status in (400, 503), said
+        if status == 503:
+            assert ask(server, "/generate", {**body, "stream": True})[0] == 503
         return status == 503
 
     eventually(is_so, "it refuses", timeout_s=30)

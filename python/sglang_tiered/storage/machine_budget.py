@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,9 @@ _TABLE = f"TABLE-{_VERSION}"
 _OTHER_TABLE = re.compile(r"TABLE-\d+")
 _SERVER = re.compile(r"SERVER-([0-9a-f]{32})")
 _MAX_BYTES = 1 << 20
+_PAGES = "put pages there that the model would use"  # in the sentence of a store's directory
 _LOCK_S = 5.0
+_YOUNG_NS = 2_000_000_000  # clocks of filesystems are coarse
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):
@@ -92,6 +95,7 @@ class BudgetRecords:
         self._floor_bytes = floor_bytes
         self.name = _name_of(self._shard)
         self._fd = -1
+        self._looked: dict[str, tuple[int, int, bool]] = {}  # of closed stores
 
     def join(self) -> bool:
         """Enter this store, at what its record allows it or at what is left of its floor; false
@@ -101,7 +105,7 @@ class BudgetRecords:
         with self.table() as table, self._usable():
             refuse_terms(self._directory, table, self._total_bytes, self._floor_bytes, {self.name})
             if table.is_whole:
-                self._claim()
+                self._hold()
                 table.total_bytes = self._total_bytes
                 self.enter(table)
             return table.is_whole
@@ -138,16 +142,18 @@ class BudgetRecords:
         return min(held, most)
 
     @contextlib.contextmanager
-    def table(self) -> Iterator[Table]:
+    def table(self, timeout_s: float = _LOCK_S) -> Iterator[Table]:
         """Read the table, and write it back as it is then; nobody else does meanwhile. Raises
         ``StoreError`` where it cannot be used, or somebody holds it for long."""
         with contextlib.ExitStack() as held, self._usable():
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_strangers(self._directory)
             try:
-                lock = held.enter_context(DirectoryLock(self._directory, timeout_s=_LOCK_S))
+                lock = held.enter_context(DirectoryLock(self._directory, timeout_s=timeout_s))
             except StoreLockedError as error:
-                raise StoreError("a process holds its lock for long") from error
+                raise StoreError(
+                    "a process holds its LOCK for long; end the one whose id is in it"
+                ) from error
             table = self._read()
             self._add_lost(table)
             self._look_after(table)
@@ -165,7 +171,7 @@ class BudgetRecords:
             raise
         except (OSError, StoreError) as error:
             why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            why = why.replace("--tier-dir", FLAG)
+            why = why.replace("--tier-dir", FLAG).replace(_PAGES, "change what servers may take")
             raise StoreError(f"{FLAG} {self._directory} cannot be used: {why}") from error
 
     def hold(self) -> None:
@@ -262,8 +268,7 @@ class BudgetRecords:
             if name == self.name or self._is_live(name, shard):
                 continue
             try:
-                os.lstat(shard)
-                held, has_pins = closed_bytes(shard), _has_pin_files(shard)
+                held, has_pins = self._look(name, shard, again=record.is_live)
             except FileNotFoundError:
                 del table.records[name]
                 with contextlib.suppress(FileNotFoundError):
@@ -277,6 +282,17 @@ class BudgetRecords:
                 record.due_bytes = record.cap_bytes
             record.is_live, record.wants_bytes, record.held_bytes = False, 0, held
             record.keeps_bytes = record.cap_bytes if has_pins else 0
+
+    def _look(self, name: str, shard: Path, *, again: bool) -> tuple[int, bool]:
+        """Return the bytes of a closed store, and whether it has pins; as they were found before
+        while nothing was added or removed there. Raises ``OSError``."""
+        changed_ns = os.lstat(shard).st_mtime_ns
+        found = self._looked.get(name)
+        is_young = time.time_ns() - changed_ns < _YOUNG_NS
+        if again or is_young or found is None or found[0] != changed_ns:
+            found = changed_ns, closed_bytes(shard), _has_pin_files(shard)
+            self._looked[name] = found
+        return found[1:]
 
     def _is_live(self, name: str, shard: Path | None = None) -> bool:
         """Return whether a process has a store open. Where the file that says so was removed, the

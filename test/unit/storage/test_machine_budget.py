@@ -12,6 +12,7 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
+from sglang_tiered.storage import machine_budget
 from sglang_tiered.storage.machine_budget import (
     BudgetRecords,
     StoreRecord,
@@ -221,6 +222,45 @@ def test_a_shard_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         assert found.keeps_bytes == found.cap_bytes == 700, "it may take all that it had"
         joined(tmp_path, "c")
     assert record_of(b, a).keeps_bytes == 0, "it can be read again"
+
+
+def test_a_closed_store_is_listed_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each server reads the table twice a second, and a store may have 20,000 files."""
+    b, a = joined(tmp_path, "b"), dead(tmp_path, "a")
+    os.utime(tmp_path / "a", (1e9, 1e9))
+    record_of(b, a)
+    listed, listdir = [], os.listdir
+
+    def counting(path: Path | int = -1) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counting)
+    for _ in range(3):
+        record_of(b, a)
+    assert tmp_path / "a" not in listed
+    (tmp_path / "a" / region_name(9)).write_bytes(bytes(50))
+    assert record_of(b, a).held_bytes == 500
+    assert tmp_path / "a" in listed
+
+
+def test_a_start_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own lock is nobody else's."""
+    one = member(tmp_path, "a")
+    (tmp_path / "a").mkdir()
+
+    def failing(_: Path) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_budget, "closed_bytes", failing)
+        with pytest.raises(StoreError, match="Input/output error"):
+            one.join()
+    assert one.join()
 
 
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from sglang_tiered.integration.admin.bodies import CallError, parse_limit
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
-from sglang_tiered.integration.admin.role_switch import is_draining
+from sglang_tiered.integration.admin.role_switch import ClosedDoor, is_draining
 from sglang_tiered.integration.admin.service import TierService
 from sglang_tiered.policy.server_costs import ABANDONED
 
@@ -56,6 +56,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     to ``board``, which the caller keeps open."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    app.add_middleware(ClosedDoor)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
 
     def add(name: str, methods: tuple[str, ...], endpoint: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["around_switch", "is_draining", "refuse_while_closed"]
+__all__ = ["ClosedDoor", "around_switch", "is_draining", "refuse_while_closed"]
 
 TOLD_S = 1.5
 """After that every picker knows: it asks each of many servers a second after the last answer."""
@@ -48,6 +48,31 @@ def refuse_while_closed(manager: Any, request: Any) -> None:
 
     if not str(request.rid).startswith(HEALTH_CHECK_RID_PREFIX):
         raise HTTPException(503, _CLOSES, {"Retry-After": "1"})
+
+
+class ClosedDoor:
+    """An ASGI application around SGLang's, that refuses requests as ``refuse_while_closed`` does.
+    SGLang makes many a streamed answer's head before it looks at the request, and a router sends no
+    request elsewhere that was answered with 200."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and _asks_model(scope["path"]):
+            from fastapi.responses import JSONResponse
+            from sglang.srt.entrypoints.http_server import get_global_state
+
+            state = get_global_state()
+            if state is not None and getattr(state.tokenizer_manager, _CLOSED, False):
+                refusal = JSONResponse({"error": _CLOSES}, 503, {"Retry-After": "1"})
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _asks_model(path: str) -> bool:
+    return path.startswith(("/generate", "/v1/", "/api/"))
 
 
 async def around_switch(

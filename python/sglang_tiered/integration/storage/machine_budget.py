@@ -42,6 +42,7 @@ _JOIN_S = 60.0
 _POLL_S = 0.02
 _CLOSE_S = 10.0
 _SILENT_TICKS = 20  # of a server that was asked for bytes
+_JOINING_TICKS = round(_JOIN_S / TICK_S)  # of one that wants some, and may not be open yet
 _TOLD_SHARE = 0.1  # of the total: so much of a change is a line in the log
 
 
@@ -68,7 +69,7 @@ def check_budget(config: TieredConfig) -> None:
     records = BudgetRecords(
         directory, place, total_bytes=nvme.capacity_bytes, floor_bytes=nvme.floor_bytes
     )
-    with records.table() as table:
+    with records.table(_JOIN_S) as table:
         ours = {name for name, each in table.records.items() if place in Path(each.shard).parents}
         refuse_terms(directory, table, nvme.capacity_bytes, nvme.floor_bytes, ours)
 
@@ -98,7 +99,7 @@ class MachineBudget:
         self._log = OnceLog(logger)
         self._store: CapacityControl | None = None
         self._due_bytes = 0
-        self._asked: dict[str, tuple[int, int, int]] = {}  # by name: cap, due, ticks without change
+        self._asked: dict[str, tuple[StoreShare, int]] = {}  # and for how many ticks it is so
         try:
             self.capacity_bytes = self._join(clock() + _JOIN_S, clock, region_bytes)
         except BaseException:
@@ -121,27 +122,39 @@ class MachineBudget:
                 joined = joined or self._records.join()
                 if joined:
                     with self._records.table() as table:
-                        mine = self._mine(table, 0)
-                        self._take(table, mine)
-                    cap_bytes = mine.cap_bytes
-                    if cap_bytes >= max(least, self._records.needed_bytes):
+                        joined = table.is_whole  # or what others hold would be taken
+                        if joined:
+                            mine = self._mine(table, 0)
+                            self._take(table, mine)
+                            cap_bytes = mine.cap_bytes
+                    if joined and cap_bytes >= max(least, self._records.needed_bytes):
                         return cap_bytes
             except StoreLockedError:
                 raise
-            except StoreError:  # a disk that is busy; somebody holds the table for long
+            except (OSError, StoreError):  # a disk that is busy; somebody holds the table for long
                 if is_late:
                     raise
-            if is_late and not joined:
-                raise ConfigError(f"{FLAG}: a live server does not write its record; restart it.")
             if is_late:
-                if cap_bytes >= least and not self._records.has_pins:
-                    return cap_bytes
-                raise ConfigError(
-                    f"{FLAG}: the other servers do not give back "
-                    f"{format_bytes(max(least, self._records.needed_bytes))} now, as pins keep "
-                    "what they hold, or one hangs; unpin some, or lower --tier-nvme-floor."
-                )
+                self._refuse_late(joined, cap_bytes, least)
+                return cap_bytes
             self._stop.wait(TICK_S)
+
+    def _refuse_late(self, joined: bool, cap_bytes: int, least_bytes: int) -> None:
+        """Raise ``ConfigError`` where the others left too little in all that time."""
+        if not joined:
+            raise ConfigError(f"{FLAG}: a live server does not write its record; restart it.")
+        if self._records.has_pins and cap_bytes < self._records.needed_bytes:
+            raise ConfigError(
+                f"{FLAG}: pins need all {format_bytes(self._records.needed_bytes)} of this store's "
+                f"files, and the others leave {format_bytes(cap_bytes)}; start it once without "
+                f"{FLAG} and unpin, or lower the floors of the others."
+            )
+        if cap_bytes < least_bytes:
+            raise ConfigError(
+                f"{FLAG}: the others leave {format_bytes(cap_bytes)}, less than the "
+                f"{format_bytes(least_bytes)} that a store needs: pins keep what they hold, or one "
+                "hangs; unpin there, or restart it."
+            )
 
     def start(self, store: CapacityControl) -> None:
         """Move the capacity of the store, which was opened with ``capacity_bytes``, from now on."""
@@ -198,7 +211,7 @@ class MachineBudget:
     def _give(self, store: CapacityControl, due_bytes: int) -> None:
         store.set(due_bytes)
         deadline = time.monotonic() + _SHRINK_S
-        while store.room().is_shrinking and time.monotonic() < deadline:
+        while store.is_shrinking and time.monotonic() < deadline:
             self._stop.wait(_POLL_S)
             if self._stop.is_set():
                 return
@@ -240,10 +253,12 @@ class MachineBudget:
         for other, due in recall(total, members, name).items():
             lender = table.records[other]
             if lender.is_live:
-                lender.due_bytes = due
-            elif trim_closed(Path(lender.shard), due):
+                continue
+            if trim_closed(Path(lender.shard), due):
                 lender.cap_bytes = lender.due_bytes = lender.held_bytes = due
-            else:
+                members[other] = members[other]._replace(cap_bytes=due, due_bytes=due)
+            else:  # this time: others are asked in its place
+                members[other] = members[other]._replace(keeps_bytes=lender.cap_bytes)
                 self._log.report(
                     lender.shard,
                     "NVMe budget: %s of %s, which no server has open, cannot be used now: it "
@@ -251,21 +266,29 @@ class MachineBudget:
                     format_bytes(lender.cap_bytes),
                     lender.shard,
                 )
+        for other, due in recall(total, members, name).items():
+            if table.records[other].is_live:
+                table.records[other].due_bytes = due
         excess = sum(each.cap_bytes for each in members.values()) - total
         if excess > 0 and mine.cap_bytes > mine.floor_bytes:  # the table was lost meanwhile
             mine.due_bytes = max(mine.cap_bytes - excess, mine.floor_bytes, mine.keeps_bytes)
 
     def _count_silent(self, members: dict[str, StoreShare]) -> None:
-        """Have a live server that was asked for bytes, and stopped answering, count as one that
-        keeps what it has. Others are asked in its place."""
+        """Have a live server that was asked for bytes, or wants some, and stopped answering, count
+        as one that keeps what it has. Others are asked in its place, and go before it."""
         for other, each in members.items():
-            before = self._asked.get(other)
-            told = each.cap_bytes, each.due_bytes
-            is_silent = each.pending_bytes and before is not None and before[:2] == told
-            ticks = before[2] + 1 if before is not None and is_silent else 0
-            self._asked[other] = (*told, ticks)
-            if each.is_live and ticks >= _SILENT_TICKS:
-                members[other] = each._replace(due_bytes=each.cap_bytes, keeps_bytes=each.cap_bytes)
+            if other == self._records.name:
+                continue
+            before, ticks = self._asked.get(other, (each, -1))
+            hangs = each == before if each.wants_bytes else each[1:3] == before[1:3]
+            has_part = each.pending_bytes or each.wants_bytes
+            ticks = ticks + 1 if hangs and has_part else 0
+            self._asked[other] = each, ticks
+            most = _SILENT_TICKS if each.pending_bytes else _JOINING_TICKS
+            if each.is_live and ticks >= most:
+                members[other] = each._replace(
+                    due_bytes=each.cap_bytes, keeps_bytes=each.cap_bytes, wants_bytes=0
+                )
 
     def _tell(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

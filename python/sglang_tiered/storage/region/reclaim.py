@@ -492,6 +492,12 @@ class CapacityControl(StorePart):
             return CapacityState(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)
 
     @property
+    def is_shrinking(self) -> bool:
+        """Return whether it is being lowered. Any thread, memory only."""
+        with self._state.lock:
+            return self.is_due
+
+    @property
     def is_due(self) -> bool:
         """Return whether the writer thread must make the store smaller. The caller holds the
         lock."""

@@ -340,13 +340,32 @@ def test_one_that_answers_not_starves_nobody(tmp_path: Path) -> None:
 def test_a_failed_trim_is_tried_again(tmp_path: Path) -> None:
     closed_files(tmp_path / "a", 24)
     Neighbour(tmp_path, "a", 24).records.leave()
-    b = Store(tmp_path, "b")
+    b, gives = Store(tmp_path, "b"), Neighbour(tmp_path, "c", 10)
     with DirectoryLock(tmp_path / "a"):  # a tool looks at it
-        rounds(b, (b,), 22, 1)
-        assert b.capacity == 16 * REGION and closed_bytes(tmp_path / "a") == 24 * REGION
+        for conversation in range(22):
+            b.visit(conversation)
+            tick(b)
+            gives.give()
+        assert b.capacity == 12 * REGION, "another was asked in its place"
+        assert closed_bytes(tmp_path / "a") == 24 * REGION
     rounds(b, (b,), 34, 1)
     assert b.capacity > 20 * REGION
     b.end()
+    gives.records.leave()
+
+
+def test_one_that_wants_and_hangs_delays_nobody(tmp_path: Path) -> None:
+    """What is there would be its own first: its pages are the youngest."""
+    hangs = Neighbour(tmp_path, "a", 8, 0.0)
+    with hangs.records.table() as table:
+        table.records[hangs.records.name].wants_bytes = 30 * REGION
+    b = Store(tmp_path, "b")
+    for conversation in range(160):
+        b.visit(conversation % 30)
+        tick(b)
+    assert b.capacity == 32 * REGION
+    b.end()
+    hangs.records.leave()
 
 
 def test_no_record_gives_above_the_total(tmp_path: Path) -> None:
