@@ -4,6 +4,7 @@ one harms the other not."""
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,20 +22,21 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 LENGTH = 640
-NUM_ROUNDS = 5
+ADAPTED_S = 120.0
 TOTAL, FLOOR = 64 * MIB, 8 * MIB
 
 
-def hit_rate(server: Server, prompts: list[list[int]], seed: int, num_rounds: int) -> float:
-    """Of the last round, with device and host memory empty before each."""
-    rate = 0.0
-    for number in range(num_rounds):
+def finds_most(server: Server, prompts: list[list[int]]) -> None:
+    """Ask until so much of a round is found on NVMe as 1.3 times what a fixed half can hold. Device
+    and host memory are empty before each round."""
+    deadline, rates = time.monotonic() + ADAPTED_S, [0.0]
+    while rates[-1] < 1.3 / 1.6:
+        assert time.monotonic() < deadline, rates
         server.flush()
-        order = random.Random(seed + number).sample(prompts, len(prompts))
+        order = random.Random(len(rates)).sample(prompts, len(prompts))
         answers = [server.generate(prompt, num_new=1) for prompt in order]
-        rate = sum(a.cached["storage"] for a in answers) / (len(prompts) * aligned(LENGTH))
+        rates.append(sum(a.cached["storage"] for a in answers) / (len(prompts) * aligned(LENGTH)))
     server.flush()
-    return rate
 
 
 def capacity(server: Server) -> float:
@@ -56,12 +58,10 @@ def test_the_busy_server_has_the_others_room(
     page_bytes = a.tier_state()["tier_capacity_bytes:host"] / state["tier_capacity_tokens:host"]
     num = int(0.8 * TOTAL / (page_bytes * aligned(LENGTH)))  # of half of the budget 1.6 times
     prompts = {server.port: make_prompts(server.port, num, LENGTH) for server in (a, b)}
-    rates = []
     for busy in (b, a):
-        rates.append(hit_rate(busy, prompts[busy.port], 1, NUM_ROUNDS))
-        assert capacity(a) + capacity(b) <= TOTAL
+        finds_most(busy, prompts[busy.port])
+        eventually(lambda: capacity(a) + capacity(b) <= TOTAL, "they are not asked at one moment")
         assert min(capacity(a), capacity(b)) >= FLOOR
-    assert min(rates) >= 1.3 / 1.6, rates
 
     held_before = capacity(a)
     assert held_before > TOTAL / 2
@@ -69,7 +69,7 @@ def test_the_busy_server_has_the_others_room(
     theirs = b.generate(prompts[b.port][0]).output_ids
     a.kill()
     assert b.generate(prompts[b.port][0]).output_ids == theirs
-    assert hit_rate(b, prompts[b.port], 2, NUM_ROUNDS) >= 1.3 / 1.6, "it has what the dead one left"
+    finds_most(b, prompts[b.port])  # in what the dead one left
     again = launch(*shared, "--tier-dir", str(tmp_path / "a"))
     assert capacity(again) >= FLOOR
     assert again.generate(prompts[a.port][0]).output_ids == expected
