@@ -1,7 +1,7 @@
 """Two models on one machine that are busy in turn: NVMe that they share, beside two fixed halves.
 
-Each model has conversations of 1.6 halves, drawn at random. One is asked at a time, each twice, or
-once with ``--quick``. Both ways get the same draws; device and host memory are emptied before each
+Each model has conversations of 1.6 halves, drawn at random. One is asked at a time, five
+turns in all. Both ways get the same draws; device and host memory are emptied before each
 round, so what is found is on NVMe. Of each turn the last round counts. No ratio is printed unless
 every answer is the same both ways.
 
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of the size")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    total_bytes, num_rounds, num_turns = (96 * MIB, 3, 2) if options.quick else (512 * MIB, 6, 4)
+    total_bytes, num_rounds, num_turns = (96 * MIB, 6, 5) if options.quick else (512 * MIB, 6, 5)
     with tempfile.TemporaryDirectory(prefix="bench-budget-") as name:
         folder = Path(name)
         (folder / "small_regions.yaml").write_text("tier-nvme-region-bytes: 4MiB\n")
