@@ -161,6 +161,22 @@ def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
         assert receiver.pool.pages([7]).tobytes() == payload
 
 
+def test_late_end_of_a_failed_room_is_no_success(receiver: Decode) -> None:
+    """A confirmation would have prefill free the room as one that decode got."""
+    with strange_prefill() as stranger:
+        receiver.open(1, [stranger.address], [7])
+        stranger.welcome()
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
+        stranger.tell(messages.Failed(1, opened.generation, "out of memory"))
+        receiver.events.wait_for("failed", 1)
+        stranger.send(messages.Last(1, opened.generation, 1, []))
+        told = stranger.hear(messages.Abort)
+        assert (told.room, told.generation) == (1, opened.generation)
+        assert "out of memory" in told.reason
+        assert receiver.endpoint.stats.num_late == 1
+
+
 def test_rooms_without_request_are_bounded_and_end() -> None:
     settings = replace(TCP, orphan_timeout_s=1.0, max_orphans=900)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:

@@ -46,6 +46,9 @@ MAX_DATA_MESSAGES = 4
 MAX_REPEATS = 3
 """Sessions in a row that are opened to repeat an abort, each lost at once."""
 
+MAX_FAILED = 4096
+"""Rooms kept in mind that failed, of which prefill may not have heard yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTarget:
@@ -109,6 +112,7 @@ class DecodeEndpoint:
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
         self._senders: dict[int, list[PrefillLink]] = {}  # by room
+        self._failed: dict[tuple[int, int], str] = {}  # rooms with generations, the latest last
         self._model: bytes | None = None  # of the KV that is taken
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
         self.stats = DecodeStats()
@@ -356,6 +360,9 @@ class DecodeEndpoint:
             del self._rooms[room.number]
         room.close()
         self.stats.num_rooms_failed += 1
+        self._failed[room.number, room.generation] = reason
+        if len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
         links = self._senders.pop(room.number, ())
         # The listener first: the Abort raises for a room number that no message can hold.
         self._listener.room_failed(room.number, reason)
@@ -395,8 +402,8 @@ class DecodeEndpoint:
         key = (message.room, message.generation, seq)
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
-            self.stats.num_late += 1
-            confirmed.append(key)
+            if not self._tells_of_failure(link, message):
+                confirmed.append(key)
             return
         if link not in self._senders.get(room.number, ()):
             raise TransferError("it sent data of a room that another prefill instance serves.")
@@ -429,6 +436,16 @@ class DecodeEndpoint:
         if is_received:
             self.stats.num_rooms_received += 1
             self._listener.room_received(room.number)
+
+    def _tells_of_failure(self, link: PrefillLink, message: messages.AnyDataFromPrefill) -> bool:
+        """Answer the late end of a room that failed with another abort, where a confirmation would
+        say that all has arrived. False for other late data."""
+        self.stats.num_late += 1
+        reason = self._failed.get((message.room, message.generation))
+        if reason is None or not isinstance(message, messages.Last):
+            return False
+        link.send_control(messages.Abort(message.room, message.generation, reason))
+        return True
 
     def _parse(
         self, link: PrefillLink, frames: list[zmq.Frame]
