@@ -161,7 +161,7 @@ def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
         assert receiver.pool.pages([7]).tobytes() == payload
 
 
-def test_late_end_of_a_failed_room_is_no_success(receiver: Decode) -> None:
+def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
     """A confirmation would have prefill free the room as one that decode got."""
     with strange_prefill() as stranger:
         receiver.open(1, [stranger.address], [7])
