@@ -92,6 +92,12 @@ def plant(dying: Dying) -> None:
 
 def main(folder: str, name: str, step: str, count: str) -> None:
     plant(Dying(step, int(count)))
+    number = 0
+
+    def clock() -> float:
+        """How long pages were not used is counted in orders, however fast they come."""
+        return number * machine_budget.TICK_S
+
     budget = MachineBudget(
         Path(folder) / "budget",
         Path(folder) / name,
@@ -106,18 +112,17 @@ def main(folder: str, name: str, step: str, count: str) -> None:
         most_bytes=TOTAL,
         region_bytes=REGION,
         num_threads=2,
+        clock=clock,
     )
     budget._store = engine.capacity  # noqa: SLF001 - its ticks are the test's
-    number = 0
     os.write(1, b"%d\n" % engine.stats().capacity_bytes)
-    for order in sys.stdin:
+    for number, order in enumerate(sys.stdin, 1):
         if order.strip() == "exit":
             break
         if order.strip() == "write":
-            for _ in range(3):
-                run = make_run(1000 * ord(name) + number, [PAGE] * 60)
+            for part in range(3):
+                run = make_run(1000 * ord(name) + 3 * number + part, [PAGE] * 60)
                 engine.submit_store(run).wait(30)
-                number += 1
         budget.tick()
         os.write(1, b"%d\n" % engine.stats().capacity_bytes)
     budget.close()
