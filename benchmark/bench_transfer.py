@@ -1,11 +1,11 @@
 """The KV handoff from prefill to decode: goodput over loopback, CPU time, and time to first token.
 
 Two processes hand over the pages of one prompt at a time, by each way in turns, beside plain TCP
-sockets that do nothing but gather, send, receive and scatter the same pages. Both include the
-copies out of and into the pools; the endpoints also checksum, confirm and bound. Where Mooncake's
-transfer engine is installed, it takes turns with them over TCP. Then plain sockets alone: pages one
-by one beside slabs. Then a prefill and a decode server answer cold prompts beside one server. No
-ratio is printed when bytes or tokens differ.
+sockets, and plain ZeroMQ, that do nothing but gather, send, receive and scatter the same pages. All
+include the copies out of and into the pools; the endpoints also checksum, confirm and bound. Where
+Mooncake's transfer engine is installed, it takes turns with them over TCP. Then plain sockets
+alone: pages one by one beside slabs. Then a prefill and a decode server answer cold prompts beside
+one server. No ratio is printed when bytes or tokens differ.
 
     python benchmark/bench_transfer.py [--quick] [--no-servers] [--json FILE]
 """
@@ -55,7 +55,7 @@ def main() -> None:
     tokens = 8192 if arguments.quick else 16384
     shape = Shape(8, tokens // arguments.page_size, arguments.page_size)
     absent = mooncake.why_not()
-    ways = [*goodput.WAYS, *([] if absent else [goodput.MOONCAKE])]
+    ways = [*goodput.WAYS, goodput.ZEROMQ, *([] if absent else [goodput.MOONCAKE])]
     samples = goodput.measure(shape, num_rounds, ways)
     ratios = _ratios(samples)
     console.print(_goodput_table(samples, shape))
@@ -94,6 +94,8 @@ def _ratios(samples: dict[str, goodput.Samples]) -> dict[str, dict[str, float]]:
     """Of goodput, and of processor seconds: both sides of a quotient are of the same minute."""
     pairs = {
         "tcp_over_raw_tcp": ("tcp", goodput.RAW),
+        "zeromq_over_raw_tcp": (goodput.ZEROMQ, goodput.RAW),
+        "tcp_over_zeromq": ("tcp", goodput.ZEROMQ),
         "same_host_over_tcp": ("same host", "tcp"),
         "tcp_over_mooncake_tcp": ("tcp", goodput.MOONCAKE),
         "same_host_over_mooncake_tcp": ("same host", goodput.MOONCAKE),

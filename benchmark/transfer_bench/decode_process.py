@@ -6,12 +6,14 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.wire.keys import load_keys
 from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
-from transfer_bench.raw_sockets import receive_pages, receive_prompt
+from transfer_bench.raw_sockets import receive_frames, receive_pages, receive_prompt
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -58,6 +60,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
     pool, received = Pool(shape, filled=False), _Received()
     endpoints: dict[str, DecodeEndpoint] = {}
     connections: dict[str, socket.socket] = {}
+    frames: zmq.Socket[bytes] | None = None
     while True:
         match pipe.recv():
             case ("endpoint", name, settings, keys):
@@ -85,6 +88,15 @@ def serve(pipe: Connection, shape: Shape) -> None:
                 before = cpu_seconds()
                 receive = receive_pages if way == "pages" else receive_prompt
                 receive(connections[way], pool, pages)
+                _answer(pipe, pool, pages, before)
+            case ("frames", port, seed):
+                pages = prompt_pages(shape, seed)
+                if frames is None:
+                    frames = zmq.Context.instance().socket(zmq.PAIR)
+                    frames.connect(f"tcp://127.0.0.1:{port}")
+                frames.send(b"ready")
+                before = cpu_seconds()
+                receive_frames(frames, pool, pages)
                 _answer(pipe, pool, pages, before)
             case ("mooncake",):
                 mooncake = MooncakeEnd(pool)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
@@ -19,7 +21,7 @@ from sglang_tiered.wire.keys import load_keys, make_keys
 from transfer_bench import decode_process
 from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
-from transfer_bench.raw_sockets import send_pages, send_prompt
+from transfer_bench.raw_sockets import send_frames, send_pages, send_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 60.0
 RAW = "raw sockets"
 PAGES = "raw sockets, page by page"
+ZEROMQ = "raw ZeroMQ"
 MOONCAKE = "mooncake tcp"
 TCP = TransferSettings(same_host=False)
 WAYS: dict[str, tuple[TransferSettings, bool]] = {
@@ -85,9 +88,9 @@ def measure(
     ways: list[str],
     source: Callable[[Pool], PagedMemory] | None = None,
 ) -> dict[str, Samples]:
-    """Samples of plain sockets and of each way (``WAYS``, ``PAGES`` or ``MOONCAKE``), one prompt
-    each in turns; the first turn, which connects, is not counted. ``source``: where the sender's
-    pages are, if not in host memory. Raises when a byte differs."""
+    """Samples of plain sockets and of each way (``WAYS``, ``PAGES``, ``ZEROMQ`` or ``MOONCAKE``),
+    one prompt each in turns; the first turn, which connects, is not counted. ``source``: where the
+    sender's pages are, if not in host memory. Raises when a byte differs."""
     keep_freed_memory()  # as in a server
     samples = {name: Samples() for name in (RAW, *ways)}
     context = multiprocessing.get_context("spawn")
@@ -104,6 +107,8 @@ def measure(
         senders: dict[str, Any] = {RAW: _RawSender("raw", pool, pipe, server), **endpoints}
         if PAGES in ways:
             senders[PAGES] = _RawSender("pages", pool, pipe, server)
+        if ZEROMQ in ways:
+            senders[ZEROMQ] = _FramesSender(pool, pipe)
         if MOONCAKE in ways:
             senders[MOONCAKE] = _MooncakeSender(pool, pipe)
         try:
@@ -178,6 +183,24 @@ class _RawSender:
         begun, cpu = time.perf_counter(), cpu_seconds()
         send = send_pages if self._way == "pages" else send_prompt
         send(self._connection, self._pool, pages)
+        seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+        return seconds, cpu + _checked(self._pipe, self._pool, pages)
+
+
+class _FramesSender:
+    """ZeroMQ alone, with nothing checked, confirmed or bounded."""
+
+    def __init__(self, pool: Pool, pipe: Connection) -> None:
+        self._pool, self._pipe = pool, pipe
+        self._connection = zmq.Context.instance().socket(zmq.PAIR)
+        self._port = self._connection.bind_to_random_port("tcp://127.0.0.1")
+
+    def send(self, seed: int) -> tuple[float, float]:
+        pages = prompt_pages(self._pool.shape, seed + 1000)
+        self._pipe.send(("frames", self._port, seed))
+        self._connection.recv()
+        begun, cpu = time.perf_counter(), cpu_seconds()
+        send_frames(self._connection, self._pool, pages)
         seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
         return seconds, cpu + _checked(self._pipe, self._pool, pages)
 

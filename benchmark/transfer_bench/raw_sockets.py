@@ -1,7 +1,8 @@
 """The same pages over plain TCP sockets, with nothing checked, confirmed or bounded.
 
 Gathered into slabs, sent, received and scattered: what the endpoints are measured against. And page
-by page, each a transfer of its own out of one pool into the other: what gathering is worth.
+by page, each a transfer of its own out of one pool into the other: what gathering is worth. And the
+slabs as frames of ZeroMQ, which receives into memory of its own: what a handoff over it can reach.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, SlabSpe
 if TYPE_CHECKING:
     import socket
 
+    import zmq
+
     from transfer_bench.pools import Pool
 
+_NUM_FRAMES = 4  # that wait to be sent: ZeroMQ says when a buffer may be filled again
 _HEADER = struct.Struct("<QQ")  # buffer, place of the page in the prompt
 
 
@@ -42,6 +46,32 @@ def receive_prompt(connection: socket.socket, pool: Pool, pages: Any) -> None:
         part = pages[spec.start : spec.start + spec.num_pages]
         pool.memories.kv.scatter_slab(_pieces(pool, spec), part, buffer[: spec.num_bytes])
     connection.sendall(b"!")
+
+
+def send_frames(connection: zmq.Socket[bytes], pool: Pool, pages: Any) -> None:
+    """As ``send_prompt``, each slab a frame."""
+    memory = pool.memories.kv
+    buffers = [memory.new_buffer(TARGET_SLAB_BYTES) for _ in range(_NUM_FRAMES)]
+    trackers: list[zmq.MessageTracker | None] = [None] * _NUM_FRAMES
+    placed = memory.place(pages)
+    for number, spec in enumerate(_slabs(pool)):
+        at = number % _NUM_FRAMES
+        tracker, buffer = trackers[at], buffers[at][: spec.num_bytes]
+        if tracker is not None:
+            tracker.wait()
+        part = placed[spec.start : spec.start + spec.num_pages]
+        memory.begin_gather(_pieces(pool, spec), part, buffer)()
+        trackers[at] = connection.send(buffer.data, copy=False, track=True)
+    connection.recv()
+
+
+def receive_frames(connection: zmq.Socket[bytes], pool: Pool, pages: Any) -> None:
+    for spec in _slabs(pool):
+        frame = connection.recv(copy=False)
+        part = pages[spec.start : spec.start + spec.num_pages]
+        slab = np.frombuffer(frame.buffer, np.uint8)
+        pool.memories.kv.scatter_slab(_pieces(pool, spec), part, slab)
+    connection.send(b"!")
 
 
 def send_pages(connection: socket.socket, pool: Pool, pages: Any) -> None:
