@@ -82,12 +82,7 @@ def live(
             if taken:
                 caps[name] += taken
                 dues[name] = caps[name]
-                mine = found[name]
-                found[name] = mine._replace(
-                    cap_bytes=caps[name],
-                    due_bytes=caps[name],
-                    wants_bytes=max(mine.wants_bytes - taken, 0),
-                )
+                found[name] = found[name]._replace(cap_bytes=caps[name], due_bytes=caps[name])
             dues.update(recall(total, found, name))
             assert sum(caps.values()) <= total
             assert all(dues[n] >= min(floor, caps[n]) for n in caps)

@@ -23,7 +23,8 @@ _COLDER_S = 3.0
 
 class StoreShare(NamedTuple):
     """One store. ``due_bytes``: it was asked to come down to that. ``keeps_bytes``: it cannot come
-    below that now. ``coldest_s``: how long what it would evict next was not used."""
+    below that now. ``wants_bytes``: as it is written to, it would like so much free.
+    ``coldest_s``: how long what it would evict next was not used."""
 
     floor_bytes: int
     cap_bytes: int
@@ -42,7 +43,8 @@ class StoreShare(NamedTuple):
     @property
     def asked_bytes(self) -> int:
         """Return what it would take now: up to its floor without reason."""
-        return max(self.wants_bytes, self.floor_bytes - self.cap_bytes)
+        free = max(self.cap_bytes - self.held_bytes, 0)
+        return max(self.wants_bytes - free, self.floor_bytes - self.cap_bytes, 0)
 
     @property
     def colder_s(self) -> float:
@@ -77,7 +79,7 @@ def grant(total_bytes: int, members: Mapping[str, StoreShare], name: str) -> int
         return 0
     there = _room(total_bytes, members, name)
     others = (each for other, each in members.items() if other != name and each.is_live)
-    first = sum(each.wants_bytes for each in others if each.coldest_s < mine.coldest_s)
+    first = sum(each.asked_bytes for each in others if each.coldest_s < mine.coldest_s)
     below = max(mine.floor_bytes - mine.cap_bytes, 0)
     return max(min(mine.asked_bytes, there, max(there - first, below)), 0)
 

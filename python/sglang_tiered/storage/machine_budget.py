@@ -94,6 +94,7 @@ class BudgetRecords:
         self._total_bytes = total_bytes
         self._floor_bytes = floor_bytes
         self.name = _name_of(self._shard)
+        self.needed_bytes = 0  # before it is opened, which cuts it down to its capacity
         self._fd = -1
         self._looked: dict[str, tuple[int, int, bool]] = {}  # of closed stores
 
@@ -103,7 +104,12 @@ class BudgetRecords:
         process has it, ``StoreError``, and ``ConfigError`` where the budget cannot be shared on
         these terms."""
         with self.table() as table, self._usable():
-            refuse_terms(self._directory, table, self._total_bytes, self._floor_bytes, {self.name})
+            ours = {
+                name
+                for name, each in table.records.items()
+                if not each.is_live and Path(each.shard).parent == self._shard.parent
+            }
+            refuse_terms(self._directory, table, self._total_bytes, self._floor_bytes, ours)
             if table.is_whole:
                 self._hold()
                 table.total_bytes = self._total_bytes
@@ -125,7 +131,7 @@ class BudgetRecords:
             due_bytes=cap if cap <= room else max(room, self._floor_bytes),
         )
         if not cap_bytes:  # before it is opened
-            record.wants_bytes = max(self.needed_bytes - cap, 0)
+            record.wants_bytes = self.needed_bytes = self._needed(before)
         table.records[self.name] = record
         return record
 
@@ -133,17 +139,18 @@ class BudgetRecords:
     def has_pins(self) -> bool:
         return _has_pin_files(self._shard)
 
-    @property
-    def needed_bytes(self) -> int:
-        """Return what this store needs before it is opened, which cuts it down to its capacity.
-        That is all of its files where pins keep pages in them, and else no more than its floor."""
-        held = closed_bytes(self._shard)
-        most = self._total_bytes if self.has_pins else self._floor_bytes
-        return min(held, most)
+    def _needed(self, before: StoreRecord | None) -> int:
+        """Without pins no more than its floor. Pins were accepted beside its capacity of before;
+        where nobody knows that, they may need more than their files: twice, and two regions."""
+        sizes = [nbytes for _, _, nbytes in _regions(self._shard)]
+        if not self.has_pins:
+            return min(sum(sizes), self._floor_bytes)
+        needed = 2 * (sum(sizes) + max(sizes, default=0)) if before is None else before.cap_bytes
+        return min(needed, self._total_bytes)
 
     @contextlib.contextmanager
     def table(self, timeout_s: float = _LOCK_S) -> Iterator[Table]:
-        """Read the table, and write it back as it is then; nobody else does meanwhile. Raises
+        """Read the table, and write it back if it changed; nobody else does meanwhile. Raises
         ``StoreError`` where it cannot be used, or somebody holds it for long."""
         with contextlib.ExitStack() as held, self._usable():
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,16 +159,20 @@ class BudgetRecords:
                 lock = held.enter_context(DirectoryLock(self._directory, timeout_s=timeout_s))
             except StoreLockedError as error:
                 raise StoreError(
-                    "a process holds its LOCK for long; end the one whose id is in it"
+                    "others hold its LOCK for long; where it is one that hangs, end it: its id is "
+                    "in it"
                 ) from error
-            table = self._read()
+            found = _content(self._directory / _TABLE)
+            table = self._read(found)
             self._add_lost(table)
             self._look_after(table)
             held.pop_all()
         with lock:
             yield table
-            with self._usable():
-                _replace(lock.directory, _TABLE, seal((table.total_bytes, table.records)))
+            changed = seal((table.total_bytes, table.records))
+            if changed != found:
+                with self._usable():
+                    _replace(lock.directory, _TABLE, changed)
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
@@ -218,9 +229,9 @@ class BudgetRecords:
     def _path(self, name: str) -> Path:
         return self._directory / f"SERVER-{name}"
 
-    def _read(self) -> Table:
+    def _read(self, content: bytes) -> Table:
         """Return the table; one without records where there is none that verifies."""
-        found = unseal(_content(self._directory / _TABLE), tuple[int, dict[str, StoreRecord]])
+        found = unseal(content, tuple[int, dict[str, StoreRecord]])
         if found is not None:
             total, records = found
             return Table(total, {name: one for name, one in records.items() if _is_sane(name, one)})

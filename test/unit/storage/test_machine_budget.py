@@ -310,3 +310,24 @@ def test_a_fifo_is_never_the_table(tmp_path: Path) -> None:
     assert (tmp_path / "budget" / "TABLE-1").is_file()
     assert record_of(joined(tmp_path, "b"), a).cap_bytes == FLOOR
     os.close(reader)
+
+
+def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
+    """They go with their shards: a server that comes again with more ranks takes their place."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+    joined(tmp_path, "other/tp0of1", floor=500)
+    joined(tmp_path, "mine/tp0of1", floor=500).leave()
+    joined(tmp_path, "mine/tp0of2", floor=250)
+    with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
+        member(tmp_path, "mine/tp1of2", floor=501).join()
+
+
+def test_a_table_at_rest_is_not_written(tmp_path: Path) -> None:
+    a = joined(tmp_path, "a")
+    before = os.stat(tmp_path / "budget" / "TABLE-1")
+    with a.table():
+        pass
+    assert os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))
+    set_cap(a, 300)
+    assert not os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))

@@ -281,6 +281,9 @@ def _resolve_nvme(
     held = _held_bytes(directory)
     capacity = values.get("capacity_bytes")
     _share_machine(values)
+    is_shared = "floor_bytes" in values
+    # In a budget others may hold it now, and give it back.
+    free = max(shutil.disk_usage(parent).total - held, 0) if is_shared else free
     if capacity is None:
         quarter = int((free + held) * DEFAULT_DISK_FRACTION)
         capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
@@ -310,7 +313,7 @@ def _resolve_nvme(
             "reboot; pass a --tier-dir on a disk to keep them."
         )
     # A region must also fit a disk that is smaller than the cap.
-    least, is_shared = values.get("floor_bytes", capacity), "floor_bytes" in values
+    least = values.get("floor_bytes", capacity)
     room = min(least, free + held) / num_ranks * values.get("tenant_share", 1)
     per_rank, most = capacity // (1 if is_shared else num_ranks), max_regions()
     region = values.get("region_bytes")

@@ -123,6 +123,8 @@ class MachineBudget:
                 if joined:
                     with self._records.table() as table:
                         joined = table.is_whole  # or what others hold would be taken
+                        if not joined:
+                            self._records.leave()  # or two that join would wait for each other
                         if joined:
                             mine = self._mine(table, 0)
                             self._take(table, mine)
@@ -145,9 +147,9 @@ class MachineBudget:
             raise ConfigError(f"{FLAG}: a live server does not write its record; restart it.")
         if self._records.has_pins and cap_bytes < self._records.needed_bytes:
             raise ConfigError(
-                f"{FLAG}: pins need all {format_bytes(self._records.needed_bytes)} of this store's "
-                f"files, and the others leave {format_bytes(cap_bytes)}; start it once without "
-                f"{FLAG} and unpin, or lower the floors of the others."
+                f"{FLAG}: pins may need {format_bytes(self._records.needed_bytes)}, and the others "
+                f"leave {format_bytes(cap_bytes)}; start it once without {FLAG} and unpin, or "
+                "lower the floors of the others."
             )
         if cap_bytes < least_bytes:
             raise ConfigError(
@@ -229,7 +231,7 @@ class MachineBudget:
         mine.cap_bytes = min(mine.cap_bytes, now.capacity_bytes) if is_lowered else mine.cap_bytes
         mine.is_live, mine.held_bytes = True, now.held_bytes
         mine.keeps_bytes, mine.wants_bytes = now.keeps_bytes, now.wants_bytes
-        mine.coldest_s = now.coldest_s
+        mine.coldest_s = float(f"{now.coldest_s:.2g}")  # what rests is not written again
         if now.keeps_bytes > mine.due_bytes and not now.is_shrinking:
             mine.due_bytes = now.keeps_bytes  # that is all for now
         mine.due_bytes = max(mine.due_bytes, mine.floor_bytes)
@@ -244,11 +246,8 @@ class MachineBudget:
         if given:
             mine.cap_bytes += given
             mine.due_bytes = mine.cap_bytes
-            mine.wants_bytes = max(mine.wants_bytes - given, 0)
             members[name] = members[name]._replace(
-                cap_bytes=mine.cap_bytes,
-                due_bytes=mine.cap_bytes,
-                wants_bytes=mine.wants_bytes,
+                cap_bytes=mine.cap_bytes, due_bytes=mine.cap_bytes
             )
         for other, due in recall(total, members, name).items():
             lender = table.records[other]
@@ -280,8 +279,8 @@ class MachineBudget:
             if other == self._records.name:
                 continue
             before, ticks = self._asked.get(other, (each, -1))
-            hangs = each == before if each.wants_bytes else each[1:3] == before[1:3]
-            has_part = each.pending_bytes or each.wants_bytes
+            hangs = each == before if each.asked_bytes else each[1:3] == before[1:3]
+            has_part = each.pending_bytes or each.asked_bytes
             ticks = ticks + 1 if hangs and has_part else 0
             self._asked[other] = each, ticks
             most = _SILENT_TICKS if each.pending_bytes else _JOINING_TICKS

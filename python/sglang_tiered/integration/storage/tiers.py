@@ -121,6 +121,8 @@ def open_shard(
             replica=replica,
         )
         path = shard_path(Path(nvme.directory), name)
+        if where.tp_rank == 0 and tp_size > 1:
+            _remove_other_sharing(Path(nvme.directory), name, tp_size)
         budget = None
         try:
             capacity, most = config.nvme_bytes_per_rank, config.most_nvme_bytes_per_rank
@@ -144,8 +146,6 @@ def open_shard(
                 max_tenant_bytes=None if share is None else int(capacity * share),
                 encoding=encoding,
             )
-            if where.tp_rank == 0 and tp_size > 1:
-                _remove_other_sharing(Path(nvme.directory), name, tp_size)
             if budget is not None:
                 budget.start(engine.capacity)
             return engine, replica, budget

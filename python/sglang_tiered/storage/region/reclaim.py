@@ -60,7 +60,7 @@ REINSERTION_SHARE = 1 / 10
 _MAX_CREDIT = 1 / 2
 MAX_SAVED_BYTES = 64 << 20
 _WANTED_REGIONS = 4  # so much free room a store that is written to would like to have
-_WRITING_S = 5.0  # since it made a region
+_WRITING_S = 60.0  # since it made a region
 _STUCK_S = 60.0  # after which room that could not be given back is tried again
 _MAX_VICTIMS = 8  # tried for one that can be removed; without one, stores pause before the next
 
@@ -425,8 +425,8 @@ class Reclaimer(StorePart):
 
 class CapacityState(NamedTuple):
     """What a store takes and would take. ``keeps_bytes``: it cannot come below that now.
-    ``wants_bytes`` more would be filled soon. ``coldest_s`` is how long what goes next was not
-    used."""
+    ``wants_bytes``: so much free room would be filled soon. ``coldest_s``: how long what goes next
+    was not used."""
 
     capacity_bytes: int
     held_bytes: int
@@ -483,10 +483,8 @@ class CapacityControl(StorePart):
                 stuck, pinned_then, since = self._stopped
                 is_over = pinned != pinned_then or now - since > _STUCK_S
                 keeps = keeps if is_over else max(keeps, stuck)
-            free = capacity.nbytes - held
-            wants = 0
-            if now - self._reclaimer.last_made_s < _WRITING_S and not self.is_due:
-                wants = max(_WANTED_REGIONS * capacity.region_bytes - free, 0)
+            is_written = now - self._reclaimer.last_made_s < _WRITING_S and not self.is_due
+            wants = _WANTED_REGIONS * capacity.region_bytes if is_written else 0
             victim = self._reclaimer.next_victim()
             coldest_s = math.inf if victim is None else max(now - victim.used_s, 0.0)
             return CapacityState(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)

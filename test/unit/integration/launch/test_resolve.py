@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,17 @@ def test_bad_combination_is_one_sentence(
 def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
     resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 900TiB")
     assert "stops growing when the disk is full" in resolved.notes[0]
+
+
+def test_what_others_borrowed_is_there_for_a_newcomer(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(total=1 << 40, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 900GiB --tier-nvme-floor 128GiB"
+    resolved = resolve(line + " --tier-machine-budget {tmp}/budget")
+    assert resolved.config.nvme.region_bytes == 256 * MiB
+    assert not any("disk is full" in note for note in resolved.notes)
 
 
 @pytest.fixture

@@ -313,15 +313,52 @@ def test_files_wait_for_their_floor(tmp_path: Path, num_files: int, opens_at: in
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("neighbour_keeps", [31, 32])
+@pytest.mark.parametrize("neighbour_keeps", [20, 21])
 def test_pins_open_with_all_or_not(tmp_path: Path, neighbour_keeps: int) -> None:
+    """They may take all of the nine files, which is half of what a store needs for that."""
     closed_files(tmp_path / "b", 9)
     (tmp_path / "b" / ("PIN-" + "a" * 32)).write_bytes(b"keeps who knows what")
-    if neighbour_keeps == 31:
-        assert opened_at(tmp_path, 4, neighbour_keeps) >= 9
+    if neighbour_keeps == 20:
+        assert opened_at(tmp_path, 4, neighbour_keeps) >= 20
     else:
         with pytest.raises(ConfigError):
             opened_at(tmp_path, 4, neighbour_keeps)
+
+
+def test_slow_writers_share_by_age(two: tuple[Store, Store]) -> None:
+    """What one took for its next region is not unused until that comes."""
+    a, b = two
+    for conversation in range(50):
+        a.visit(conversation)
+        tick(a, b)
+    assert b.capacity == FLOOR
+    for number in range(700):
+        for store, period in ((a, 8), (b, 9)):
+            if number % period == 0:
+                store.visit(100 + number)
+                store._runs.clear()  # noqa: SLF001 - the memory of the test
+        tick(a, b)
+    assert b.capacity > 3 * FLOOR
+
+
+def test_pins_of_before_hold_at_the_first_start(tmp_path: Path) -> None:
+    """They were accepted beside a capacity that nobody knows any more."""
+    alone = {"namespace": NAMESPACE, "region_bytes": REGION, "num_threads": 2}
+    runs = [make_run(number, [PAGE] * PER_REGION) for number in range(22)]
+    keys = [key for run in runs[:10] for key in run.keys]
+    engine = RegionEngine(tmp_path / "b", capacity_bytes=TOTAL, **alone)
+    for run in runs[:12]:
+        finished(engine.submit_store(run))
+    made = engine.pin("mine", keys)
+    assert not isinstance(made, PinRefusal) and is_true(made, TIMEOUT_S)
+    engine.close()
+    neighbour = Neighbour(tmp_path, "a", 14)
+    b = Store(tmp_path, "b")
+    for run in runs[12:]:
+        finished(b.engine.submit_store(run))
+    assert b.engine.lookup(keys).num_hits == len(keys)
+    b.end()
+    neighbour.records.leave()
 
 
 def test_one_that_answers_not_starves_nobody(tmp_path: Path) -> None:
