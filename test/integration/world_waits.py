@@ -1,5 +1,5 @@
-"""What every request of a scheduling world may expect: it waits for a tier no longer than computing
-its prompt takes, and a quarter more while that would hold up others."""
+"""What every request of a scheduling world may expect: while no other starts it waits for a tier no
+longer than computing its prompt takes, and a quarter more while that would hold up others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class BoundedWaits:
         self._world = world
         self._asked = world.cache.check_prefetch_progress
         world.cache.check_prefetch_progress = self._ask
-        self._since: dict[Any, float] = {}  # when nothing but its load first kept a request
+        self._since: dict[Any, float] = {}  # since when nothing but its load kept a request
         self._late: dict[Any, tuple[int, float]] = {}  # questions beyond its bound, and since when
         self.num_held_up = 0
+        self._num_logged = 0
 
     def _ask(self, request: Any) -> bool:
         now = time.monotonic()
@@ -61,3 +62,6 @@ class BoundedWaits:
         for request in gone:
             del self._since[request]
             self._late.pop(request, None)
+        if self._num_logged != (num_logged := len(self._world.log)):  # a batch ran
+            self._num_logged = num_logged
+            self._since = dict.fromkeys(self._since, time.monotonic())

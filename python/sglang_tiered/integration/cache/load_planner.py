@@ -105,6 +105,7 @@ class LoadPlanner(Generic[Request]):
         """Note how long a prefill batch of ``(new tokens, tokens before them)`` took, of which
         ``num_copied`` tokens were copied to the device meanwhile."""
         self.costs.prefill.observe(spans, seconds, num_copied)
+        self.loads.note_progress()
 
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether the tier was not measured for long. Ask only when a load was declined."""
@@ -504,7 +505,7 @@ class LoadPlanner(Generic[Request]):
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
         load_s = self.costs.load_seconds(plan.parts, ahead)
-        wait_s = self.loads.held_s(record) + load_s
+        wait_s = self.loads.stalled_s(record) + load_s
         return self.costs.gains(wait_s, plan.saved_s, self.num_others(record))
 
     def patience_s(self, request: Request) -> float:
@@ -526,8 +527,8 @@ class LoadPlanner(Generic[Request]):
         num_lost: int = 0,
     ) -> bool:
         """Whether a request waits for the ``num_missing`` tokens that its load lacks, behind
-        ``num_before`` that are there; of these ``num_lost`` would be lost without. It never waits
-        longer in all than it was to gain.
+        ``num_before`` that are there; of these ``num_lost`` would be lost without. While no other
+        request starts it waits no longer in all than it was to gain.
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
@@ -547,7 +548,7 @@ class LoadPlanner(Generic[Request]):
                 load.begun_at, load.left_to_begin_s = now, left_s
             left_s = max(left_s, now - load.begun_at - load.left_to_begin_s)
         num_saved, num_others = num_missing + num_lost, self.num_others(record)
-        held_s = self.loads.held_s(record)
+        held_s = self.loads.stalled_s(record)
         is_late = load is not None and not self.costs.gains(held_s, load.plan.saved_s, num_others)
         wait = not is_late and self.costs.should_wait(
             num_saved=num_saved,

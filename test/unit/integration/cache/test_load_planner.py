@@ -300,6 +300,29 @@ def test_put_off_load_behind_too_many_is_dropped() -> None:
     assert not planner.gains_by_its_turn("r", num_ahead=0)
 
 
+@pytest.mark.parametrize("progress", ["nothing", "admitted", "computed"])
+def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
+    """Each wait for room is longer than computing would take alone, while others have the room. One
+    that computes has those behind it wait for longer, which compute then: all hits are lost."""
+    planner, now = make_planner()
+    for request in ("r", "other"):
+        planner.loads.arrives(request)
+        arrive(planner, request, 6400, 6500)
+    planner.loads.held_up(planner.loads.get("r"))
+    asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
+    now.seconds += 10 * 6400 * TOKEN_S
+    if progress == "admitted":
+        planner.leaves("other")
+    elif progress == "computed":
+        planner.note_batch([(6400, 0)], 6400 * TOKEN_S)
+    waits = progress != "nothing"
+    assert planner.gains_by_its_turn("r", num_ahead=0) == waits
+    assert planner.should_wait("r", **asked, is_read=False) == waits
+    now.seconds += 2 * 6400 * TOKEN_S
+    assert not planner.gains_by_its_turn("r", num_ahead=0), "and nobody waits without an end"
+    assert not planner.should_wait("r", **asked, is_read=False)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 5000)), max_size=40))
 def test_queue_is_as_long_as_what_waits(events: list[tuple[int, bool, int]]) -> None:
     planner, _ = make_planner(load_token_s=1.0)  # so that nothing is loaded
