@@ -37,14 +37,27 @@ from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
 from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import PageAccounting
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.memory import MemoryEngine
+from sglang_tiered.storage.base import Health, LookupResult, Stop, TierStats
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 PAGE = 64
 PAGES_PER_NODE = 16
 LIMIT_MS = 0.5
 STATES = ("disk idle", "stores backed up", "loads waiting")
+
+
+class Disk:
+    """What the gate asks of an NVMe tier, which holds at once what is offered."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def lookup(self, keys: list[bytes]) -> LookupResult:
+        num_hits = [*(key in self.keys for key in keys), False].index(False)
+        return LookupResult(num_hits, Stop.END if num_hits == len(keys) else Stop.MISS)
+
+    def stats(self) -> TierStats:
+        return TierStats(Health.RUNNING, "")
 
 
 class Tier:
@@ -68,7 +81,7 @@ class Tier:
         self.tree_core.enable_storage = True
         self.num_tokens = num_nodes * PAGES_PER_NODE * PAGE
         self.accounting = PageAccounting(self.num_tokens, PAGE)
-        self.engine = MemoryEngine(1 << 40)
+        self.engine: Any = Disk()
         self.gate = StoreGate(self.engine, host_tokens=self.num_tokens, page_bytes=100)
         self.ongoing_backup: dict[int, tuple[int, Any]] = {}
         self.ongoing_prefetch: dict[int, int] = {}
@@ -131,11 +144,9 @@ class Tier:
 
     def work(self) -> None:
         """The storage thread's part, and the release that SGLang's drain does."""
-        buffer = (memoryview(bytearray(64)),)
         for operation, store in self.queued:
-            keys = tuple(bytes.fromhex(text) for text in store.hashes)
             self.gate.num_admitted(store, store.hashes)
-            self.engine.submit_store(Run(keys, (buffer,) * len(keys)))
+            self.engine.keys.update(bytes.fromhex(text) for text in store.hashes)
             self.gate.store_ended(store)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.faulty import FaultyEngine
+from kit.memory import MemoryEngine
 from kit.runs import Blank, MakeRun, PageData, make_run
 from kit.tiers import KEEPING, open_tier
 from kit.waiting import TIMEOUT_S, drained, finished
@@ -27,7 +28,6 @@ from sglang_tiered.storage.base import (
     TierEngine,
 )
 from sglang_tiered.storage.bucket import BucketEngine
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack

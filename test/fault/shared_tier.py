@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from kit.memory import MemoryEngine
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
@@ -19,7 +20,6 @@ from sglang_tiered.storage.base import (
     Stop,
     Tier,
 )
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
+from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, soft_encoding
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.stack import TierStack

@@ -372,7 +372,7 @@ def test_an_import_against_the_direction_is_caught(module: str, source: str) -> 
             "from ..base import TierEngine\nfrom . import index",
         ),
         ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
-        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.storage.memory import MemoryEngine"),
+        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.storage.base import TierEngine"),
         ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
         ("sglang_tiered.tools.store.scan", "from ...storage.region import format"),
         ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),

@@ -145,10 +145,6 @@ class PageCodec(Protocol):
     """A codec with the rules of this module. ``name`` is one of ``codecs.CODEC_NAMES``."""
 
     name: str
-    is_lossless: bool
-
-    def max_encoded_bytes(self, page_bytes: int) -> int:
-        """The largest encoding of a page of ``page_bytes``."""
 
     def encode(self, page: Segments) -> bytes | memoryview:
         """The encoded page. The page's segments are read and not kept."""

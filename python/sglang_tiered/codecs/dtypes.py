@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["FLOAT_DTYPES", "bfloat16_to_bytes", "float32_to_bytes", "to_float32", "to_odd_bfloat16"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "bfloat16_to_bytes",
+    "float32_to_bytes",
+    "to_float32",
+    "to_odd_bfloat16",
+    "widened",
+]
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 """The formats that a lossy codec takes. An 8-bit cache is already as small."""
@@ -23,7 +30,12 @@ def to_float32(plain: Bytes, dtype: str) -> NDArray[np.float32]:
         return plain.view(np.float32)
     if dtype == "float16":
         return plain.view(np.float16).astype(np.float32)
-    return (plain.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return widened(plain.view(np.uint16))
+
+
+def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers whose bits as bfloat16 these are."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def float32_to_bytes(values: NDArray[np.float32], dtype: str) -> Bytes:
@@ -57,5 +69,4 @@ def bfloat16_to_bytes(bits: NDArray[np.uint16], dtype: str) -> Bytes:
     """Bfloat16 bits as ``dtype``, as flat bytes."""
     if dtype == "bfloat16":
         return np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
-    values = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return float32_to_bytes(values, dtype)
+    return float32_to_bytes(widened(bits), dtype)

@@ -53,14 +53,7 @@ class Header(NamedTuple):
 
 
 def pack_header(header: Header) -> bytes:
-    return _HEADER.pack(
-        MAGIC,
-        VERSION,
-        header.method,
-        header.item_bytes,
-        header.layout_digest,
-        header.page_bytes,
-    )
+    return _HEADER.pack(MAGIC, VERSION, *header)
 
 
 def unpack_header(data: memoryview) -> Header:

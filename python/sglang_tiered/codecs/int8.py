@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
+from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32, widened
 from sglang_tiered.codecs.encoded import METHOD_INT8
 from sglang_tiered.codecs.quantized import Block, QuantizingCodec, UnfitPageError
 from sglang_tiered.errors import CodecError
@@ -62,12 +62,12 @@ class Int8Codec(QuantizingCodec):
         if not (least.min() >= -self._too_large and largest.max() <= self._too_large):
             raise UnfitPageError
         low = _to_bfloat16(np.asarray(least, np.float32), up=False)
-        step = _to_bfloat16((largest - _widened(low)) / np.float32(_NUM_STEPS), up=True)
-        wide_step = _widened(step)
+        step = _to_bfloat16((largest - widened(low)) / np.float32(_NUM_STEPS), up=True)
+        wide_step = widened(step)
         inverse = np.zeros_like(wide_step)
         # A step too small to invert belongs to a channel of equal or nearly equal values.
         np.divide(1, wide_step, out=inverse, where=wide_step > 2.0**-125)
-        scaled = values - block.spread(_widened(low))
+        scaled = values - block.spread(widened(low))
         scaled *= block.spread(inverse)
         np.rint(scaled, out=scaled)
         np.minimum(scaled, np.float32(_NUM_STEPS), out=scaled)
@@ -76,7 +76,7 @@ class Int8Codec(QuantizingCodec):
 
     def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Bytes:
         pairs = np.ascontiguousarray(scales).view(np.uint16).reshape(*block.scale_shape, 2)
-        low, step = _widened(pairs[..., 0]), _widened(pairs[..., 1])
+        low, step = widened(pairs[..., 0]), widened(pairs[..., 1])
         bound = np.float32(self._too_large * 1.02)
         # Also false of a NaN.
         if not (np.abs(low).max() <= bound and step.min() >= 0 and step.max() <= bound / 100):
@@ -85,10 +85,6 @@ class Int8Codec(QuantizingCodec):
         values *= block.spread(step)
         values += block.spread(low)
         return float32_to_bytes(values, self._layout.dtype)
-
-
-def _widened(bits: NDArray[np.uint16]) -> Floats:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _to_bfloat16(values: Floats, *, up: bool) -> NDArray[np.uint16]:

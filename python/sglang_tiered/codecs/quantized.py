@@ -87,7 +87,6 @@ class QuantizingCodec(ABC):
     name: str
     method: int
     scale_bytes: int
-    is_lossless = False
 
     def __init__(self, layout: PageLayout, channel_group: int) -> None:
         if not layout.is_known or layout.dtype not in FLOAT_DTYPES:
@@ -103,9 +102,6 @@ class QuantizingCodec(ABC):
         self._header = pack_header(
             Header(self.method, layout.item_bytes, layout.digest, layout.page_bytes)
         )
-
-    def max_encoded_bytes(self, page_bytes: int) -> int:
-        return self._lossless.max_encoded_bytes(page_bytes)
 
     def encode(self, page: Segments) -> bytes:
         plain = joined(page)

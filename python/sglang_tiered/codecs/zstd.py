@@ -36,14 +36,10 @@ class ZstdCodec:
     """Exact, for pages of any length. It uses only the element length of the layout."""
 
     name = "zstd"
-    is_lossless = True
 
     def __init__(self, layout: PageLayout) -> None:
         self._item_bytes = layout.item_bytes
         self._layout_digest = layout.digest
-
-    def max_encoded_bytes(self, page_bytes: int) -> int:
-        return page_bytes + HEADER_BYTES
 
     def encode(self, page: Segments) -> bytes:
         return self.encode_bytes(joined(page))

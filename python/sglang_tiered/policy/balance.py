@@ -305,7 +305,7 @@ class RoleBalance:
         sums = [sum(column) for column in zip([0.0] * 6, *lately, strict=True)]
         ever = [sum(column) for column in zip([0.0] * 6, *told.values(), strict=True)]
         part = HISTORY * sums[0] / ever[0] if sums[0] else 1.0
-        fixed_s, each_s, _ = step_prices(
+        fixed_s, each_s = step_prices(
             [now + part * before for now, before in zip(sums, ever, strict=True)]
         )
         if not fixed_s + each_s:  # no steps: memory decides

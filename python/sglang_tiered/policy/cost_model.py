@@ -109,7 +109,7 @@ class OnlineCost:
 
     ``prior`` holds a price per feature, ``typical`` the size of each feature in an ordinary case:
     together they give the share of each price. An observation counts half for the level after
-    ``level_half_life`` others, and for the prices after ``price_half_life``.
+    ``level_half_life`` others, and for the prices after ``PRICE_HALF_LIFE``.
     """
 
     def __init__(
@@ -118,14 +118,13 @@ class OnlineCost:
         typical: Sequence[float],
         *,
         level_half_life: float,
-        price_half_life: float,
     ) -> None:
         if len(prior) != len(typical) or not prior:
             raise ValueError(f"{len(prior)} prices do not fit {len(typical)} features")
         if min(prior) < 0 or min(typical) <= 0 or not any(prior):
             raise ValueError("prices must not be negative, and typical sizes must be positive")
         self._level_gain = 1 - 0.5 ** (1 / level_half_life)
-        self._kept = 0.5 ** (1 / price_half_life)
+        self._kept = 0.5 ** (1 / PRICE_HALF_LIFE)
         self._prior = tuple(prior)
         total = sum(p * t for p, t in zip(prior, typical, strict=True))
         # A prior price counts as an observation of its own part, relative to the typical cost.
@@ -179,30 +178,18 @@ class OnlineCost:
 
 class PrefillCost:
     """Seconds of prefill, and of the copies to the device that it waits for, estimated from
-    batches. Those with copies teach too: after a restart every request may return."""
+    batches. Those with copies teach too: after a restart every request may return. ``prior``:
+    seconds per batch, per token, per pair, and perhaps per token copied."""
 
     def __init__(
         self, prior: Sequence[float] = PRIOR_PREFILL, *, token_bytes: int = TYPICAL_TOKEN_BYTES
     ) -> None:
         n = TYPICAL_PREFILL_TOKENS
         self._cost = OnlineCost(
-            (*prior, PRIOR_COPY_S * token_bytes),
+            (*prior, PRIOR_COPY_S * token_bytes)[:4],
             (1.0, n, n * n / 2, n),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
-            price_half_life=PRICE_HALF_LIFE,
         )
-
-    @classmethod
-    def of_prices(cls, prices: Sequence[float]) -> PrefillCost:
-        """Return a cost with the ``all_prices`` of another."""
-        cost, n = cls(), TYPICAL_PREFILL_TOKENS
-        cost._cost = OnlineCost(
-            prices,
-            (1.0, n, n * n / 2, n),
-            level_half_life=PREFILL_LEVEL_HALF_LIFE,
-            price_half_life=PRICE_HALF_LIFE,
-        )
-        return cost
 
     @property
     def prices(self) -> tuple[float, ...]:
@@ -254,10 +241,7 @@ class TransferCost:
 
     def __init__(self, prior: Sequence[float] = PRIOR_TRANSFER) -> None:
         self._cost = OnlineCost(
-            prior,
-            (1.0, TYPICAL_TRANSFER_BYTES),
-            level_half_life=TRANSFER_LEVEL_HALF_LIFE,
-            price_half_life=PRICE_HALF_LIFE,
+            prior, (1.0, TYPICAL_TRANSFER_BYTES), level_half_life=TRANSFER_LEVEL_HALF_LIFE
         )
 
     @property
@@ -327,18 +311,10 @@ class CostModel:
             raise ValueError(
                 f"a page of {page_tokens} tokens of {bytes_per_token} bytes holds nothing"
             )
-        self._page_tokens = page_tokens
-        self._bytes_per_token = bytes_per_token
+        self.page_tokens = page_tokens
+        self.bytes_per_token = bytes_per_token
         self.prefill = PrefillCost() if prefill is None else prefill
         self.transfers = (*transfers, *map(TransferCost, PRIORS[len(transfers) :]))
-
-    @property
-    def page_tokens(self) -> int:
-        return self._page_tokens
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self._bytes_per_token
 
     @property
     def transfer(self) -> TransferCost:
@@ -353,7 +329,7 @@ class CostModel:
 
     def _part_seconds(self, parts: Sequence[int]) -> list[float]:
         costs = zip(self.transfers, parts, strict=False)
-        return [cost.seconds(n * self._bytes_per_token) for cost, n in costs if n > 0]
+        return [cost.seconds(n * self.bytes_per_token) for cost, n in costs if n > 0]
 
     def plan(
         self,
@@ -381,7 +357,7 @@ class CostModel:
         least, and of equal ones the longest. Lengths are whole pages; 0 means that everything is
         computed.
         """
-        num_held = min(num_held, num_new) // self._page_tokens * self._page_tokens
+        num_held = min(num_held, num_new) // self.page_tokens * self.page_tokens
         everything = self.prefill.seconds(num_new, num_before)
         if num_held <= 0:
             return LoadPlan((), 0.0, 0.0, everything, everything * (1 + num_others))
@@ -439,13 +415,13 @@ class CostModel:
     ) -> list[int]:
         """Return the lengths to compare: even parts, and the places where the tier changes. Of a
         load that may end at some places only, the last such place in each."""
-        num_pages = num_held // self._page_tokens
+        num_pages = num_held // self.page_tokens
         cuts = min(NUM_CUTS, num_pages)
-        lengths = {num_pages * cut // cuts * self._page_tokens for cut in range(1, cuts + 1)}
+        lengths = {num_pages * cut // cuts * self.page_tokens for cut in range(1, cuts + 1)}
         end = 0
         for _, num_tokens in spans[:MAX_SPANS]:
             end += num_tokens
-            lengths.add(min(end, num_held) // self._page_tokens * self._page_tokens)
+            lengths.add(min(end, num_held) // self.page_tokens * self.page_tokens)
         if ends is not None:
             places = [bisect_right(ends, length) for length in lengths]
             lengths = {ends[place - 1] for place in places if place}

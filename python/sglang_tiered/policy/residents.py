@@ -69,16 +69,12 @@ class ResidentSet(Generic[Chain]):
         self._residents: OrderedDict[Chain, _Resident] = OrderedDict()  # least recently used first
         self._last_used: OrderedDict[Chain, int] = OrderedDict()  # of all chains, likewise
         self._longer: dict[Chain, Chain] = {}  # of a chain that a resident begins with, the latest
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._evicted = 0
         self._num_refused_new = 0
 
     def __contains__(self, chain: Chain) -> bool:
         return chain in self._residents
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     def offer_chain(
         self,
@@ -110,7 +106,7 @@ class ResidentSet(Generic[Chain]):
             self._residents.move_to_end(each)
         num_more = num_tokens - sum(self._residents[each].num_tokens for each in replaced)
         dismissed = self._make_room(num_more, last_used, cost)
-        accepted = self._num_tokens + num_more <= self._capacity
+        accepted = self.num_tokens + num_more <= self._capacity
         if accepted:
             was_used = any(self._residents[each].was_used for each in replaced)
             for each in replaced:
@@ -119,7 +115,7 @@ class ResidentSet(Generic[Chain]):
                 num_tokens, self._evicted, cost, was_used, tuple(beginnings)
             )
             self._longer.update(dict.fromkeys(beginnings, chain))
-            self._num_tokens += num_tokens
+            self.num_tokens += num_tokens
         return ChainOffer(accepted, dismissed + replaced * accepted)
 
     def price_chain(self, chain: Chain, cost: float) -> None:
@@ -131,11 +127,11 @@ class ResidentSet(Generic[Chain]):
     def _make_room(self, num_tokens: int, last_used: int | None, cost: float) -> list[Chain]:
         """Dismiss residents worth less than a chain last used then, or never seen before."""
         is_trial = False
-        if last_used is None and self._num_tokens + num_tokens > self._capacity:
+        if last_used is None and self.num_tokens + num_tokens > self._capacity:
             self._num_refused_new += 1
             is_trial = self._num_refused_new % NEW_CHAINS_PER_TRIAL == 0
         dismissed: list[Chain] = []
-        while self._num_tokens + num_tokens > self._capacity:
+        while self.num_tokens + num_tokens > self._capacity:
             chain = self._least_valuable()
             resident = self._residents[chain]
             idle = self._idle(chain)
@@ -175,20 +171,20 @@ class ResidentSet(Generic[Chain]):
         """Drop all residents: the tier was emptied, and its pins with it."""
         self._residents.clear()
         self._longer.clear()
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance."""
         total = sum(resident.num_tokens for resident in self._residents.values())
-        assert total == self._num_tokens, (total, self._num_tokens)
-        assert self._num_tokens <= self._capacity, (self._num_tokens, self._capacity)
+        assert total == self.num_tokens, (total, self.num_tokens)
+        assert self.num_tokens <= self._capacity, (self.num_tokens, self._capacity)
         for beginning, chain in self._longer.items():
             assert beginning in self._residents[chain].beginnings, (beginning, chain)
             assert beginning not in self._residents, beginning
 
     def _remove(self, chain: Chain) -> None:
         resident = self._residents.pop(chain)
-        self._num_tokens -= resident.num_tokens
+        self.num_tokens -= resident.num_tokens
         for each in resident.beginnings:
             if self._longer.get(each) == chain:
                 del self._longer[each]

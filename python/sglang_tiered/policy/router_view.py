@@ -39,7 +39,7 @@ class RouterView:
     def add(self, record: RankCosts, now_s: float) -> int:
         """Begin with the first record of a server; returns its position."""
         self.states.append(ServerState(self._model(record)))
-        self.decode_states.append(DecodeState((0.0, 0.0, 0.0), 1))
+        self.decode_states.append(DecodeState((0.0, 0.0), 1))
         self.report(len(self.states) - 1, record, now_s)
         return len(self.states) - 1
 
@@ -47,7 +47,7 @@ class RouterView:
         """Begin with another server at the position of one that is gone: what was learnt of that
         goes."""
         self.states[server] = ServerState(self._model(record))
-        self.decode_states[server] = DecodeState((0.0, 0.0, 0.0), 1)
+        self.decode_states[server] = DecodeState((0.0, 0.0), 1)
         self.report(server, record, now_s)
 
     def report(self, server: int, record: RankCosts, now_s: float) -> None:
@@ -81,14 +81,14 @@ class RouterView:
         return model
 
 
-def step_prices(moments: Sequence[float]) -> tuple[float, float, float]:
+def step_prices(moments: Sequence[float]) -> tuple[float, float]:
     """Return the seconds of a decode step, and per request in it, by least squares over the steps
     that are summed up. What a token of keys and values adds is in the price per request."""
     steps, requests, microseconds, squares, products, _ = moments
     if steps < 1 or requests < steps:
-        return 0.0, 0.0, 0.0  # there were none, or the sums are not of any
+        return 0.0, 0.0  # there were none, or the sums are not of any
     spread = steps * squares - requests * requests
     per_request = (steps * products - requests * microseconds) / spread if spread > 0 else 0.0
     per_request = min(max(0.0, per_request), microseconds / requests)
     fixed = max(0.0, microseconds - per_request * requests) / steps
-    return MICROSECOND * fixed, MICROSECOND * per_request, 0.0
+    return MICROSECOND * fixed, MICROSECOND * per_request

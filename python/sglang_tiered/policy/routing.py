@@ -257,16 +257,14 @@ def choose_server(
     now_s: float,
     *,
     elsewhere: Held = NOTHING_HELD,
-    session: int | None = None,
     charge: float = 1.0,
     draw: Callable[[], float],
 ) -> Choice | None:
     """Choose one of ``candidates`` (positions in ``states``) for a prompt; ``None`` without any.
 
     ``held`` is what each server holds, ``elsewhere`` what every server not in it can fetch from
-    others. ``session`` is the server of the conversation's last turn. ``draw`` returns random
-    numbers from 0 to 1. Among scores that are about equal the conversation's own server is taken,
-    or else of two drawn at random the one that loads less, then the one that answers sooner.
+    others. ``draw`` returns random numbers from 0 to 1. Among scores that are about equal two are
+    drawn at random, and of these the one that loads less, then the one that answers sooner.
 
     Servers are planned for in order of a bound below their score, until no bound is in reach:
     of many servers that hold nothing, those with the shortest queues.
@@ -284,9 +282,6 @@ def choose_server(
     equal = [(server, one) for server, one in found if one.score_s <= reach]
     if not equal:
         return None
-    for server, one in equal:
-        if server == session:
-            return Choice(server, one)
     drawn = [equal[int(draw() * len(equal))] for _ in range(2)]
     return Choice(*min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s)))
 
@@ -344,19 +339,18 @@ def _bounds(
 @dataclass(slots=True)
 class DecodeState:
     """What the router knows of a server that decodes. A step takes ``prices`` of: one, each
-    request in it, each token of keys and values that they attend to."""
+    request in it."""
 
-    prices: tuple[float, float, float]
+    prices: tuple[float, float]
     max_tokens: int  # of keys and values that fit
     num_running: int = 0
     num_tokens: int = 0  # of what runs, at its end
-    token_link_s: float = 0.0  # seconds to hand a token over
 
-    def step_s(self, num_more: int = 0, tokens_more: int = 0) -> float:
-        """Return the time of a step with that many more requests and tokens."""
-        fixed, per_request, per_token = self.prices
-        tokens = self.num_tokens + tokens_more
-        return fixed + per_request * (self.num_running + num_more) + per_token * tokens
+    @property
+    def next_step_s(self) -> float:
+        """Return the time of a step with one more request."""
+        fixed, per_request = self.prices
+        return fixed + per_request * (self.num_running + 1)
 
 
 def choose_decode(
@@ -365,26 +359,22 @@ def choose_decode(
     num_tokens: int,
     max_new: int,
     *,
-    held: Mapping[int, int] | None = None,
     tpot_s: float | None = None,
     draw: Callable[[], float],
 ) -> int | None:
     """Choose where a prompt that was computed elsewhere is decoded; ``None`` without candidates.
 
     Of the servers with room for ``num_tokens + max_new`` and a step within ``tpot_s`` the one that
-    has the prompt soonest (``held`` tokens need no handoff) and then steps fastest. If none has
-    room or is fast enough, the one that is least full.
+    steps fastest. If none has room or is fast enough, the one that is least full.
     """
     need = num_tokens + max_new
     best: list[tuple[tuple[float, ...], int]] = []
     for server in candidates:
         state = states[server]
         fill = (state.num_tokens + need) / state.max_tokens
-        step_s = state.step_s(1, need)
+        step_s = state.next_step_s
         is_late = tpot_s is not None and step_s > tpot_s
-        handoff_s = (num_tokens - (held or {}).get(server, 0)) * state.token_link_s
-        cost_s = handoff_s + max_new * step_s
-        key = (0.0, cost_s) if fill <= 1 and not is_late else (1.0, fill)
+        key = (0.0, step_s) if fill <= 1 and not is_late else (1.0, fill)
         best.append((key, server))
     if not best:
         return None

@@ -230,7 +230,7 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
         return CostModel(
             page_tokens=self.page_tokens,
             bytes_per_token=self.kv_bytes_per_token,
-            prefill=PrefillCost.of_prices(self.prefill.prices),
+            prefill=PrefillCost(self.prefill.prices),
             transfers=[TransferCost(self.tiers[name].prices) for name in TIERS],
         )
 

@@ -92,12 +92,13 @@ class SpillQueue(Generic[Node]):
         # By value: what came back before what did not; oldest first in each.
         self._waiting: tuple[OrderedDict[Node, _WaitingStore], ...] = (OrderedDict(), OrderedDict())
         self._pinned: tuple[OrderedDict[Node, int], ...] = (OrderedDict(), OrderedDict())
-        self._waiting_tokens = 0
-        self._pinned_tokens = 0
+        self.waiting_tokens = 0
+        self.pinned_tokens = 0
         self._flights: dict[int, Flight[Node]] = {}  # oldest first
         self._num_flights_of: Counter[Node] = Counter()
-        self._flight_tokens = 0
-        self._limit = host_tokens * MIN_SHARE
+        self.flight_tokens = 0
+        # What may be in flight; ``MIN_FLIGHTS`` larger stores always may.
+        self.limit_tokens = host_tokens * MIN_SHARE
         self._shrunk_at = clock() - TARGET_WAIT_S
 
     # ---- What waits ----
@@ -116,10 +117,6 @@ class SpillQueue(Generic[Node]):
         """Whether a node waits for its store, or for the end of it."""
         return node in self or node in self._num_flights_of
 
-    @property
-    def waiting_tokens(self) -> int:
-        return self._waiting_tokens
-
     def add_node(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
         """Let a node wait; return the node that is evicted for it, if one is.
 
@@ -128,7 +125,7 @@ class SpillQueue(Generic[Node]):
         """
         if node in self:
             waiting = self._waiting[node in self._waiting[1]]
-            self._waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
+            self.waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
             waiting[node].store = store
             if returned:
                 self.promote_node(node)
@@ -138,7 +135,7 @@ class SpillQueue(Generic[Node]):
             evicted = next(iter(self._waiting[0] or self._waiting[1]))
             self.discard_node(evicted)
         self._waiting[returned][node] = _WaitingStore(store, self._clock())
-        self._waiting_tokens += store.num_tokens
+        self.waiting_tokens += store.num_tokens
         return evicted
 
     def promote_node(self, node: Node) -> None:
@@ -157,7 +154,7 @@ class SpillQueue(Generic[Node]):
         entry = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
         if entry is None:
             return False
-        self._waiting_tokens -= entry.store.num_tokens
+        self.waiting_tokens -= entry.store.num_tokens
         self._drop_pin(node)
         return True
 
@@ -168,7 +165,7 @@ class SpillQueue(Generic[Node]):
             pinned.clear()
         self._flights.clear()
         self._num_flights_of.clear()
-        self._waiting_tokens = self._pinned_tokens = self._flight_tokens = 0
+        self.waiting_tokens = self.pinned_tokens = self.flight_tokens = 0
 
     # ---- Whose turn it is ----
 
@@ -184,29 +181,20 @@ class SpillQueue(Generic[Node]):
         return node, entry.store
 
     def _may_begin(self, num_tokens: int, *, loads_wait: bool) -> bool:
-        dirty = self._waiting_tokens + self._flight_tokens
+        dirty = self.waiting_tokens + self.flight_tokens
         if loads_wait and dirty <= self._host_tokens * HIGH_SHARE:
             if self._flights:
                 return False
             return dirty > self._host_tokens * LOW_SHARE or self._oldest_wait_s() >= MAX_HOLD_S
         if len(self._flights) < MIN_FLIGHTS:
             return True
-        return self._flight_tokens + num_tokens <= self._limit
+        return self.flight_tokens + num_tokens <= self.limit_tokens
 
     def _oldest_wait_s(self) -> float:
         heads = (next(iter(waiting.values())) for waiting in self._waiting if waiting)
         return self._clock() - min(entry.since for entry in heads)
 
     # ---- What is in flight ----
-
-    @property
-    def flight_tokens(self) -> int:
-        return self._flight_tokens
-
-    @property
-    def limit_tokens(self) -> float:
-        """Return how much may be in flight; ``MIN_FLIGHTS`` larger stores always may."""
-        return self._limit
 
     @property
     def has_flights(self) -> bool:
@@ -216,7 +204,7 @@ class SpillQueue(Generic[Node]):
         """Note that a store was handed over."""
         self._flights[operation] = Flight(node, store)
         self._num_flights_of[node] += 1
-        self._flight_tokens += store.num_tokens
+        self.flight_tokens += store.num_tokens
 
     def pop_ended(self, ongoing: Container[int]) -> list[Flight[Node]]:
         """Take out and return the stores that are done: all before the first ongoing operation, as
@@ -224,7 +212,7 @@ class SpillQueue(Generic[Node]):
         ended = list(itertools.takewhile(lambda each: each not in ongoing, self._flights))
         flights = [self._flights.pop(operation) for operation in ended]
         for flight in flights:
-            self._flight_tokens -= flight.store.num_tokens
+            self.flight_tokens -= flight.store.num_tokens
             self._num_flights_of[flight.node] -= 1
             if not self._num_flights_of[flight.node]:
                 del self._num_flights_of[flight.node]
@@ -237,22 +225,18 @@ class SpillQueue(Generic[Node]):
             now = self._clock()
             if now - self._shrunk_at >= TARGET_WAIT_S:
                 self._shrunk_at = now
-                self._limit = max(self._host_tokens * MIN_SHARE, self._limit / 2)
+                self.limit_tokens = max(self._host_tokens * MIN_SHARE, self.limit_tokens / 2)
         elif not self._flights and self:
-            self._limit = min(self._host_tokens * MAX_SHARE, self._limit * 2)
+            self.limit_tokens = min(self._host_tokens * MAX_SHARE, self.limit_tokens * 2)
 
     # ---- Which stay in host memory while they wait ----
-
-    @property
-    def pinned_tokens(self) -> int:
-        return self._pinned_tokens
 
     def note_pin(self, node: Node, num_tokens: int) -> None:
         """Note that the caller pinned a waiting node."""
         for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
             if node in waiting and node not in pinned:
                 pinned[node] = num_tokens
-                self._pinned_tokens += num_tokens
+                self.pinned_tokens += num_tokens
 
     def unpin_one(self) -> Node | None:
         """Return the least valuable pinned node, which the caller unpins; it waits on without a
@@ -266,19 +250,19 @@ class SpillQueue(Generic[Node]):
 
     def _drop_pin(self, node: Node) -> None:
         for pinned in self._pinned:
-            self._pinned_tokens -= pinned.pop(node, 0)
+            self.pinned_tokens -= pinned.pop(node, 0)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance."""
         waiting = [entry for queue in self._waiting for entry in queue.values()]
-        assert self._waiting_tokens == sum(entry.store.num_tokens for entry in waiting)
-        assert self._pinned_tokens == sum(sum(pinned.values()) for pinned in self._pinned)
+        assert self.waiting_tokens == sum(entry.store.num_tokens for entry in waiting)
+        assert self.pinned_tokens == sum(sum(pinned.values()) for pinned in self._pinned)
         flights = self._flights.values()
-        assert self._flight_tokens == sum(flight.store.num_tokens for flight in flights)
+        assert self.flight_tokens == sum(flight.store.num_tokens for flight in flights)
         assert self._num_flights_of == Counter(flight.node for flight in flights)
         assert not self._waiting[0].keys() & self._waiting[1].keys()
         for queue, pinned in zip(self._waiting, self._pinned, strict=True):
             assert pinned.keys() <= queue.keys()
         low, high = self._host_tokens * MIN_SHARE, self._host_tokens * MAX_SHARE
-        assert low <= self._limit <= high, (low, self._limit, high)
+        assert low <= self.limit_tokens <= high, (low, self.limit_tokens, high)
         assert len(self) <= MAX_WAITING

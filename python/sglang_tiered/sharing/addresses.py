@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["Target", "parse_targets", "resolve", "shown_address"]
+__all__ = ["Target", "parse_targets", "resolve"]
 
 _TARGET = re.compile(r"(?:dns://)?(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
 
@@ -35,11 +35,6 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     if not targets:
         raise ConfigError("--tier-peers names no server; write HOST:PORT,... or drop it.")
     return tuple(dict.fromkeys(targets))
-
-
-def shown_address(host: str, port: int) -> str:
-    """``tcp://IP:port`` of an IP address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def resolve(host: str) -> list[str]:

@@ -22,11 +22,12 @@ from redis import exceptions
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.addresses import resolve, shown_address
+from sglang_tiered.sharing.addresses import resolve
 from sglang_tiered.sharing.index_url import IndexUrl, parse_index_url
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.sharing.serving import Role, Serving, is_serving
 from sglang_tiered.storage.backoff import OnceLog
+from sglang_tiered.wire.sockets import endpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +211,7 @@ class Membership:
         host = resolve(self._host)[0]
         if host in ("0.0.0.0", "::"):
             host = self._host_on_route()
-        return shown_address(host, self._port)
+        return endpoint_of(host, self._port)
 
     def _host_on_route(self) -> str:
         """This machine's address on the route to the Redis, without sending anything."""

@@ -34,6 +34,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
+from sglang_tiered.wire.sockets import endpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,8 +176,7 @@ class PeerTier(TierEngine):
     @property
     def address(self) -> str:
         """Where others ask for pages, ``tcp://HOST:port``; the host as it was configured."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"tcp://{host}:{self.port}"
+        return endpoint_of(self._host, self.port)
 
     def announce_serving(self, serving: Callable[[str], Serving]) -> None:
         """Have the Redis, if there is one, say where this server answers requests: what ``serving``

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.addresses import resolve, shown_address
+from sglang_tiered.sharing.addresses import resolve
 from sglang_tiered.sharing.erasures import ErasureBook
 from sglang_tiered.sharing.following import Follower
 from sglang_tiered.sharing.holdings import Holdings
@@ -22,6 +22,7 @@ from sglang_tiered.sharing.pages.messages import ID_BYTES
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended
+from sglang_tiered.wire.sockets import endpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ class PeerDiscovery:
 
     def _resolved(self, target: Target) -> list[str]:
         return [
-            shown_address(host, target.port + port)
+            endpoint_of(host, target.port + port)
             for host in resolve(target.host)
             for port in self._ports
             if target.port + port < 1 << 16

@@ -1,9 +1,12 @@
-"""What filesystems differ in: calls that some do not offer, and where their bytes lie."""
+"""Small files, read or replaced whole, and what filesystems differ in: calls that some do not
+offer, and where their bytes lie."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ __all__ = [
     "MEMORY_FILESYSTEMS",
     "NOT_OFFERED_ERRNOS",
     "filesystem_type",
+    "read_small_file",
+    "regular",
+    "replace_file",
     "sync_names",
 ]
 
@@ -39,6 +45,53 @@ def sync_names(directory: int) -> bool:
             raise
         return False
     return True
+
+
+def regular(fd: int, name: str) -> int:
+    """Return the descriptor, if it is that of a regular file: a FIFO under one of our names must
+    not hang a thread. Raises ``OSError`` otherwise, with the descriptor closed."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, f"{name} is not a regular file")
+    return fd
+
+
+def read_small_file(path: Path | str, directory: int | None = None, most: int = -1) -> bytes:
+    """Read a regular file, ``most`` bytes of it or all, in an open directory if one is given; never
+    follows a symlink. Raises ``OSError``."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, dir_fd=directory)
+    with open(regular(fd, os.path.basename(path)), "rb") as file:
+        return file.read(most)
+
+
+def replace_file(
+    path: Path | str,
+    data: bytes,
+    temporary: Path | str,
+    directory: int | None = None,
+    *,
+    is_synced: bool = True,
+    mode: int = 0o600,
+) -> None:
+    """Make a file hold these bytes in one step, in an open directory if one is given: whatever
+    happens, it holds the old or the new bytes. ``temporary`` is beside it, and nobody else's. What
+    the file holds is made durable, but not its name. Raises ``OSError``."""
+    with contextlib.suppress(FileNotFoundError):  # of a process that died in it
+        os.unlink(temporary, dir_fd=directory)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(temporary, flags, mode, dir_fd=directory)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if is_synced:
+                os.fsync(fd)
+        os.replace(temporary, path, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
 
 
 def filesystem_type(path: Path) -> str:

@@ -14,7 +14,6 @@ its shard is gone. What else lies in the directory is left alone.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -28,6 +27,7 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
+from sglang_tiered.storage.filesystem import read_small_file, replace_file
 from sglang_tiered.storage.region.directory import DirectoryLock, refuse_strangers
 from sglang_tiered.storage.region.files import is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
@@ -169,10 +169,11 @@ class BudgetRecords:
             held.pop_all()
         with lock:
             yield table
-            changed = seal((table.total_bytes, table.records))
-            if changed != found:
+            data = seal((table.total_bytes, table.records))
+            if data != found:
                 with self._usable():
-                    _replace(lock.directory, _TABLE, changed)
+                    # Not synced: after loss of power no store is open, and it can be made again.
+                    replace_file(_TABLE, data, f"{_TABLE}.tmp", lock.directory, is_synced=False)
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
@@ -370,30 +371,9 @@ def _name_of(shard: Path) -> str:
 def _content(path: Path) -> bytes:
     """Return what a file holds; nothing of one that is missing or no file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_small_file(path, most=_MAX_BYTES)
     except OSError:
         return b""
-    try:
-        return os.read(fd, _MAX_BYTES)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
-
-
-def _replace(directory: int, name: str, data: bytes) -> None:
-    """Nothing is synced: after loss of power no store is open, and the table can be made again."""
-    temporary = f"{name}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=directory)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600, dir_fd=directory)
-    try:
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(fd)
-    os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def closed_bytes(shard: Path) -> int:

@@ -13,9 +13,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sglang_tiered.errors import TransferError
+from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import KEY_BYTES
-from sglang_tiered.wire.sockets import printable
+from sglang_tiered.wire.sockets import Message
 
 __all__ = [
     "CHANGED",
@@ -32,7 +32,6 @@ __all__ = [
     "VERSION_FRAME",
     "Abort",
     "Ack",
-    "AnyControl",
     "AnyFromDecode",
     "AnyFromPrefill",
     "Asked",
@@ -95,18 +94,14 @@ Model = Annotated[bytes, msgspec.Meta(min_length=MODEL_BYTES, max_length=MODEL_B
 Place = Annotated[str, msgspec.Meta(max_length=300)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Messages are arrays on the wire, without field names, so any change is a new version."""
-
-
-class StateLayout(_Message, frozen=True):
+class StateLayout(Message, frozen=True):
     """One state component: its kind, and the bytes of one row of each of its buffers."""
 
     kind: Word
     row_bytes: Positives
 
 
-class KVLayout(_Message, frozen=True):
+class KVLayout(Message, frozen=True):
     """What one rank's KV looks like in memory, to pair the buffers of two ranks.
 
     ``page_bytes`` and ``layer_ids`` have one entry per buffer (K or V of one layer, or both for
@@ -130,7 +125,7 @@ class KVLayout(_Message, frozen=True):
 # Control channel, decode to prefill.
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """Opens a session. ``instance`` changes with every start of the process. ``server``: where it
     answers requests, for who reads of it."""
 
@@ -141,7 +136,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     is_same_host: bool  # prefill's address is one of decode's machine
 
 
-class Claim(_Message, frozen=True, tag="claim"):
+class Claim(Message, frozen=True, tag="claim"):
     """A request of this room is here, and its pages will be allocated when there is memory. If this
     session ends before ``Open``, the room will not be opened. ``model``: as in ``Open``."""
 
@@ -149,7 +144,7 @@ class Claim(_Message, frozen=True, tag="claim"):
     model: Model
 
 
-class Open(_Message, frozen=True, tag="open"):
+class Open(Message, frozen=True, tag="open"):
     """The pages of a room are allocated; ``num_receivers`` such messages make it complete.
     ``model``: digest of what gives KV its meaning, as decode has it now (``Asked.of``)."""
 
@@ -163,13 +158,13 @@ class Open(_Message, frozen=True, tag="open"):
     model: Model
 
 
-class Abort(_Message, frozen=True, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     room: int
     generation: int
     reason: str
 
 
-class Ping(_Message, frozen=True, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """A sign of life. ``number`` counts the control messages since Hello, without pings."""
 
     number: int
@@ -178,7 +173,7 @@ class Ping(_Message, frozen=True, tag="ping"):
 # Control channel, prefill to decode.
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """The session exists. ``key`` authenticates data headers; empty without keys. ``door``: the
     abstract Unix socket where a decode rank of the same machine asks for the pages' addresses."""
 
@@ -192,24 +187,24 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     door: Word | None
 
 
-class Refuse(_Message, frozen=True, tag="refuse"):
+class Refuse(Message, frozen=True, tag="refuse"):
     reason: str
 
 
-class Failed(_Message, frozen=True, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     room: int
     generation: int
     reason: str
 
 
-class Pong(_Message, frozen=True, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     """A sign of life, unasked. ``number`` counts the control messages since Welcome, without
     pongs."""
 
     number: int
 
 
-class Bye(_Message, frozen=True, tag="bye"):
+class Bye(Message, frozen=True, tag="bye"):
     """Ends the session, from either side; every room open in it has failed."""
 
     reason: str
@@ -218,7 +213,7 @@ class Bye(_Message, frozen=True, tag="bye"):
 # Data channel, decode to prefill.
 
 
-class Join(_Message, frozen=True, tag="join"):
+class Join(Message, frozen=True, tag="join"):
     """The first message of each data connection; ``proof`` is keyed by ``Welcome.key``."""
 
     session: Token
@@ -230,13 +225,13 @@ class Join(_Message, frozen=True, tag="join"):
         return self.session, bytes([self.index])
 
 
-class Ack(_Message, frozen=True, tag="ack"):
+class Ack(Message, frozen=True, tag="ack"):
     """Slabs (room, generation, seq) that landed, were superfluous, or whose room is gone."""
 
     slabs: Annotated[list[tuple[int, int, int]], Many]
 
 
-class Nack(_Message, frozen=True, tag="nack"):
+class Nack(Message, frozen=True, tag="nack"):
     """A slab arrived damaged, or pages could not be read, and must be sent again."""
 
     room: int
@@ -247,7 +242,7 @@ class Nack(_Message, frozen=True, tag="nack"):
 # Data channel, prefill to decode. An authenticator frame follows; then, for slabs, the payload.
 
 
-class Slab(_Message, frozen=True, tag="slab"):
+class Slab(Message, frozen=True, tag="slab"):
     """Pages [start, start + num_pages) of a room, of ``num_pairs`` consecutive buffer pairs.
 
     The payload is [pair, page, bytes] in C order, encoded by ``codec`` (see ``wire_codec``; 0: not
@@ -267,7 +262,7 @@ class Slab(_Message, frozen=True, tag="slab"):
     xxh3: int
 
 
-class Pull(_Message, frozen=True, tag="pull"):
+class Pull(Message, frozen=True, tag="pull"):
     """Like ``Slab``, but the receiver reads the pages out of the sender's memory.
 
     The payload holds the page numbers in the sender's pool, int32 in little endian. The
@@ -286,7 +281,7 @@ class Pull(_Message, frozen=True, tag="pull"):
     fence: Count
 
 
-class Last(_Message, frozen=True, tag="last"):
+class Last(Message, frozen=True, tag="last"):
     """Everything of a room was sent: ``num_slabs`` messages. ``aux`` are its metadata rows."""
 
     room: int
@@ -298,7 +293,7 @@ class Last(_Message, frozen=True, tag="last"):
 # At the door, prefill to decode.
 
 
-class Offer(_Message, frozen=True, tag="offer"):
+class Offer(Message, frozen=True, tag="offer"):
     """Where the pages are: address, bytes and bytes per page of each buffer. ``key``, which is sent
     nowhere else, authenticates every ``Pull``, so a relay cannot make one."""
 
@@ -308,7 +303,6 @@ class Offer(_Message, frozen=True, tag="offer"):
 
 AnyFromDecode = Hello | Claim | Open | Abort | Ping | Bye
 AnyFromPrefill = Welcome | Refuse | Failed | Pong | Bye
-AnyControl = AnyFromDecode | AnyFromPrefill
 AnyDataFromDecode = Join | Ack | Nack
 AnyDataFromPrefill = Slab | Pull | Last
 
@@ -370,15 +364,7 @@ def mismatch(prefill: str, sent: bytes, decode: str, wanted: bytes, note: str = 
 
 def check_version(frame: bytes, who: str) -> None:
     """Raises ``TransferError`` when ``who`` speaks another version, or another protocol."""
-    if frame == VERSION_FRAME:
-        return
-    if frame.startswith(MAGIC):
-        theirs = printable(frame[len(MAGIC) :][:8].decode("ascii", "replace"))
-        raise TransferError(
-            f"{who} speaks version {theirs} of the KV transfer protocol and this instance version "
-            f"{VERSION}; run the same release of sglang-tiered on both."
-        )
-    raise TransferError(f"{who} does not speak the KV transfer protocol.")
+    sockets.check_version(frame, MAGIC, VERSION, who, "KV transfer")
 
 
 control_from_decode = msgspec.msgpack.Decoder(AnyFromDecode)

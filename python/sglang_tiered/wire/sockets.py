@@ -63,6 +63,25 @@ def decode(frame: Any, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
         ) from error
 
 
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Messages are arrays on the wire, without field names, so any change is a new version."""
+
+
+def check_version(frame: Any, magic: bytes, version: int, who: str, protocol: str) -> None:
+    """Raises ``TransferError`` when ``who`` speaks another version of a protocol, or another one:
+    the version frame is the magic and the number."""
+    spoken = bytes(frame[:32])
+    if spoken == magic + str(version).encode():
+        return
+    if not spoken.startswith(magic):
+        raise TransferError(f"{who} does not speak the {protocol} protocol.")
+    theirs = printable(spoken[len(magic) :][:8].decode("ascii", "replace"))
+    raise TransferError(
+        f"{who} speaks version {theirs} of the {protocol} protocol and this instance version "
+        f"{version}; run the same release of sglang-tiered on both."
+    )
+
+
 def printable(reason: str) -> str:
     """A peer's reason, made fit for a log line and for an answer to a client."""
     return "".join(char if char.isprintable() else " " for char in reason[:MAX_REASON])

@@ -60,7 +60,7 @@ def test_lossless_page_differs_by_a_byte(dtype: str, num_bytes: int) -> None:
         page = data[:num_bytes]
         encoded = codec.encode((memoryview(page),))
         assert decoded(codec, encoded, (num_bytes,)) == page
-        assert len(encoded) <= codec.max_encoded_bytes(num_bytes) == num_bytes + HEADER_BYTES
+        assert len(encoded) <= num_bytes + HEADER_BYTES
 
 
 def test_random_page_grows() -> None:

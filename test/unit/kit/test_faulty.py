@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.faulty import Fault, FaultyDevice, FaultyEngine
+from kit.memory import MemoryEngine
 from kit.waiting import drained
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:

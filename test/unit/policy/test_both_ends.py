@@ -24,7 +24,7 @@ def costs(load_over_prefill: float) -> CostModel:
     return CostModel(
         page_tokens=PAGE,
         bytes_per_token=TOKEN_BYTES,
-        prefill=PrefillCost.of_prices((1e-3, TOKEN_S, 0.0, 0.0)),
+        prefill=PrefillCost((1e-3, TOKEN_S, 0.0, 0.0)),
         transfers=[TransferCost((1e-4, load_over_prefill * TOKEN_S / TOKEN_BYTES))],
     )
 

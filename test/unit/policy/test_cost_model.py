@@ -214,7 +214,7 @@ def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
-    cost = OnlineCost((1.0, 1.0), (1.0, 1.0), level_half_life=1, price_half_life=10)
+    cost = OnlineCost((1.0, 1.0), (1.0, 1.0), level_half_life=1)
     cost.observe((1.0, 1.0), seconds)
     assert cost.num_observed == 0
     assert cost.predict((1.0, 1.0)) == 2.0
@@ -224,7 +224,7 @@ def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
 def test_whatever_was_observed_costs_stay_finite_and_positive(
     observations: list[tuple[float, float, float]],
 ) -> None:
-    cost = OnlineCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1, price_half_life=48)
+    cost = OnlineCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1)
     for fixed, size, seconds in observations:
         cost.observe((fixed, size), seconds)
     assert all(0 <= price < math.inf for price in cost.prices)
@@ -233,9 +233,9 @@ def test_whatever_was_observed_costs_stay_finite_and_positive(
 
 def test_senseless_prices_are_refused() -> None:
     with pytest.raises(ValueError, match="2 prices do not fit 1 features"):
-        OnlineCost((1.0, 1.0), (1.0,), level_half_life=1, price_half_life=1)
+        OnlineCost((1.0, 1.0), (1.0,), level_half_life=1)
     with pytest.raises(ValueError, match="not be negative"):
-        OnlineCost((-1.0,), (1.0,), level_half_life=1, price_half_life=1)
+        OnlineCost((-1.0,), (1.0,), level_half_life=1)
     with pytest.raises(ValueError, match="page of 0 tokens"):
         CostModel(page_tokens=0, bytes_per_token=1)
 

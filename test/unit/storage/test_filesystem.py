@@ -14,7 +14,7 @@ import pytest
 from kit.waiting import finished
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.bucket.directory import Directory
-from sglang_tiered.storage.filesystem import filesystem_type
+from sglang_tiered.storage.filesystem import filesystem_type, replace_file
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
@@ -96,6 +96,22 @@ def test_a_filesystem_without_modes_takes_files(
         assert set(finished(engine.submit_store(make_run(1, [5000] * 3)))) == {Reason.OK}
     finally:
         engine.close()
+
+
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, temporary = tmp_path / "file", tmp_path / "file.tmp"
+    temporary.write_bytes(b"of a writer that died")
+    temporary.chmod(0o666)
+    replace_file(file, b"whole", temporary)
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        replace_file(file, b"half", temporary)
+    assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"whole", [file])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_mounts_tell_what_is_memory(tmp_path: Path) -> None:

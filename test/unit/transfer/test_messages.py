@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 README = (Path(sglang_tiered.transfer.__path__[0]) / "README.md").read_text(encoding="utf-8")
 ALL = {
-    *get_args(messages.AnyControl),
+    *get_args(messages.AnyFromDecode),
+    *get_args(messages.AnyFromPrefill),
     *get_args(messages.AnyDataFromDecode),
     *get_args(messages.AnyDataFromPrefill),
 }

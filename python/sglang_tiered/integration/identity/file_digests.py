@@ -25,6 +25,7 @@ import msgspec
 import xxhash
 
 from sglang_tiered.checksummed import seal, unseal
+from sglang_tiered.storage.filesystem import read_small_file, replace_file
 from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ class FileDigests:
         as empty."""
         path = self._directory / WEIGHTS_NAME
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(fd, "rb") as stream:  # which closes it
-                data = stream.read()
+            data = read_small_file(path)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -187,19 +186,15 @@ class FileDigests:
         path = self._directory / WEIGHTS_NAME
         temporary = self._directory / f"{WEIGHTS_NAME}.tmp-{os.getpid()}"
         entries = list(self._entries.values())[-MAX_REMEMBERED:]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(temporary, flags, 0o600), "wb") as stream:
-                stream.write(seal(_Memory(VERSION, entries)))
-            temporary.replace(path)
+            data = seal(_Memory(VERSION, entries))
+            replace_file(path, data, temporary, is_synced=False)
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s); these weights are read again at the next start",
                 path,
                 error.strerror,
             )
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     @contextlib.contextmanager
     def _turn(self, stopped: threading.Event) -> Iterator[None]:

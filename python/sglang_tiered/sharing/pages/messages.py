@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.sockets import decode, encode, printable
+from sglang_tiered.wire.sockets import Message, check_version, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,11 +89,7 @@ Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 ShortIds = Annotated[bytes, msgspec.Meta(max_length=MAX_ERASURES_BYTES)]
 
 
-class _PageMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Messages are arrays on the wire, without field names, so any change is a new version."""
-
-
-class Fetch(_PageMessage, frozen=True, tag="fetch"):
+class Fetch(Message, frozen=True, tag="fetch"):
     """Asks for pages. The client stops waiting after ``patience_ms``."""
 
     number: Number
@@ -118,13 +114,13 @@ class Fetch(_PageMessage, frozen=True, tag="fetch"):
         return sum(self.lengths)
 
 
-class Cancel(_PageMessage, frozen=True, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """The client no longer waits for that request. It is answered nevertheless."""
 
     number: Number
 
 
-class Follow(_PageMessage, frozen=True, tag="follow"):
+class Follow(Message, frozen=True, tag="follow"):
     """Asks what changed of the pages that a server holds, since ``sequence`` of ``epoch``, or for
     those whose fingerprint is ``cursor`` or more. Answered by ``Changes``: at once where there is
     something to say, else when there is, or as a sign of life."""
@@ -138,7 +134,7 @@ class Follow(_PageMessage, frozen=True, tag="follow"):
     cursor: Count | None  # None: it has all of them, as of ``sequence`` or later
 
 
-class Compare(_PageMessage, frozen=True, tag="compare"):
+class Compare(Message, frozen=True, tag="compare"):
     """Names the erasures that the client knows, as their digests differ. Answered by
     ``Erasures``."""
 
@@ -146,7 +142,7 @@ class Compare(_PageMessage, frozen=True, tag="compare"):
     ids: ShortIds
 
 
-class ErasureNotice(_PageMessage, frozen=True):
+class ErasureNotice(Message, frozen=True):
     """One erasure: of pages, of a tenant, or of everything. ``age_s``: since it was begun, by the
     clock of who says so."""
 
@@ -165,14 +161,14 @@ class ErasureNotice(_PageMessage, frozen=True):
         return keys
 
 
-class Teach(_PageMessage, frozen=True, tag="teach"):
+class Teach(Message, frozen=True, tag="teach"):
     """Erasures that the server does not know. It applies them, and has another digest then."""
 
     namespace: Namespace
     erasures: list[ErasureNotice]
 
 
-class Found(_PageMessage, frozen=True, tag="found"):
+class Found(Message, frozen=True, tag="found"):
     """The answer to a ``Fetch``: a checksum for each page, or None if it is not held under that
     length. The payload frames, however they are cut, hold the bytes of the held pages in order."""
 
@@ -180,7 +176,7 @@ class Found(_PageMessage, frozen=True, tag="found"):
     checksums: Annotated[list[Checksum | None], msgspec.Meta(max_length=MAX_REQUEST_PAGES)]
 
 
-class Changes(_PageMessage, frozen=True, tag="changes"):
+class Changes(Message, frozen=True, tag="changes"):
     """The answer to a ``Follow``. Payload: the fingerprints of the pages that came, then of those
     that went, 8 bytes each. With ``start`` it is a piece of a snapshot: all fingerprints from there
     to ``end`` (None: to the last) that the server has, of ``sequence`` or later. ``more``: ask
@@ -198,7 +194,7 @@ class Changes(_PageMessage, frozen=True, tag="changes"):
     more: bool
 
 
-class Erasures(_PageMessage, frozen=True, tag="erasures"):
+class Erasures(Message, frozen=True, tag="erasures"):
     """The answer to a ``Compare``: of the erasures that the client does not know as many as fit,
     oldest first, and which ones the server lacks, as of its ``digest``."""
 
@@ -207,14 +203,14 @@ class Erasures(_PageMessage, frozen=True, tag="erasures"):
     lacking: ShortIds
 
 
-class Busy(_PageMessage, frozen=True, tag="busy"):
+class Busy(Message, frozen=True, tag="busy"):
     """The answer to a ``Fetch`` that the server has no capacity for, or whose client stopped
     waiting before its turn came."""
 
     number: Number
 
 
-class Refuse(_PageMessage, frozen=True, tag="refuse"):
+class Refuse(Message, frozen=True, tag="refuse"):
     """The answer to a message of another protocol or version."""
 
     reason: str
@@ -230,7 +226,7 @@ _from_server = msgspec.msgpack.Decoder(FromServer)
 def decode_from_client(frames: Sequence[Any]) -> FromClient:
     """A client's message, from its version frame and body. Raises ``TransferError`` for anything
     else."""
-    check_version(frames, "a client")
+    _check_version(frames, "a client")
     if len(frames) != 2:
         raise TransferError(f"a client sent a message of {len(frames)} frames.")
     message: FromClient = decode(frames[1], _from_client)
@@ -239,22 +235,12 @@ def decode_from_client(frames: Sequence[Any]) -> FromClient:
 
 def decode_from_server(frames: Sequence[Any]) -> FromServer:
     """A server's message, likewise; payload frames may follow a ``Found`` or ``Changes``."""
-    check_version(frames, "a page server")
+    _check_version(frames, "a page server")
     if len(frames) < 2:
         raise TransferError("a page server sent a message of one frame.")
     message: FromServer = decode(frames[1], _from_server)
     return message
 
 
-def check_version(frames: Sequence[Any], who: str) -> None:
-    """Raises ``TransferError`` when ``who`` speaks another version, or another protocol."""
-    frame = bytes(frames[0][:32]) if frames else b""
-    if frame == VERSION_FRAME:
-        return
-    if frame.startswith(MAGIC):
-        theirs = printable(frame[len(MAGIC) :][:8].decode("ascii", "replace"))
-        raise TransferError(
-            f"{who} speaks version {theirs} of the page protocol and this server version "
-            f"{VERSION}; run the same release of sglang-tiered on both."
-        )
-    raise TransferError(f"{who} does not speak the page protocol.")
+def _check_version(frames: Sequence[Any], who: str) -> None:
+    check_version(frames[0] if frames else b"", MAGIC, VERSION, who, "page")

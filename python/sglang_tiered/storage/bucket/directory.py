@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import itertools
 import logging
 import os
@@ -12,7 +11,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.storage.filesystem import NOT_OFFERED_ERRNOS, sync_names
+from sglang_tiered.storage.filesystem import NOT_OFFERED_ERRNOS, replace_file, sync_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Not through a link, and never waiting for the writer of a named pipe: objects are files.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _MAX_TRIES = 3
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTDIR)
@@ -174,18 +172,7 @@ class Directory:
     def _write(self, folder: int, name: str, data: bytes) -> None:
         """Others may read it as far as the umask says: servers of other users share them."""
         staged = f"{name}{STAGED}{secrets.token_hex(8)}"
-        fd = os.open(staged, _CREATE, 0o666, dir_fd=folder)
-        try:
-            with io.FileIO(fd, "wb") as stream:
-                view = memoryview(data)
-                while view:
-                    view = view[stream.write(view) :]
-                os.fsync(fd)
-            os.rename(staged, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(staged, dir_fd=folder)
-            raise
+        replace_file(name, data, staged, folder, mode=0o666)
 
     def remove(self, path: str) -> None:
         """Remove a file, and the folder that it leaves empty."""

@@ -13,13 +13,19 @@ import errno
 import logging
 import mmap
 import os
-import stat
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
-from sglang_tiered.storage.filesystem import FULL_ERRNOS, NOT_OFFERED_ERRNOS, sync_names
+from sglang_tiered.storage.filesystem import (
+    FULL_ERRNOS,
+    NOT_OFFERED_ERRNOS,
+    read_small_file,
+    regular,
+    replace_file,
+    sync_names,
+)
 from sglang_tiered.storage.region.files import PROBE_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -33,7 +39,6 @@ __all__ = [
     "Files",
     "aligned_buffer",
     "batches",
-    "read_small_file",
     "write_fully",
 ]
 
@@ -53,15 +58,6 @@ def aligned_buffer(nbytes: int) -> memoryview:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
-
-
-def read_small_file(path: Path | str, directory: int | None = None) -> bytes:
-    """Read all of a regular file, in an open directory if one is given; never follows a symlink.
-    Raises ``OSError``."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(path, flags, dir_fd=directory)
-    with open(_regular(fd, os.path.basename(path)), "rb") as file:
-        return file.read()
 
 
 def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:
@@ -234,9 +230,9 @@ class FileDevice(Device):
         except OSError as error:
             # What is no file may refuse O_DIRECT before its kind can be asked.
             if error.errno == errno.EINVAL:
-                _regular(self._open(name, os.O_NONBLOCK), name)
+                regular(self._open(name, os.O_NONBLOCK), name)
             raise
-        return _regular(fd, name)
+        return regular(fd, name)
 
     def is_intact(self, fd: int, nbytes: int) -> bool:
         status = os.fstat(fd)
@@ -296,19 +292,7 @@ class FileDevice(Device):
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
 
     def replace_file(self, name: str, data: bytes) -> None:
-        temporary = f"{name}{TEMPORARY_SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
-        try:
-            with open(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self.unlink(temporary)
-            raise
+        replace_file(name, data, f"{name}{TEMPORARY_SUFFIX}", self._fd)
         self.sync_directory()
 
     def unlink(self, name: str, fd: int | None = None) -> None:
@@ -344,15 +328,6 @@ class FileDevice(Device):
         if buffer is None:
             buffer = self._bounce.buffer = aligned_buffer(_BOUNCE_BYTES)
         return cast("memoryview", buffer)
-
-
-def _regular(fd: int, name: str) -> int:
-    """Return the descriptor, if it is that of a regular file: a FIFO under one of the store's names
-    must not hang a thread. Raises ``OSError`` otherwise, with the descriptor closed."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.ENXIO, f"{name} is not a regular file")
-    return fd
 
 
 def _address(segment: memoryview) -> int:

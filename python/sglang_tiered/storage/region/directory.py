@@ -31,7 +31,12 @@ from sglang_tiered.errors import (
     StoreForeignError,
     StoreLockedError,
 )
-from sglang_tiered.storage.filesystem import FULL_ERRNOS, sync_names
+from sglang_tiered.storage.filesystem import (
+    FULL_ERRNOS,
+    read_small_file,
+    replace_file,
+    sync_names,
+)
 from sglang_tiered.storage.region.files import (
     IGNORED_NAMES,
     LOCK_NAME,
@@ -51,7 +56,7 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, persist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
@@ -214,8 +219,7 @@ def _inspect_shard(shard: Path) -> None:
             raise StoreForeignError(f"{shard} holds {name!r}, not a tier store's file; {_WAY_OUT}")
         if parse_region_name(name) is None:
             continue
-        with _reading(shard / name) as fd:
-            version = other_version(os.read(fd, BLOCK_BYTES))
+        version = other_version(read_small_file(shard / name, most=BLOCK_BYTES))
         if version is not None and version > FORMAT_VERSION:
             raise newer_format(shard / name, version, FORMAT_VERSION)
 
@@ -224,8 +228,7 @@ def _manifest_version(path: Path) -> int | None:
     """Return the version a manifest states; ``None`` when it is missing or does not verify. Raises
     ``OSError`` for one that cannot be read."""
     try:
-        with _reading(path / MANIFEST_NAME) as fd:
-            text = persist(lambda: os.read(fd, 256))
+        text = persist(lambda: read_small_file(path / MANIFEST_NAME, most=256))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -242,36 +245,10 @@ def _write_manifest(path: Path) -> None:
     statement = b"sglang-tiered store %d" % STORE_VERSION
     text = statement + b" %s\n" % xxhash.xxh3_64_hexdigest(statement).encode()
     # By process, as the ranks of one server may prepare their directory at the same time.
-    temporary = path / f"{MANIFEST_NAME}.tmp-{os.getpid()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600)
-    try:
-        try:
-            with contextlib.suppress(PermissionError):  # drvfs and SMB may keep no modes
-                os.fchmod(fd, 0o600)
-            if os.write(fd, text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path / MANIFEST_NAME)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    replace_file(path / MANIFEST_NAME, text, path / f"{MANIFEST_NAME}.tmp-{os.getpid()}")
     fd = os.open(path, _OPEN_DIRECTORY)
     try:
         sync_names(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[int]:
-    # O_NONBLOCK: a FIFO under one of our names must not hang the start.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        yield fd
     finally:
         os.close(fd)
 

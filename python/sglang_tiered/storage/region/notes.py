@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.storage.region.device import read_small_file
+from sglang_tiered.storage.filesystem import read_small_file
 from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME, TEMPORARY_SUFFIX
 from sglang_tiered.storage.region.walk import persist
 

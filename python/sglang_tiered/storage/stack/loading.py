@@ -16,7 +16,7 @@ import queue
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
@@ -52,7 +52,6 @@ class _TierPart:
     tier: Tier
     positions: Sequence[int]
     failed: frozenset[Tier]  # these tiers could not serve these pages
-    reading: Any
     job: Job | None = None
 
 
@@ -87,17 +86,7 @@ class Loader:
 
     def read_nvme(self, run: Run) -> Job:
         """Load from NVMe alone."""
-        observer = self.observer
-        if observer is None:
-            return self._ask(Tier.NVME, run)
-        reading = observer.begin_read(run.num_bytes, Tier.NVME)
-        metered = None if run.meter is None else run.meter.begins(Tier.NVME, run.num_bytes)
-        job = self._ask(Tier.NVME, run)
-        if metered is not None:
-            job.call_at_end(metered)
-        if reading is not None:
-            job.call_at_end(lambda ended: observer.end_read(reading, is_complete=all(ended.ok)))
-        return job
+        return self._ask(Tier.NVME, run)
 
     def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
         """Submit the parts of a job. Memory only. Raises nothing: parts may be under way."""
@@ -139,28 +128,31 @@ class Loader:
         if len(positions) < run.num_pages:
             keys = tuple(run.keys[i] for i in positions)
             run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
-        observer = self.observer
-        reading = None if observer is None else observer.begin_read(run.num_bytes, tier)
-        part = _TierPart(load, tier, positions, failed, reading)
-        metered = None if run.meter is None else run.meter.begins(tier, run.num_bytes)
+        part = _TierPart(load, tier, positions, failed)
         with self._lock:  # the last thing before: what raises leaves no part that never ends
             load.num_left += 1
-        job = part.job = self._ask(tier, run, deadline_s=self._left_s(load))
-        if metered is not None:  # before the load can be over
-            job.call_at_end(metered)
-        job.call_at_end(lambda _: self._part_ended(part))
+        part.job = self._ask(tier, run, deadline_s=self._left_s(load))
+        part.job.call_at_end(lambda _: self._part_ended(part))
 
     def _ask(self, tier: Tier, run: Run, *, deadline_s: float | None = None) -> Job:
-        """Submit to a tier. One that raises has failed these pages: other parts of the load may be
-        under way, whose end the caller waits for."""
+        """Submit to a tier, and have the read timed. What raises has failed these pages: other
+        parts of the load may be under way, whose end the caller waits for."""
+        ends: list[Callable[[Job], None]] = []
         try:
-            return self._tiers[tier].submit_load(run, deadline_s=deadline_s)
+            if (observer := self.observer) is not None:
+                reading = observer.begin_read(run.num_bytes, tier)
+                ends.append(lambda job: observer.end_read(reading, is_complete=all(job.ok)))
+            if run.meter is not None:
+                ends.append(run.meter.begins(tier, run.num_bytes))
+            job = self._tiers[tier].submit_load(run, deadline_s=deadline_s)
         except Exception:
             logger.exception(_INTERNAL_ERROR)
-            failed = Job(JobKind.LOAD, run)
-            failed.reasons = [Reason.IO_ERROR] * run.num_pages
-            failed.finish()
-            return failed
+            job = Job(JobKind.LOAD, run)
+            job.reasons = [Reason.IO_ERROR] * run.num_pages
+            job.finish()
+        for end in ends:
+            job.call_at_end(end)
+        return job
 
     def _left_s(self, load: _StackLoad) -> float | None:
         return None if load.deadline is None else max(0.0, load.deadline - self._clock())
@@ -169,12 +161,9 @@ class Loader:
         """Note that a part ended. May run under an engine's lock; must not block."""
         assert part.job is not None
         reasons = part.job.reasons
-        whole = all(reason is Reason.OK for reason in reasons)
-        if self.observer is not None and part.reading is not None:
-            self.observer.end_read(part.reading, is_complete=whole)
         for position, reason in zip(part.positions, reasons, strict=True):
             part.load.job.reasons[position] = reason
-        if part.tier is Tier.NVME and whole:
+        if part.tier is Tier.NVME and all(part.job.ok):
             self._settle(part.load)
         else:
             self._events.put(part)

@@ -66,7 +66,6 @@ class DecodeStats:
     pulled_bytes: int = 0
     num_slabs: int = 0
     num_damaged: int = 0
-    num_duplicate: int = 0
     num_late: int = 0
     num_forged: int = 0
     num_rooms_received: int = 0
@@ -300,37 +299,19 @@ class DecodeEndpoint:
     ) -> None:
         if room.is_closed:
             return
+        assert self._model is not None
+        rows = [0 if item is None else len(item) for _, item in room.states]
+        sizes = len(room.pages), rows, prefix_tokens, num_receivers
         try:
-            self._ask(room, targets, prefix_tokens, num_receivers, asked)
+            links = [self._links.link_to(target.address) for target in targets]
+            self._senders[room.number] = links
+            for target, link in zip(targets, links, strict=True):
+                asks = target.is_dummy, asked.of(self._model)
+                link.send_control(messages.Open(room.number, room.generation, *sizes, *asks))
         except Exception as error:
             # Conclude the room after any error: the scheduler would wait for it without end.
             logger.exception("KV transfer: internal error while asking for a room; it fails")
             self._conclude_failed(room, f"decode could not ask for the pages ({error})")
-
-    def _ask(
-        self,
-        room: ReceiveRoom,
-        targets: list[DecodeTarget],
-        prefix_tokens: int,
-        num_receivers: int,
-        asked: Asked,
-    ) -> None:
-        assert self._model is not None
-        links = self._senders[room.number] = [self._links.link_to(item.address) for item in targets]
-        rows = [0 if item is None else len(item) for _, item in room.states]
-        for target, link in zip(targets, links, strict=True):
-            link.send_control(
-                messages.Open(
-                    room.number,
-                    room.generation,
-                    len(room.pages),
-                    rows,
-                    prefix_tokens,
-                    num_receivers,
-                    target.is_dummy,
-                    asked.of(self._model),
-                )
-            )
 
     def _abort(self, number: int, targets: list[DecodeTarget], reason: str) -> None:
         room = self._rooms.get(number)
@@ -476,7 +457,6 @@ class DecodeEndpoint:
         progress: Progress,
     ) -> None:
         if progress.has(message.seq):
-            self.stats.num_duplicate += 1
             return
         self.stats.num_slabs += 1
         if isinstance(message, messages.Slab):

@@ -174,9 +174,6 @@ class PrefillLinks:
     def __iter__(self) -> Iterator[PrefillLink]:
         return iter(list(self._links.values()))
 
-    def get(self, address: Address) -> PrefillLink | None:
-        return self._links.get(address)
-
     def link_to(self, address: Address) -> PrefillLink:
         """The link to an address, made now if there is none. Never blocks or raises: an address
         that cannot be reached is a loss later, after the caller has said which room it is for."""

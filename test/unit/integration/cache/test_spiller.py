@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
+from kit.memory import MemoryEngine
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.loads import Loads
 from sglang_tiered.integration.cache.spiller import RETRY_S, STORES_S_PER_STEP, Spiller
@@ -28,7 +29,6 @@ from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Run, Stop
-from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

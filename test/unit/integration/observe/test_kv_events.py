@@ -13,11 +13,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from shared_tier import SharedTier
 
+from kit.memory import MemoryEngine
 from sglang_tiered.errors import UnsupportedSGLangError
 from sglang_tiered.integration.observe import kv_events
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

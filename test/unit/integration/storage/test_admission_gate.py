@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.clock import Clock
+from kit.memory import MemoryEngine
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.admission_gate import (
     LOG_INTERVAL_S,
@@ -22,7 +23,6 @@ from sglang_tiered.policy.admission import (
     Outcome,
 )
 from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kit.memory import MemoryEngine
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.integration.storage.admission_gate import StoreGate
@@ -21,7 +22,6 @@ from sglang_tiered.integration.storage.remote_erasures import (
     RemoteErasures,
 )
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.memory import MemoryEngine
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:

@@ -181,15 +181,15 @@ def test_an_unread_manifest_is_not_missing(
     store: Path, monkeypatch: pytest.MonkeyPatch, times: int, opens: bool
 ) -> None:
     """It may be of a newer version; a read that fails is tried again, and then refuses."""
-    real, left = os.read, [times]
+    real, left = directory_module.read_small_file, [times]
 
-    def read(fd: int, nbytes: int) -> bytes:
+    def read(path: Path, **bounds: int) -> bytes:
         if left[0]:
             left[0] -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, nbytes)
+        return real(path, **bounds)
 
-    monkeypatch.setattr(directory_module.os, "read", read)
+    monkeypatch.setattr(directory_module, "read_small_file", read)
     if opens:
         assert inspect(store) is DirectoryState.OURS
     else:

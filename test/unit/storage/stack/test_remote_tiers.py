@@ -356,10 +356,16 @@ def test_raising_lookup_ends_the_load(
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("is_lone", [False, True])
 def test_raising_observer_ends_the_load(
-    world: World, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    make_run: MakeRun,
+    blank: Blank,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_lone: bool,
 ) -> None:
-    engine = world.open()
+    engine = world.open(peers=not is_lone, bucket=not is_lone)
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
 
@@ -368,7 +374,7 @@ def test_raising_observer_ends_the_load(
 
     observer = SimpleNamespace(begin_read=begin_read, end_read=None)
     monkeypatch.setattr(engine._loader, "observer", observer)
-    assert finished(engine.submit_load(blank(run))) == [Reason.MISS] * 4
+    assert finished(engine.submit_load(blank(run))) == [Reason.IO_ERROR] * 4
 
 
 def test_raising_tier_stops_no_purge_of_others(

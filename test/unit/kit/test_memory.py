@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kit.memory import MemoryEngine
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from kit.runs import Blank, MakeRun

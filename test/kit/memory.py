@@ -1,6 +1,6 @@
 """The smallest legal tier: pages copied into memory, evicted one by one, least recent first.
 
-Template for new tiers and double for tests. Jobs finish inside ``submit_*``.
+Template for new tiers, and a double. Jobs finish inside ``submit_*``.
 """
 
 from __future__ import annotations
