@@ -37,7 +37,6 @@ from sglang_tiered.integration.cache.loads import (
     held_pages,
     restorable_ends,
 )
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
-    from sglang_tiered.integration.observe.requests.notes import RequestNotes
+    from sglang_tiered.integration.observe.requests.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
@@ -93,7 +92,7 @@ class LoadScheduler:
         backs: Returns,
         *,
         window_tokens: int,
-        notes: RequestNotes = NO_NOTES,
+        notes: Stories,
     ) -> None:
         # SGLang compiles its hash of pages at first use, which no request should wait for.
         get_storage_hash_str(array("q", [0]), page_size=1)
