@@ -302,7 +302,7 @@ class SchedulingWorld:
             self._process(scheduler.result_queue.pop(0))
         scheduler.last_batch = batch
         if not batch and not self.at_door:
-            self.erasing.control.after_idle(scheduler)
+            self.erasing.control.after_idle()
 
     # ---- Requests ----
 

@@ -220,7 +220,7 @@ class SchedulerMessages:
 
     def memory_was_flushed(self) -> None:
         """Note that SGLang has emptied device and host memory."""
-        self._control.memory_was_flushed(self._scheduler)
+        self._control.memory_was_flushed()
         handoff = manager_of(self._scheduler)
         if handoff is not None:
             handoff.handed.memory_was_flushed()
@@ -257,7 +257,7 @@ class SchedulerMessages:
         return result
 
     def _clear(self, message: Any) -> Any:
-        answer = self._control.clear(self._scheduler)
+        answer = self._control.clear()
         return self._dispatch(message) if answer is None else answer
 
     # ---- Others ----
@@ -265,7 +265,7 @@ class SchedulerMessages:
     def _answer(self, message: Any) -> Any:
         if not self._control.is_ours(message):
             return self._dispatch(message)
-        return self._control.reply(self._scheduler, message)
+        return self._control.reply(message)
 
     def _tell_state(self, message: Any) -> Any:
         result, scheduler, cache = self._dispatch(message), self._scheduler, self._cache

@@ -52,7 +52,7 @@ class Caller:
         body = {"id": str(self._num_calls), **body}
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            answer = self._control._methods[method](None, self.cache, body["id"], body)
+            answer = self._control._methods[method](self.cache, body["id"], body)
             if answer.get("done", True):
                 return answer
             assert time.monotonic() < deadline, answer
