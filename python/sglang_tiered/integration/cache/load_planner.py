@@ -12,7 +12,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sglang_tiered.integration.cache.loads import Load, Loads, RequestLoad
+from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
@@ -268,7 +268,7 @@ class LoadPlanner(Generic[Request]):
         prefix = record.prefix
         assert prefix is not None
         if plan.num_tokens:
-            record.load = Load(plan, is_back=is_back)
+            record.load = PricedLoad(plan, is_back=is_back)
         rest = prefix["num_new"] - plan.num_tokens
         own_s = self.costs.prefill.seconds(rest, prefix["num_before"] + plan.num_tokens)
         is_busy = self.num_running > 0
@@ -298,7 +298,7 @@ class LoadPlanner(Generic[Request]):
         )
         if plan is None:
             return None
-        record.load = Load(plan.load, is_back=True)
+        record.load = PricedLoad(plan.load, is_back=True)
         return plan.bounds
 
     def back_ended(self, request: Request, num_given_up: int) -> None:
@@ -435,7 +435,7 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        load = Load(plan, is_ahead=True, queued_at=self._clock())
+        load = PricedLoad(plan, is_ahead=True, queued_at=self._clock())
         self.loads.of(request).load = load
         self._count(load, 1)
         if plan.num_remote and not self._always:
@@ -459,11 +459,11 @@ class LoadPlanner(Generic[Request]):
     def _longest_wait_s(self) -> float:
         return self._queue.longest_s(is_busy=self.num_running > 0)
 
-    def _count(self, load: Load, sign: int) -> None:
+    def _count(self, load: PricedLoad, sign: int) -> None:
         for tier, num_tokens in enumerate(load.plan.parts):
             self._loading[tier] += sign * num_tokens
 
-    def _loading_but(self, load: Load | None) -> list[int]:
+    def _loading_but(self, load: PricedLoad | None) -> list[int]:
         """Return the tokens of other loads under way, by tier."""
         others = self._loading[:]
         if load is not None and load.queued_at is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Back",
-    "Load",
+    "PricedLoad",
     "Loads",
     "Planned",
     "PrefetchArguments",
@@ -95,7 +95,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(slots=True)
-class Load:
+class PricedLoad:
     """Describes a load that is planned or under way. Times are of the planner's clock."""
 
     plan: LoadPlan
@@ -149,7 +149,7 @@ class RequestLoad:
     place: QueuePlace | None = None  # in the queue
     prefix: dict[str, Any] | None = None  # the arguments of its last plan
     least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
-    load: Load | None = None
+    load: PricedLoad | None = None
     put_off: PutOff[Any] | None = None  # in the window, in the states ASKED and DEFERRED
     back: Back | None = None  # of its prefix, in the state BOTH_ENDS
     # What is said of a waiting request when it leaves:
