@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
@@ -384,8 +383,7 @@ def locate(cache: TieredRadixCache, selector: PrefixSelector) -> Located:
     key = key_of(cache, selector)
     if len(key) == 0:
         return Located([], (), 0)
-    hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
-    return Located(hashes, *_match(cache, key))
+    return Located(cache.page_hashes(key), *_match(cache, key))
 
 
 def tokens_in_memory(cache: TieredRadixCache, selector: PrefixSelector) -> tuple[int, int]:

@@ -34,7 +34,6 @@ from sglang_tiered.integration.cache.loads import (
     Planned,
     State,
     allocate_now,
-    held_pages,
     restorable_ends,
 )
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -135,7 +134,9 @@ class LoadScheduler:
         self._withdraw(request)
         self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
-        hashes, spans = held_pages(cache, call, storage)
+        hashes = cache.page_hashes(call.new_key, call.last_hash)
+        spans = storage.lookup_spans(hashes)
+        hashes = hashes[: sum(span.num_pages for span in spans)]
         num_new = len(tokens) + 1
         self._notes.looked_up(
             request, began_at, num_before=call.num_before, num_new=num_new, spans=spans
@@ -206,15 +207,7 @@ class LoadScheduler:
         num_pages = num_tokens // self._cache.page_size
         if len(hashes) >= num_pages:
             return hashes[:num_pages]
-        key = RadixKey(
-            call.new_input_tokens[:num_tokens],
-            extra_key=call.extra_key,
-            cache_salt=call.cache_salt,
-        )
-        chain: list[str] = get_storage_hash_str(
-            key, call.last_hash, page_size=self._cache.page_size
-        )
-        return chain
+        return self._cache.page_hashes(call.new_key, call.last_hash)[:num_pages]
 
     def begun(self, planned: Planned) -> None:
         """Note a load that SGLang was asked for, unless SGLang declined it."""

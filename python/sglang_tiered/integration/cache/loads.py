@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.observe.stats import WaitStats
 from sglang_tiered.metrics import Durations
@@ -46,7 +45,6 @@ __all__ = [
     "Segment",
     "State",
     "allocate_now",
-    "held_pages",
     "restorable_ends",
 ]
 
@@ -76,6 +74,11 @@ class PrefetchArguments(NamedTuple):
     extra_key: str | None = None
     cache_salt: str | None = None
     storage_hit_end: int | None = None
+
+    @property
+    def new_key(self) -> RadixKey:
+        """Return the key of the new tokens alone."""
+        return RadixKey(self.new_input_tokens, self.extra_key, cache_salt=self.cache_salt)
 
     @property
     def num_before(self) -> int:
@@ -284,24 +287,6 @@ class Loads(Generic[Request]):
 
 
 # ---- What the tiers hold of a load ----
-
-
-def held_pages(
-    cache: UnifiedRadixCache, call: PrefetchArguments, storage: TieredStorage
-) -> tuple[list[str], list[Span]]:
-    """Return the leading pages that the tiers could load now, and from where. Memory only."""
-    page_size = cache.page_size
-    key = RadixKey(
-        call.new_input_tokens,
-        extra_key=call.extra_key,
-        is_bigram=cache.tree_core.is_eagle,
-        cache_salt=call.cache_salt,
-    ).page_aligned(page_size)
-    if len(key) == 0:
-        return [], []
-    hashes: list[str] = get_storage_hash_str(key, call.last_hash, page_size=page_size)
-    spans = storage.lookup_spans(hashes)
-    return hashes[: sum(span.num_pages for span in spans)], spans
 
 
 def restorable_ends(
