@@ -56,7 +56,7 @@ from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.samples import state_of
-from sglang_tiered.integration.observe.transfer_stats import manager_of, stats_of_scheduler
+from sglang_tiered.integration.observe.transfer_stats import manager_of, transfer_stats
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 from sglang_tiered.policy.server_costs import NOT_IDLE
@@ -270,9 +270,9 @@ class SchedulerMessages:
     def _tell_state(self, message: Any) -> Any:
         result, scheduler, cache = self._dispatch(message), self._scheduler, self._cache
         told: dict[str, Any] = result.internal_state
-        transfer = stats_of_scheduler(scheduler)
-        if transfer is not None:
-            told["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, transfer)
+        if (handoff := manager_of(scheduler)) is not None:
+            stats = transfer_stats(handoff.endpoint)
+            told["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, stats)
         if PodAttention.statistics.serving:
             told["sglang_tiered_pod"] = PodAttention.statistics.state()
         if cache is not None:

@@ -42,6 +42,7 @@ STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
 recover. A probe of another server takes some of its time; one of a bucket costs money."""
 
 MIN_FAR_DEADLINE_S = 0.05
+ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost
 
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
@@ -65,7 +66,6 @@ class LoadPlanner(Generic[Request]):
         clock: Callable[[], float] = time.monotonic,
         *,
         always: bool = False,
-        always_deadline_s: float = 10.0,
         follows: bool = False,
     ) -> None:
         self.costs = costs
@@ -78,7 +78,7 @@ class LoadPlanner(Generic[Request]):
             )
             for tier, cost in zip(TIERS, costs.transfers, strict=True)
         }
-        self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
+        self.far_deadline_s = ALWAYS_DEADLINE_S if always else MIN_FAR_DEADLINE_S
         self._clock = clock
         self.loads: Loads[Request] = Loads(clock)
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
