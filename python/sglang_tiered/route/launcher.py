@@ -168,7 +168,10 @@ class _Front:
                 return
             logger.warning("the picker ended with %s; it is started again", code)
             await asyncio.sleep(AGAIN_S)
-            self._picker = await self._start_picker()
+            try:
+                self._picker = await self._start_picker()
+            except OSError as error:  # of a machine that is short of memory or processes
+                logger.warning("the picker cannot be started now: %s", error)
 
     async def _say_when_ready(self) -> None:
         config = self._config
