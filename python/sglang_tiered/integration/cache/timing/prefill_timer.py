@@ -95,10 +95,8 @@ class PrefillClock:
 
 
 def _tiering_of(scheduler: Any) -> Tiering | None:
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    cache = scheduler.tree_cache
-    return cache.tiering if isinstance(cache, TieredRadixCache) else None
+    tiering: Tiering | None = getattr(scheduler.tree_cache, "tiering", None)
+    return tiering
 
 
 def _prefill_spans(batch: Any) -> list[tuple[int, int]]:
