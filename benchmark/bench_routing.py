@@ -141,7 +141,7 @@ def requests_of(name: str, seed: int, scale: Scale) -> list[Request]:
 def generated(seed: int) -> list[Request]:
     with tempfile.TemporaryDirectory() as folder:
         whole, path = Path(folder) / "whole.jsonl", Path(folder) / "generated.jsonl"
-        trace = [sys.executable, "-m", "sglang_tiered_lab.trace"]
+        trace = [sys.executable, "-m", "sglang_tiered_lab.trace.cli"]
         make = [*trace, "generate", *GENERATE.split(), "--seed", str(24 + seed)]
         # New conversations begin for 1,500 s; after that only old ones go on.
         cut = [*trace, "convert", str(whole), "--to-s", "1500", "--output", str(path)]

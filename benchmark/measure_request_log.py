@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.plugins import load_plugins
 
@@ -29,16 +29,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from sglang_tiered.integration.cache.load_planner import LoadPlanner  # noqa: E402
 from sglang_tiered.integration.identity.tenants import HiddenTenants  # noqa: E402
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES  # noqa: E402
 from sglang_tiered.integration.observe.requests.stories import Stories  # noqa: E402
 from sglang_tiered.integration.observe.requests.writer import LineWriter  # noqa: E402
 from sglang_tiered.policy.cost_model import CostModel  # noqa: E402
 from sglang_tiered.storage.base import Tier  # noqa: E402
 from sglang_tiered.storage.stack.tiers import Span  # noqa: E402
 from sglang_tiered.tools.machine import describe_machine, describe_versions  # noqa: E402
-
-if TYPE_CHECKING:
-    from sglang_tiered.integration.observe.requests.notes import RequestNotes
 
 NUM_RUNS, NUM_STEPS = 7, 10
 PROMPT = list(range(4096))
@@ -50,7 +46,7 @@ def make_requests(number: int) -> list[Any]:
     return [Req(f"r{each:032}", "", PROMPT, sampling) for each in range(number)]
 
 
-def tell(notes: RequestNotes, reqs: list[Any]) -> float:
+def tell(notes: Stories, reqs: list[Any]) -> float:
     """Return the processor seconds of this thread for telling of all these requests."""
     spans = [Span(Tier.NVME, 60)]
     for req in reqs:
@@ -80,11 +76,15 @@ def tell(notes: RequestNotes, reqs: list[Any]) -> float:
     return time.thread_time() - begun
 
 
+def stories(writer: LineWriter | None) -> Stories:
+    planner: LoadPlanner[Any] = LoadPlanner(CostModel(page_tokens=64, bytes_per_token=1 << 17))
+    return Stories(planner, writer, tenant_of=HiddenTenants().tenant_of)
+
+
 def written(path: Path, number: int) -> float:
     """Return the seconds for requests whose lines are written to a file."""
-    planner: LoadPlanner[Any] = LoadPlanner(CostModel(page_tokens=64, bytes_per_token=1 << 17))
     writer = LineWriter(path, max_bytes=1 << 30, max_queued=number + 1)
-    notes = Stories(planner, writer, tenant_of=HiddenTenants().tenant_of)
+    notes = stories(writer)
     took_s = tell(notes, make_requests(number))
     notes.close()
     assert writer.num_dropped == 0
@@ -105,7 +105,7 @@ def main() -> int:
         for run in range(NUM_RUNS):
             path = Path(name, f"run-{run}")
             raw["on_us"].append(written(path, number) / number * 1e6)
-            raw["off_us"].append(tell(NO_NOTES, make_requests(number)) / number * 1e6)
+            raw["off_us"].append(tell(stories(None), make_requests(number)) / number * 1e6)
             line_bytes = path.stat().st_size / number
     medians = {key: statistics.median(values) for key, values in raw.items()}
     report = {

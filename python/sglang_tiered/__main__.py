@@ -24,59 +24,49 @@ OPTIONS = {
 @dataclass(frozen=True)
 class Command:
     """``purpose``: what it is for; where a command has commands of its own, they are listed after
-    the colon. ``module`` is run as ``python -m`` runs it. ``parser`` names the function that
-    gives its command line, for completion."""
+    the colon. ``module`` is run as ``python -m`` runs it, and its ``make_parser`` gives the command
+    line, for completion."""
 
     purpose: str
     module: str
-    parser: str
 
 
 COMMANDS = {
     "serve": Command(
         "start SGLang's server with the tiers below its radix cache",
         "sglang_tiered.launch_server",
-        "sglang_tiered.launch_server:make_parser",
     ),
     "demo": Command(
         "what the tiers do, in about two minutes, with a small model",
-        "sglang_tiered.demo",
-        "sglang_tiered.demo.command:make_parser",
+        "sglang_tiered.demo.__main__",
     ),
     "route": Command(
         "the front of a cluster, by Envoy: serve",
-        "sglang_tiered.route",
-        "sglang_tiered.route.cli:make_parser",
+        "sglang_tiered.route.cli",
     ),
     "store": Command(
         "look into a tier's store: stat, verify, dump, gc",
-        "sglang_tiered.tools.store",
-        "sglang_tiered.tools.store.cli:make_parser",
+        "sglang_tiered.tools.store.cli",
     ),
     "explain": Command(
         "why a request was slow, from the file of --tier-log-requests",
-        "sglang_tiered.tools.explain",
-        "sglang_tiered.tools.explain.cli:make_parser",
+        "sglang_tiered.tools.explain.cli",
     ),
     "cluster": Command(
         "plan a cluster of servers: plan, published",
-        "sglang_tiered_lab.cluster",
-        "sglang_tiered_lab.cluster.cli:make_parser",
+        "sglang_tiered_lab.cluster.cli",
     ),
     "trace": Command(
         "recorded workloads: stat, convert, scale, replay, generate",
-        "sglang_tiered_lab.trace",
-        "sglang_tiered_lab.trace.cli:make_parser",
+        "sglang_tiered_lab.trace.cli",
     ),
     "keygen": Command(
         "make the keys of a handoff, and of servers that share pages",
         "sglang_tiered.tools.keygen",
-        "sglang_tiered.tools.keygen:make_parser",
     ),
     "completion": Command(
         "a shell's script that completes all of this",
         "sglang_tiered.completion",
-        "sglang_tiered.completion:make_parser",
     ),
 }
 """By name, in the order of ``--help``. One row adds a command."""

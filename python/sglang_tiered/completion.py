@@ -76,8 +76,7 @@ def _whole_parser() -> argparse.ArgumentParser:
             whole.add_argument(option, action="store_true", help=purpose)
     below = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        module, _, function = command.parser.partition(":")
-        parser = getattr(importlib.import_module(module), function)()
+        parser = importlib.import_module(command.module).make_parser()
         below.add_parser(name, help=command.purpose, parents=[parser], add_help=False)
     return whole
 

@@ -36,7 +36,7 @@ from slow_reads import SlowReads  # noqa: E402
 from world_waits import BoundedWaits  # noqa: E402
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
-from sglang_tiered.integration.cache.loads import Load  # noqa: E402
+from sglang_tiered.integration.cache.loads import PricedLoad  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
 from sglang_tiered.policy import both_ends  # noqa: E402
 from sglang_tiered.policy.cost_model import LoadPlan  # noqa: E402
@@ -302,7 +302,7 @@ class SchedulingWorld:
             self._process(scheduler.result_queue.pop(0))
         scheduler.last_batch = batch
         if not batch and not self.at_door:
-            self.erasing.control.after_idle(scheduler)
+            self.erasing.control.after_idle()
 
     # ---- Requests ----
 
@@ -449,7 +449,7 @@ class RandomPrices:
             num_back = bounds[-1] - bounds[0]
             saved_s = self._planner.costs.prefill.seconds(num_back, bounds[0])
             plan = LoadPlan((num_back,), saved_s / 2, saved_s)
-            record.load = Load(plan, is_back=True)
+            record.load = PricedLoad(plan, is_back=True)
         return bounds or None
 
 

@@ -98,7 +98,7 @@ class ErasingTraffic:
 
     def _answer(self, number: str, what: str, **body: Any) -> dict[str, Any]:
         body = {"id": number, **body}
-        return self.control._answer(self._world.scheduler, f"{CONTROL_PREFIX}{what}", body)
+        return self.control._answer(f"{CONTROL_PREFIX}{what}", body)
 
     def something_happens(self) -> None:
         for what, share in SHARES.items():
@@ -185,7 +185,7 @@ class ErasingTraffic:
         """SGLang's own, and what our hook behind it does on a server."""
         flushed = bool(Scheduler.flush_cache(self._world.scheduler, empty_cache))
         if flushed:
-            self.control.memory_was_flushed(self._world.scheduler)
+            self.control.memory_was_flushed()
             assert not self._world.cache.hidden_tenants, "every idle step would flush"
         return flushed
 

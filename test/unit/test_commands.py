@@ -28,14 +28,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_list_names_exactly_the_runnable_modules() -> None:
     runnable = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__main__")
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
         for package in PACKAGES
         for path in package.rglob("*.py")
         if re.search(r"^if __name__ == ", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     listed = {command.module for command in COMMANDS.values()}
     # Itself, and what ``scripts/serve`` and ``scripts/compat`` run.
-    unlisted = {"sglang_tiered", "sglang_tiered.demo.server", "sglang_tiered.integration.seams"}
+    unlisted = {"sglang_tiered.__main__", "sglang_tiered.demo.server"}
+    unlisted |= {"sglang_tiered.integration.seams"}
     assert runnable - unlisted == listed
     ended = run("-m", "sglang_tiered")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -50,8 +51,7 @@ WITH_COMMANDS = [name for name in COMMANDS if ": " in COMMANDS[name].purpose]
 
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_the_list_names_the_commands_of_a_command(name: str) -> None:
-    module, _, function = COMMANDS[name].parser.partition(":")
-    parser = getattr(importlib.import_module(module), function)()
+    parser = importlib.import_module(COMMANDS[name].module).make_parser()
     (below,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     assert COMMANDS[name].purpose.partition(": ")[2].split(", ") == list(below.choices)
 
@@ -102,6 +102,6 @@ def test_version_says_what_a_bug_report_needs() -> None:
 def test_command_runs_alike_by_name_and_module(tmp_path: Path) -> None:
     arguments = ("stat", str(tmp_path / "absent"))
     by_name = run("-m", "sglang_tiered", "store", *arguments)
-    directly = run("-m", "sglang_tiered.tools.store", *arguments)
+    directly = run("-m", "sglang_tiered.tools.store.cli", *arguments)
     assert by_name.returncode == directly.returncode == 2
     assert by_name.stderr == directly.stderr != ""

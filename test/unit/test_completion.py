@@ -101,8 +101,7 @@ def flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_flag_of_any_command_is_missing(scripts: dict[str, Path], name: str, shell: str) -> None:
-    module, _, function = COMMANDS[name].parser.partition(":")
-    parser = getattr(importlib.import_module(module), function)()
+    parser = importlib.import_module(COMMANDS[name].module).make_parser()
     script = scripts[shell].read_text(encoding="utf-8")
     assert not [flag for flag in flags(parser) if flag not in script]
 

@@ -8,8 +8,20 @@ the first token came, and from which tier the prompt's tokens.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from sglang_tiered.tools.terminal import run_program
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from sglang_tiered.demo import command
+
+    return command.make_parser()
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from sglang_tiered.demo.plan import (
     KILLED,
     NUM_NEW,
     NVME,
-    Plan,
+    DemoPlan,
     Talk,
     make_plan,
 )
@@ -201,7 +201,7 @@ class _Demo:
     talk: Talk
     rows: list[Row] = field(default_factory=list)
 
-    def warm_up(self, plan: Plan, number: int) -> float:
+    def warm_up(self, plan: DemoPlan, number: int) -> float:
         """Two prompts of no row: the first one of a server's life takes seconds. Returns how long
         the second took."""
         prompts = [
@@ -209,7 +209,7 @@ class _Demo:
         ]
         return [self.client.ask(prompt).ttft_s for prompt in prompts][-1]
 
-    def ask_row(self, plan: Plan, source: str, numbers: Sequence[int], title: str) -> None:
+    def ask_row(self, plan: DemoPlan, source: str, numbers: Sequence[int], title: str) -> None:
         answers = {}
         with self.phases.phase(title, len(numbers)) as step:
             for number in numbers:
@@ -219,7 +219,7 @@ class _Demo:
                 step.done()
         self.rows.append(Row(source, answers))
 
-    def ask_rows(self, plan: Plan) -> None:
+    def ask_rows(self, plan: DemoPlan) -> None:
         everything = range(plan.num_prompts)
         title = f"Asking {plan.num_prompts} new prompts of {plan.prompt_tokens:,} tokens"
         self.ask_row(plan, FIRST, everything, title)
@@ -236,7 +236,7 @@ def _said(question: str, answer: TimedAnswer) -> str:
     return f"  {question} [bold]{text} [/][dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
 
 
-def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[DemoTarget, Plan]:
+def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[DemoTarget, DemoPlan]:
     with demo.interruption.allowed():
         target = read_target(demo.client.url)
         note(
@@ -253,7 +253,7 @@ def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[DemoTarget, Plan]
     return target, plan
 
 
-def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[DemoTarget, Plan]:
+def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[DemoTarget, DemoPlan]:
     """Whatever happens, nothing of the server is left."""
     allowed, phase = demo.interruption.allowed, demo.phases.phase
     with allowed():

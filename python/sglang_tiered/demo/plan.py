@@ -31,7 +31,7 @@ __all__ = [
     "KILLED",
     "NUM_NEW",
     "NVME",
-    "Plan",
+    "DemoPlan",
     "Pools",
     "Talk",
     "glossary",
@@ -64,7 +64,7 @@ class Pools:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """``num_prompts`` are asked in order; then ``returns``, row by row, by their numbers."""
 
     prompt_tokens: int
@@ -73,7 +73,7 @@ class Plan:
     missing: dict[str, str]  # rows that cannot be reached, and why
 
 
-def make_plan(pools: Pools, max_tokens: int | None = None) -> Plan:
+def make_plan(pools: Pools, max_tokens: int | None = None) -> DemoPlan:
     """``max_tokens`` bounds the prompts that are asked for the first time."""
     page = pools.page_size
     pages = min(_MOST_PROMPT_TOKENS, pools.device_tokens // _LEAST_ON_DEVICE) // page
@@ -113,7 +113,7 @@ def make_plan(pools: Pools, max_tokens: int | None = None) -> Plan:
             reached[row] = [age for age in wanted if age < most]
     oldest = max(age for row in reached.values() for age in row)
     returns = {row: tuple(oldest - age for age in reached[row]) for row in reached}
-    return Plan(length, oldest + 1, returns, missing)
+    return DemoPlan(length, oldest + 1, returns, missing)
 
 
 def glossary() -> dict[str, str]:

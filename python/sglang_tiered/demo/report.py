@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from sglang_tiered.demo.plan import Plan
+    from sglang_tiered.demo.plan import DemoPlan
 
 __all__ = ["STYLES", "Phases", "Row", "Step", "document", "make_table", "one_line", "verdict"]
 
@@ -141,7 +141,7 @@ def verdict(rows: list[Row]) -> str | None:
     return None
 
 
-def make_table(rows: list[Row], plan: Plan) -> Table:
+def make_table(rows: list[Row], plan: DemoPlan) -> Table:
     """At most 80 columns wide."""
     table = Table(
         box=box.HORIZONTALS,

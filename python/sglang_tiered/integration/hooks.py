@@ -315,7 +315,7 @@ class Hooks:
         handoff = manager_of(scheduler) if self._on_cpu else None
         if handoff is not None:
             handoff.rest()
-        self._control.after_idle(scheduler)
+        self._control.after_idle()
 
 
 def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:

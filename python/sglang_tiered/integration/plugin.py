@@ -45,12 +45,11 @@ def register() -> None:
     """Register the ``tiered`` cache, the attention backends and the hooks."""
     _leave_interrupts_to_the_launcher()
     from sglang_tiered.integration import compat, hooks
-    from sglang_tiered.integration.attention import reference, registration
+    from sglang_tiered.integration.attention import registration
     from sglang_tiered.integration.cache import factory
     from sglang_tiered.integration.launch import accelerator
 
     compat.check_version()
-    reference.register()
     registration.register()
     if not accelerator.is_available():
         from sglang_tiered.integration.cpu import malloc, short_conv

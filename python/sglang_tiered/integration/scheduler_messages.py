@@ -56,7 +56,7 @@ from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.samples import state_of
-from sglang_tiered.integration.observe.transfer_stats import manager_of, stats_of_scheduler
+from sglang_tiered.integration.observe.transfer_stats import manager_of, transfer_stats
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 from sglang_tiered.policy.server_costs import NOT_IDLE
@@ -220,7 +220,7 @@ class SchedulerMessages:
 
     def memory_was_flushed(self) -> None:
         """Note that SGLang has emptied device and host memory."""
-        self._control.memory_was_flushed(self._scheduler)
+        self._control.memory_was_flushed()
         handoff = manager_of(self._scheduler)
         if handoff is not None:
             handoff.handed.memory_was_flushed()
@@ -257,7 +257,7 @@ class SchedulerMessages:
         return result
 
     def _clear(self, message: Any) -> Any:
-        answer = self._control.clear(self._scheduler)
+        answer = self._control.clear()
         return self._dispatch(message) if answer is None else answer
 
     # ---- Others ----
@@ -265,14 +265,14 @@ class SchedulerMessages:
     def _answer(self, message: Any) -> Any:
         if not self._control.is_ours(message):
             return self._dispatch(message)
-        return self._control.reply(self._scheduler, message)
+        return self._control.reply(message)
 
     def _tell_state(self, message: Any) -> Any:
         result, scheduler, cache = self._dispatch(message), self._scheduler, self._cache
         told: dict[str, Any] = result.internal_state
-        transfer = stats_of_scheduler(scheduler)
-        if transfer is not None:
-            told["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, transfer)
+        if (handoff := manager_of(scheduler)) is not None:
+            stats = transfer_stats(handoff.endpoint)
+            told["sglang_tiered_transfer"] = state_of(TRANSFER_METRICS, stats)
         if PodAttention.statistics.serving:
             told["sglang_tiered_pod"] = PodAttention.statistics.state()
         if cache is not None:

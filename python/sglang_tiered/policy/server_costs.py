@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import re
 from typing import Annotated
 
 import msgspec
@@ -37,6 +38,7 @@ __all__ = [
     "Waiting",
     "call_key",
     "costs_key",
+    "order_of",
     "parse_server_costs",
     "switch_key",
 ]
@@ -60,6 +62,8 @@ TIERS = ("nvme", "peer", "object")
 them."""
 
 ROLES = ("aggregated", "prefill", "decode")
+
+_ORDER = re.compile(r"(prefill|decode)\.([0-9]{1,12})\.[0-9a-f]{64}")
 
 # Bounded, so that no sum or product of them overflows: one server's record must not keep a router
 # from choosing among the others.
@@ -308,6 +312,13 @@ def switch_key(operator_key: str, boot: str, role: str, until_s: int) -> str:
     and this boot takes it for ``POST /pd_role_switch`` to that role."""
     key, order = call_key(operator_key, SWITCH_CALL).encode(), f"{role}.{until_s}"
     return f"{order}.{hmac.digest(key, f'{boot}.{order}'.encode(), 'sha256').hex()}"
+
+
+def order_of(key: str) -> tuple[str, int] | None:
+    """Return the role that a ``switch_key`` orders and until when, as it says itself; None of any
+    other key."""
+    order = _ORDER.fullmatch(key)
+    return None if order is None else (order[1], int(order[2]))
 
 
 def _refuse_free(prices: tuple[float, ...]) -> None:

@@ -77,3 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_arguments(serve.add_argument_group("flags"), RouteConfig)
     serve.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

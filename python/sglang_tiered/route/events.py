@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from sglang_tiered.route.pages import DEVICE, HOST, MEDIA, PageIndex
+from sglang_tiered.route.pages import DEVICE, HOST, MEDIA, HeldPages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -81,7 +81,7 @@ def reachable(endpoint: str, url: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def apply(index: PageIndex, server: int, payload: bytes) -> None:
+def apply(index: HeldPages, server: int, payload: bytes) -> None:
     """Take in a batch. Raises ``msgspec.DecodeError`` for what is none."""
     for event in _DECODER.decode(payload).events:
         if isinstance(event, AllBlocksCleared):
@@ -97,7 +97,7 @@ def apply(index: PageIndex, server: int, payload: bytes) -> None:
 
 
 async def follow(
-    context: zmq.asyncio.Context, publisher: Publisher, index: PageIndex, server: int
+    context: zmq.asyncio.Context, publisher: Publisher, index: HeldPages, server: int
 ) -> None:
     """Keep the index up to date until cancelled. Raises ``msgspec.DecodeError`` or ``zmq.ZMQError``
     for a publisher that cannot be followed."""
@@ -129,7 +129,7 @@ def bound(socket: zmq.asyncio.Socket, most: int) -> None:
 
 
 async def _replay(
-    context: zmq.asyncio.Context, publisher: Publisher, index: PageIndex, server: int, due: int
+    context: zmq.asyncio.Context, publisher: Publisher, index: HeldPages, server: int, due: int
 ) -> int:
     """Take in what was published from batch ``due`` on. Returns the number of the next."""
     first = due

@@ -34,7 +34,7 @@ from sglang_tiered.policy.server_costs import (
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.events import follow, publisher_of
 from sglang_tiered.route.following import PageFollower
-from sglang_tiered.route.pages import PageIndex
+from sglang_tiered.route.pages import HeldPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ NEVER, NOWHERE = float("-inf"), -1
 logger = logging.getLogger(__name__)
 
 
-class _Part(msgspec.Struct):
+class _Untold(msgspec.Struct):
     """What a server says of itself where it tells no costs, in SGLang's words."""
 
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
@@ -162,7 +162,7 @@ class Fleet:
         self._key = key
         self.members: dict[str, Member] = {}
         self._before: dict[str, str] = {}  # what Envoy has of an earlier picker
-        self.view, self.index, self.stored = RouterView(), PageIndex(), PageFollower()
+        self.view, self.index, self.stored = RouterView(), HeldPages(), PageFollower()
         self._free: list[int] = []
         self._session: aiohttp.ClientSession | None = None
         self._context = zmq.asyncio.Context()
@@ -343,7 +343,7 @@ class Fleet:
                     if status >= 500:
                         return f"answers {status} to {path}"
                     answer = answer if status == 200 else b"{}"
-                part = msgspec.json.decode(answer, type=_Part)
+                part = msgspec.json.decode(answer, type=_Untold)
                 member.role = part.disaggregation_mode.replace("null", "aggregated")
                 member.bootstrap_port = part.disaggregation_bootstrap_port
                 self._report(member, {})  # what it told before its restart

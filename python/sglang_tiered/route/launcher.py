@@ -109,7 +109,7 @@ class _Front:
         self._config, self._members = config, members
         self._envoy_command = [program, "-c", str(path), "-l", "warning", "--use-dynamic-base-id"]
         self._envoy_command += ["--log-format", "envoy: %v", "--concurrency", _concurrency()]
-        self._picker_command = [sys.executable, "-m", "sglang_tiered.route", *arguments]
+        self._picker_command = [sys.executable, "-m", "sglang_tiered.route.cli", *arguments]
         self._picker_command += ["--envoy", "off", "--members", str(members), "--with-parent"]
         self._admin = path.parent / "admin"
         self._picker: asyncio.subprocess.Process | None = None
@@ -168,7 +168,10 @@ class _Front:
                 return
             logger.warning("the picker ended with %s; it is started again", code)
             await asyncio.sleep(AGAIN_S)
-            self._picker = await self._start_picker()
+            try:
+                self._picker = await self._start_picker()
+            except OSError as error:  # of a machine that is short of memory or processes
+                logger.warning("the picker cannot be started now: %s", error)
 
     async def _say_when_ready(self) -> None:
         config = self._config

@@ -1,4 +1,4 @@
-"""``PageIndex``: which server holds which pages, in which memory, as its events say.
+"""``HeldPages``: which server holds which pages, in which memory, as its events say.
 
 A set for each memory of each server, of the 64-bit names of ``prompt.page_keys``; about 100 bytes a
 page. What ``PageFollower`` knows of NVMe comes on top, as bits of servers. Of one thread.
@@ -14,7 +14,7 @@ from sglang_tiered.policy.routing import Held
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Sequence
 
-__all__ = ["DEVICE", "DISK", "EXTERNAL", "HOST", "MEDIA", "PageIndex", "Shared"]
+__all__ = ["DEVICE", "DISK", "EXTERNAL", "HOST", "MEDIA", "HeldPages", "Shared"]
 
 DEVICE, HOST, DISK, EXTERNAL = 1, 2, 4, 8
 _ALL = (DEVICE, HOST, DISK, EXTERNAL)
@@ -24,7 +24,7 @@ MAX_PAGES = 4 << 20
 """Of one memory of a server; what comes beyond is not known here."""
 
 
-class PageIndex:
+class HeldPages:
     """Servers are the positions of a ``RouterView``."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ def run_program(program: Callable[[], int]) -> int:
     except OSError as error:
         _discard_output()
         if code == 0 and not isinstance(error, BrokenPipeError):
-            _say(f"the output cannot be written ({error.strerror}); write it elsewhere")
+            note(f"the output cannot be written ({error.strerror}); write it elsewhere")
             code = 2
     return code
 
@@ -63,21 +63,16 @@ def _run(program: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader has all it wanted
         return 0
     except KeyboardInterrupt:
-        _say("stopped")
+        note("stopped")
         return _STOPPED
     except TieredError as error:
-        _say(str(error))
+        note(str(error))
         return 2
     except OSError as error:
         where = "the output or a file" if error.filename is None else error.filename
         what = "removed while this ran" if error.errno == errno.ENOENT else error.strerror
-        _say(f"{where} cannot be used ({what}); check permissions, limits and free space")
+        note(f"{where} cannot be used ({what}); check permissions, limits and free space")
         return 2
-
-
-def _say(sentence: str) -> None:
-    shown = "\n".join(map(printable, sentence.split("\n")))
-    print(f"sglang-tiered: {shown}", file=sys.stderr)
 
 
 def _discard_output() -> None:
@@ -98,7 +93,8 @@ def write_json(report: object) -> None:
 
 
 def note(text: str) -> None:
-    print(f"sglang-tiered: {printable(text)}", file=sys.stderr)
+    shown = "\n".join(map(printable, text.split("\n")))
+    print(f"sglang-tiered: {shown}", file=sys.stderr)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from sglang_tiered.tools.terminal import Parser, run_program
@@ -68,3 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,7 +25,7 @@ from sglang_tiered.demo.plan import (
     KILLED,
     NUM_NEW,
     NVME,
-    Plan,
+    DemoPlan,
     Pools,
     Talk,
     glossary,
@@ -52,7 +52,7 @@ POOLS = [
 ]
 
 
-def where_they_lie(plan: Plan, pools: Pools) -> dict[int, str]:
+def where_they_lie(plan: DemoPlan, pools: Pools) -> dict[int, str]:
     """Least recently used first out: prompts by tier, after all of them were asked once."""
     held = (plan.prompt_tokens + NUM_NEW) // pools.page_size * pools.page_size
     lie = {}
@@ -160,25 +160,25 @@ def row_of(source: str, numbers: tuple[int, ...], tier: str | None = None, token
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> DemoPlan:
     return make_plan(DEMO)
 
 
 @pytest.fixture
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: DemoPlan) -> list[Row]:
     everything = tuple(range(plan.num_prompts))
     returns = [row_of(source, numbers) for source, numbers in plan.returns.items()]
     return [row_of(FIRST, everything), *returns, row_of(KILLED, everything)]
 
 
-def shown(rows: list[Row], plan: Plan) -> str:
+def shown(rows: list[Row], plan: DemoPlan) -> str:
     console = Console(file=io.StringIO(), width=80)
     console.print(make_table(rows, plan))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: Plan) -> None:
+def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: DemoPlan) -> None:
     text = shown(rows, plan)
     assert "…" not in text, "something was cut off"
     lines = {line.strip()[:14].strip(): line for line in text.splitlines()}

@@ -256,7 +256,7 @@ class Switching:
         patch.setattr(scheduler_messages, "manager_of", lambda _: SimpleNamespace(handed=flushed))
         control = Control()
         patch.setattr(control, "rest", lambda: self.said.append("rest"))
-        patch.setattr(control, "memory_was_flushed", lambda _: self.said.append("tenants"))
+        patch.setattr(control, "memory_was_flushed", lambda: self.said.append("tenants"))
         patch.setattr(
             control,
             "costs",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sglang_tiered.policy.routing import Held
-from sglang_tiered.route.pages import DEVICE, DISK, EXTERNAL, HOST, PageIndex
+from sglang_tiered.route.pages import DEVICE, DISK, EXTERNAL, HOST, HeldPages
 
 KEYS = [11, 22, 33, 44, 55, 66]
 
 
-def index_of(*stored: tuple[int, int, list[int]]) -> PageIndex:
-    made = PageIndex()
+def index_of(*stored: tuple[int, int, list[int]]) -> HeldPages:
+    made = HeldPages()
     for server, medium, keys in stored:
         made.store(server, medium, keys)
     return made
@@ -55,7 +55,7 @@ def test_forgotten_memory_leaves_disks() -> None:
 
 
 def test_expected_pages_count_until_the_last_settles() -> None:
-    index = PageIndex()
+    index = HeldPages()
     index.expect(0, KEYS)
     index.expect(0, KEYS[:2])
     assert index.held(0, KEYS, 1) == Held(device=6)
@@ -66,7 +66,7 @@ def test_expected_pages_count_until_the_last_settles() -> None:
 
 
 def test_heir_of_a_server_inherits_no_pages() -> None:
-    index = PageIndex()
+    index = HeldPages()
     index.expect(0, [1, 2])
     assert index.own(0, [1, 2]) == (2, 2, 2)
     index.drop(0)
@@ -87,7 +87,7 @@ class Counting(set[int]):
 
 
 def test_pages_of_many_servers_are_looked_up_once() -> None:
-    index, keys, servers = PageIndex(), list(range(1000)), range(64)
+    index, keys, servers = HeldPages(), list(range(1000)), range(64)
     for server in servers:
         index.store(server, DISK, keys[:990] if server == 63 else [5000 + server])
         for medium, held in index._held[server].items():

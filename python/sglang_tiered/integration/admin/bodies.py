@@ -10,7 +10,10 @@ import base64
 import contextlib
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = [
     "CallError",
@@ -23,7 +26,6 @@ __all__ = [
     "parse_prefetch",
     "parse_purge",
     "parse_selector",
-    "parse_tenant",
     "parse_unpin",
 ]
 
@@ -33,6 +35,7 @@ _LIMIT, _MAX_LIMIT = 100, 1000
 _MAX_SHOWN = 40
 _MAX_NAME_BYTES = 512  # of pins and conversations
 _MAX_TTL_S = 10 * 365 * 86_400
+_TENANT = ("extra_key", "cache_salt")
 _SOURCES = ("rid", "conversation_id", "text", "input_ids")
 _MAX_WAIT_S = 30
 _TIERS = ("nvme", "object")
@@ -53,95 +56,74 @@ class CallError(ValueError):
 
 
 def parse_selector(body: Any, *, with_tier: bool, besides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields that select one prefix. A refusal of others names those ``besides`` too,
-    which the call takes and the caller has taken out. Raises ``CallError``."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    known = {*_SOURCES, "extra_key", "cache_salt", *(("tier",) if with_tier else ())}
-    unknown = sorted(body.keys() - known)
-    if unknown:
-        shown = repr(unknown[0][:_MAX_SHOWN])
-        raise CallError(f"{shown} is unknown; pass {', '.join(sorted(known.union(besides)))}")
-    sources = [name for name in _SOURCES if name in body]
+    """Return a body that selects one prefix; the caller judges the fields ``besides``. Raises
+    ``CallError``."""
+    known = {*_SOURCES, *_TENANT, *(("tier",) if with_tier else ())}
+    given = _checked(body, sorted(known.union(besides)))
+    sources = [name for name in _SOURCES if name in given]
     if len(sources) != 1:
         raise CallError(f"pass exactly one of {', '.join(_SOURCES)}")
-    for name, value in body.items():
-        if name == "input_ids":
-            if not _are_tokens(value):
-                raise CallError("input_ids must be a list of token numbers that is not empty")
-            check_num_tokens(value, name)
-        elif (problem := _problem(name, value)) is not None:
-            raise CallError(problem)
-    _check_name(body, "conversation_id")
-    _check_length(len(body.get("text", "")), "text", "characters", _MAX_CHARACTERS)
-    if body.get("tier", "nvme") not in _TIERS:
-        shown = repr(body["tier"][:_MAX_SHOWN])
+    if "input_ids" in given:
+        if not _are_tokens(given["input_ids"]):
+            raise CallError("input_ids must be a list of token numbers that is not empty")
+        check_num_tokens(given["input_ids"], "input_ids")
+    _check_texts(given, known - {"input_ids"})
+    _check_name(given, "conversation_id")
+    _check_length(len(given.get("text", "")), "text", "characters", _MAX_CHARACTERS)
+    if given.get("tier", "nvme") not in _TIERS:
+        shown = repr(given["tier"][:_MAX_SHOWN])
         raise CallError(f"tier {shown} is unknown; choose one of {', '.join(_TIERS)}")
-    return dict(body)
+    return given
 
 
 def parse_forget(body: Any) -> dict[str, Any]:
     """Return what to forget, with how much of it to keep. Raises ``CallError``."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    rest = {name: value for name, value in body.items() if name != "keep_tokens"}
-    keep = body.get("keep_tokens", 0)
+    given = parse_selector(body, with_tier=False, besides=("keep_tokens",))
+    keep = given.setdefault("keep_tokens", 0)
     if type(keep) is not int or not 0 <= keep <= _MAX_TOKENS:
         raise CallError(f"keep_tokens {_shown(keep)} must be a number from 0 to {_MAX_TOKENS}")
-    selector = parse_selector(rest, with_tier=False, besides=("keep_tokens",))
-    return {**selector, "keep_tokens": keep}
+    return given
 
 
 def parse_pin(body: Any) -> dict[str, Any]:
     """Return what to pin. Raises ``CallError``."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    own = {name: body[name] for name in ("name", "ttl") if name in body}
-    rest = {name: value for name, value in body.items() if name not in own}
-    selector = parse_selector(rest, with_tier=True, besides=("name", "ttl"))
-    _check_name(own)
-    ttl = own.get("ttl", 1)
+    given = parse_selector(body, with_tier=True, besides=("name", "ttl"))
+    _check_name(given, "name")
+    ttl = given.get("ttl", 1)
     if type(ttl) not in (int, float) or not 0 < ttl <= _MAX_TTL_S:
         raise CallError(f"ttl {_shown(ttl)} must be seconds, more than 0, at most {_MAX_TTL_S}")
-    return {**selector, **own}
+    return given
 
 
 def parse_prefetch(body: Any) -> tuple[dict[str, Any], float]:
     """Return which prefix to bring to host memory, and for how long to wait for it. Raises
     ``CallError``."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    rest = {name: value for name, value in body.items() if name != "wait_s"}
-    selector = parse_selector(rest, with_tier=False, besides=("wait_s",))
-    wait_s = body.get("wait_s", 0)
+    given = parse_selector(body, with_tier=False, besides=("wait_s",))
+    wait_s = given.pop("wait_s", 0)
     if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MAX_WAIT_S:
         shown = _shown(wait_s)
         raise CallError(f"wait_s {shown} must be seconds, at least 0, at most {_MAX_WAIT_S}")
-    return selector, float(wait_s)
+    return given, float(wait_s)
 
 
 def parse_unpin(body: Any) -> dict[str, Any]:
     """Return what to unpin: a name and its tenant, or a prefix. Raises ``CallError``."""
     if not isinstance(body, dict) or "name" not in body:
         return parse_selector(body, with_tier=False)
-    _check_name(body)
-    return {"name": body["name"], **parse_tenant(body, "name")}
+    given = _of_tenant(body, "name")
+    _check_name(given, "name")
+    return given
 
 
-def parse_tenant(body: Any, *besides: str) -> dict[str, Any]:
-    """Return the keys of a tenant. Raises ``CallError``."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    tenant = {name: value for name, value in body.items() if name not in besides}
-    unknown = sorted(tenant.keys() - {"extra_key", "cache_salt"})
-    if unknown:
-        shown = repr(unknown[0][:_MAX_SHOWN])
-        known = ", ".join(("extra_key", "cache_salt", *besides))
-        raise CallError(f"{shown} is unknown here; pass {known}")
-    for name, value in tenant.items():
-        if (problem := _problem(name, value)) is not None:
-            raise CallError(problem)
-    return tenant
+def parse_purge(body: Any) -> dict[str, Any]:
+    """Return what to purge. Raises ``CallError``, also for an empty body: it must not purge
+    everything."""
+    given = _of_tenant(body, "all")
+    if "all" in given and given != {"all": True}:
+        raise CallError('"all" must be true, and stand alone')
+    if not given:
+        raise CallError('pass extra_key, cache_salt or both, or "all": true')
+    return given
 
 
 def parse_limit(body: Any) -> dict[str, Any]:
@@ -154,13 +136,33 @@ def parse_limit(body: Any) -> dict[str, Any]:
 def parse_listing(body: Any) -> dict[str, Any]:
     """Return whose conversations to list, how many, and ``after`` which: a cursor for each
     data-parallel rank, None where nothing is left. Raises ``CallError``."""
-    tenant = parse_tenant(body, "limit", "after")
-    limit = {"limit": _limit(body)}
-    if "after" not in body:
-        return {**tenant, **limit, "after": {}}
-    if (problem := _problem("after", body["after"])) is not None:
-        raise CallError(problem)
-    return {**tenant, **limit, "after": _cursors(body["after"])}
+    given = _of_tenant(body, "limit", "after")
+    _check_texts(given, {"after"})
+    after = _cursors(given["after"]) if "after" in given else {}
+    return {**given, "limit": _limit(given), "after": after}
+
+
+def _of_tenant(body: Any, *besides: str) -> dict[str, Any]:
+    """Return a body with the keys of a tenant, and fields ``besides`` that the caller judges."""
+    given = _checked(body, (*_TENANT, *besides))
+    _check_texts(given, _TENANT)
+    return given
+
+
+def _checked(body: Any, known: Collection[str]) -> dict[str, Any]:
+    """Return a copy of a body that has known fields only. Raises ``CallError``."""
+    if not isinstance(body, dict):
+        raise CallError("the body must be a JSON object")
+    if unknown := sorted(body.keys() - {*known}):
+        shown = repr(unknown[0][:_MAX_SHOWN])
+        raise CallError(f"{shown} is unknown here; pass {', '.join(known)}")
+    return dict(body)
+
+
+def _check_texts(body: dict[str, Any], names: Collection[str]) -> None:
+    for name, value in body.items():
+        if name in names and (problem := _problem(name, value)) is not None:
+            raise CallError(problem)
 
 
 def cursor_of(cursors: dict[str, str | None]) -> str | None:
@@ -199,12 +201,9 @@ def _cursors(after: str) -> dict[str, str | None]:
     return found
 
 
-def _check_name(body: dict[str, Any], field: str = "name") -> None:
-    if field not in body:
-        return
-    if (problem := _problem(field, body[field])) is not None:
-        raise CallError(problem)
-    if (length := len(body[field].encode())) > _MAX_NAME_BYTES:
+def _check_name(body: dict[str, Any], field: str) -> None:
+    _check_texts(body, {field})
+    if (length := len(body.get(field, "").encode())) > _MAX_NAME_BYTES:
         raise CallError(f"{field} has {length} bytes, more than {_MAX_NAME_BYTES}; shorten it")
 
 
@@ -237,24 +236,3 @@ def _are_tokens(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(type(token) is int and 0 <= token < 1 << 31 for token in value)
-
-
-def parse_purge(body: Any) -> dict[str, Any]:
-    """Return what to purge. Raises ``CallError``, also for an empty body: it must not purge
-    everything."""
-    if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
-    unknown = sorted(body.keys() - {"extra_key", "cache_salt", "all"})
-    if unknown:
-        shown = repr(unknown[0][:_MAX_SHOWN])
-        raise CallError(f"{shown} is unknown; pass extra_key, cache_salt or all")
-    if "all" in body:
-        if body != {"all": True}:
-            raise CallError('"all" must be true, and stand alone')
-        return {"all": True}
-    for name, value in body.items():
-        if (problem := _problem(name, value)) is not None:
-            raise CallError(problem)
-    if not body:
-        raise CallError('pass extra_key, cache_salt or both, or "all": true')
-    return dict(body)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
 
-    Method = Callable[[Any, TieredRadixCache, str, dict[str, Any]], dict[str, Any]]
-    """Answers a message: the scheduler, its cache, the number of the call, which its later
-    questions bear too, and its body."""
+    Method = Callable[[TieredRadixCache, str, dict[str, Any]], dict[str, Any]]
+    """Answers a message: the cache, the number of the call, which its later questions bear too, and
+    its body."""
 
 __all__ = ["Control", "hide_memory"]
 
@@ -65,13 +65,13 @@ class Control:
         self._methods: dict[str, Method] = {
             "purge": self._purge_request,
             "tenants": self._report,
-            "conversations": lambda _, *message: self._listings.answer(*message),
-            "residency": lambda _, cache, __, body: conversations.residency(cache, body),
-            "checkpoint": lambda _, *message: self._checkpoints.answer(*message),
-            "pin": lambda _, *message: self._pins.pin(*message),
-            "unpin": lambda _, *message: self._pins.unpin(*message),
-            "forget": lambda _, *message: self._forgets.answer(*message),
-            "prefetch": lambda _, *message: self._prefetches.answer(*message),
+            "conversations": self._listings.answer,
+            "residency": lambda cache, _, body: conversations.residency(cache, body),
+            "checkpoint": self._checkpoints.answer,
+            "pin": self._pins.pin,
+            "unpin": self._pins.unpin,
+            "forget": self._forgets.answer,
+            "prefetch": self._prefetches.answer,
         }
 
     def attach(self, scheduler: Any) -> None:
@@ -81,7 +81,7 @@ class Control:
         self._scheduler = scheduler
         self._cache = cache if isinstance(cache, TieredRadixCache) else None
         if self._cache is not None:
-            self._cache.hide_heard = partial(self._hide_heard, scheduler, cache)
+            self._cache.hide_heard = partial(self._hide_heard, cache)
             self.costs = _publish_costs(scheduler, self._cache)
 
     @staticmethod
@@ -89,19 +89,19 @@ class Control:
         """Whether a message to SGLang's debugger is one of the tiers."""
         return bool(message.method.startswith(CONTROL_PREFIX))
 
-    def reply(self, scheduler: Any, message: Any) -> None:
+    def reply(self, message: Any) -> None:
         """Answer a control message of the tiers."""
         from sglang.srt.managers.io_struct import DumperControlReqOutput
 
         try:
-            answer = self._answer(scheduler, message.method, message.body)
+            answer = self._answer(message.method, message.body)
             reply = DumperControlReqOutput(success=True, response=[answer])
         except Exception as error:
             logger.exception(
                 "internal error while answering %s; the caller gets its text", message.method
             )
             reply = DumperControlReqOutput(success=False, response=[], error=str(error))
-        scheduler.ipc_channels.send_to_tokenizer.send_output(reply, message)
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(reply, message)
 
     def rest(self) -> None:
         """Load nothing ahead: memory is to be emptied or the tiers to be detached, which SGLang
@@ -116,38 +116,34 @@ class Control:
         if scheduler.is_fully_idle(for_health_check=True, ignore_waiting=paused):
             wait_for_loads(cache, lambda: cache.has_loads_under_way)
 
-    def memory_was_flushed(self, scheduler: Any) -> None:
+    def memory_was_flushed(self) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""
-        cache = scheduler.tree_cache
-        if isinstance(cache, TieredRadixCache) and cache.hidden_tenants:
+        cache = self._cache
+        if cache is not None and cache.hidden_tenants:
             cache.hidden_tenants.release_all()
-            _use_new_keys(scheduler, cache)  # a paused scheduler is flushed with requests waiting
+            # A paused scheduler is flushed with requests waiting.
+            _use_new_keys(self._scheduler, cache)
 
-    def clear(self, scheduler: Any) -> Any:
+    def clear(self) -> Any:
         """Empty memory where SGLang would clear the storage, and return its answer; None where the
         storage is another's."""
-        cache = scheduler.tree_cache
-        if not isinstance(cache, TieredRadixCache) or cache.storage is None:
+        if self._cache is None or self._cache.storage is None:
             return None
         from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
         self.rest()
-        return ClearHiCacheReqOutput(success=bool(scheduler.flush_cache()))
+        return ClearHiCacheReqOutput(success=bool(self._scheduler.flush_cache()))
 
     def before_idle(self) -> None:
         """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
         if self.costs is not None:
             self.costs.rests()
 
-    def after_idle(self, scheduler: Any) -> None:
+    def after_idle(self) -> None:
         """Reset a tree that holds purged nodes, once no request uses any. ``memory_was_flushed``
         releases the tenants: a flush may be refused, and then the nodes are still there."""
-        cache = scheduler.tree_cache
-        if (
-            isinstance(cache, TieredRadixCache)
-            and cache.hidden_tenants
-            and scheduler.is_fully_idle()
-        ):
+        cache, scheduler = self._cache, self._scheduler
+        if cache is not None and cache.hidden_tenants and scheduler.is_fully_idle():
             # The pools stay: giving free memory back to a device stalls it, and frees no page.
             scheduler.flush_cache(empty_cache=False)
 
@@ -158,31 +154,29 @@ class Control:
             key = key_of_request(request.extra_key, request.lora_id)
             request.extra_key = self._cache.hidden_tenants.key_of(key, request.cache_salt)
 
-    def _answer(self, scheduler: Any, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer one message. Every rank gets the same ones in the same order."""
-        cache = scheduler.tree_cache
-        if not isinstance(cache, TieredRadixCache):
+        cache = self._cache
+        if cache is None:
             return refused(NO_TIERS)
         if "cache_salt" in body:
             body = {**body, "cache_salt": short_key(body["cache_salt"])}
         if cache.tiering is not None:  # an idle scheduler makes no step before it answers
             cache.tiering.hide_heard()
-        return self._methods[method.removeprefix(CONTROL_PREFIX)](
-            scheduler, cache, str(body.get("id")), body
-        )
+        answer = self._methods[method.removeprefix(CONTROL_PREFIX)]
+        return answer(cache, str(body.get("id")), body)
 
     def _purge_request(
-        self, scheduler: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
+        self, cache: TieredRadixCache, number: str, body: dict[str, Any]
     ) -> dict[str, Any]:
         """Begin a purge, or report how far it is."""
         if number not in self._purges:
             tenant = None
             if not body.get("all"):
                 tenant = conversations.tenant_of_body(cache, body)
-            self._purges[number] = self._purge(
-                scheduler, cache, conversations.erasure_of(number, tenant=tenant)
-            )
-            self.after_idle(scheduler)
+            what = conversations.erasure_of(number, tenant=tenant)
+            self._purges[number] = self._purge(cache, what)
+            self.after_idle()
         done, durable = conversations.progress(cache, self._purges[number])
         if conversations.is_detached(cache):
             del self._purges[number]  # the next request begins the purge again
@@ -190,30 +184,26 @@ class Control:
         in_memory = "hidden" if cache.hidden_tenants else "gone"
         return {"done": done, "durable": durable, "in_memory": in_memory}
 
-    def _hide_heard(
-        self, scheduler: Any, cache: TieredRadixCache, erasures: Sequence[Erasure]
-    ) -> None:
+    def _purge(self, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
+        """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
+        begun = cache.erase(what)
+        _use_new_keys(self._scheduler, cache)
+        _log_erased(what)
+        return begun
+
+    def _hide_heard(self, cache: TieredRadixCache, erasures: Sequence[Erasure]) -> None:
         """Put out of reach what other servers erased: their tiers and ours have done so."""
         for what in erasures:
             cache.hide(what)
             _log_erased(what)
         if any(what.keys is None for what in erasures):
-            _use_new_keys(scheduler, cache)
+            _use_new_keys(self._scheduler, cache)
         if cache.hidden_pages.are_too_many:  # to be looked up one by one, on every rank alike
-            hide_memory(scheduler)
+            hide_memory(self._scheduler)
             cache.hidden_pages.clear()
             logger.info("device and host memory are hidden: too many pages in them were erased")
 
-    def _purge(self, scheduler: Any, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
-        """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
-        begun = cache.erase(what)
-        _use_new_keys(scheduler, cache)
-        _log_erased(what)
-        return begun
-
-    def _report(
-        self, _: Any, cache: TieredRadixCache, number: str, body: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _report(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
         """Report the tenants with most on NVMe; they are counted on a thread, as there may be
         many."""
         storage = cache.storage

@@ -9,6 +9,7 @@ until it is done.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from array import array
 from collections import OrderedDict
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
@@ -64,6 +64,8 @@ NO_STORE = "this server has no tier that outlives it; start it with --tier-mode 
 DETACHED = "the NVMe tier is detached; attach it and ask again"
 
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
+
+logger = logging.getLogger(__name__)
 
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
@@ -285,9 +287,19 @@ class Checkpoints:
         num_pages = num_known(cache, storage, located)
         tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
         hashes = located.hashes[:num_pages]
-        work = self._workers.submit(make_durable, storage, hashes, tier, tenant)
+        work = self._workers.submit(_durable_pages, storage, hashes, tier, tenant)
         last = located.path[-1].node_id if located.path else None
         return _CheckpointWork(len(located.hashes), last, tier, work, time.monotonic())
+
+
+def _durable_pages(storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes) -> int:
+    """Return what ``make_durable`` does, and 0 where it fails. A rank that raised in its step would
+    miss the exchange in which the others tell what they hold, and they would wait for it."""
+    try:
+        return make_durable(storage, hashes, tier, tenant)
+    except Exception:
+        logger.exception("internal error in a checkpoint; its pages count as missing")
+        return 0
 
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
@@ -384,8 +396,7 @@ def locate(cache: TieredRadixCache, selector: PrefixSelector) -> Located:
     key = key_of(cache, selector)
     if len(key) == 0:
         return Located([], (), 0)
-    hashes: list[str] = get_storage_hash_str(key, None, page_size=cache.page_size)
-    return Located(hashes, *_match(cache, key))
+    return Located(cache.page_hashes(key), *_match(cache, key))
 
 
 def tokens_in_memory(cache: TieredRadixCache, selector: PrefixSelector) -> tuple[int, int]:

@@ -12,6 +12,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
+from fastapi.responses import JSONResponse
 
 from sglang_tiered.integration.admin.bodies import CallError, parse_limit
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
@@ -23,13 +25,14 @@ from sglang_tiered.policy.server_costs import ABANDONED
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from fastapi import FastAPI, Request, Response
+    from fastapi import FastAPI
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.integration.admin.service import Report
 
     Call = Callable[[TierService, Any], Awaitable[Report]]
+    Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = ["add_routes"]
 
@@ -59,7 +62,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     app.add_middleware(ClosedDoor)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
 
-    def add(name: str, methods: tuple[str, ...], endpoint: Callable[..., Any]) -> None:
+    def add(name: str, methods: tuple[str, ...], endpoint: Endpoint) -> None:
         app.add_api_route(
             f"/tier/{name}", guarded(endpoint), methods=list(methods), response_model=None
         )
@@ -70,42 +73,32 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     add("requests", ("GET",), _requests_endpoint(config))
 
 
-def _service() -> TierService:
+def _manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    return TierService(get_global_state().tokenizer_manager)
+    return get_global_state().tokenizer_manager
 
 
-def _endpoint(call: Call) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _endpoint(call: Call) -> Endpoint:
     """Return the handler of one call."""
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
 
     async def endpoint(request: Request) -> Response:
         try:
             body = _query(request) if request.method == "GET" else await _json(request)
-            report = await call(_service(), body)
+            report = await call(TierService(_manager()), body)
         except CallError as error:
             return JSONResponse({"error": str(error)}, status_code=error.status)
         return JSONResponse(report.body, status_code=report.status)
 
-    # FastAPI resolves annotations as text against this module, which does not import it.
-    endpoint.__annotations__ = {"request": Request}
     return endpoint
 
 
-def _costs_endpoint(
-    board: CostBoard, config: TieredConfig
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _costs_endpoint(board: CostBoard, config: TieredConfig) -> Endpoint:
     """Return the handler of ``/tier/costs``, which reads memory only. It hears there of requests
     that were given up, too."""
-    from fastapi import Request, Response
-    from fastapi.responses import JSONResponse
 
     async def costs(request: Request) -> Response:
-        from sglang.srt.entrypoints.http_server import get_global_state
-
-        manager = get_global_state().tokenizer_manager
+        manager = _manager()
         abort_rooms(manager, request.headers.get(ABANDONED, ""))
         draining, events = is_draining(manager), event_source(manager.server_args)
         try:
@@ -120,18 +113,12 @@ def _costs_endpoint(
             return JSONResponse({"error": str(error), **part}, error.status, again)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    costs.__annotations__ = {"request": Request}  # as in ``_endpoint``
     return costs
 
 
-def _requests_endpoint(
-    config: TieredConfig,
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _requests_endpoint(config: TieredConfig) -> Endpoint:
     """Return the handler of ``/tier/requests``, which reads files on a thread. One look at a time:
     a disk that hangs may not take the threads that name look-ups and others want."""
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
-
     look = asyncio.Lock()
 
     async def requests(request: Request) -> Response:
@@ -145,7 +132,6 @@ def _requests_endpoint(
             return JSONResponse({"error": str(error)}, status_code=error.status)
         return JSONResponse(answer)
 
-    requests.__annotations__ = {"request": Request}  # as in ``_endpoint``
     return requests
 
 

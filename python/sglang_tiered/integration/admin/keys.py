@@ -4,11 +4,16 @@ by ``POST /pd_role_switch``, which each process of a server takes once."""
 from __future__ import annotations
 
 import hmac
-import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.policy.server_costs import COSTS_CALL, SWITCH_CALL, costs_key, switch_key
+from sglang_tiered.policy.server_costs import (
+    COSTS_CALL,
+    SWITCH_CALL,
+    costs_key,
+    order_of,
+    switch_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +31,7 @@ class _Orders:
 
 
 _orders = _Orders()
-_ORDER = re.compile(r"Bearer (prefill|decode)\.([0-9]{1,12})\.[0-9a-f]{64}")
+_BEARER = "Bearer "
 
 
 def take_orders(boot: str) -> None:
@@ -42,14 +47,14 @@ def around_auth(decide: Callable[..., Any], **told: Any) -> Any:
     call, wanted = f"{told['method']} {told['path']}", ""
     if operator and call == COSTS_CALL:
         wanted = costs_key(operator)
-    elif operator and call == SWITCH_CALL and (order := _ORDER.fullmatch(given)):
-        role, until_s = order[1], int(order[2])
+    elif operator and call == SWITCH_CALL and (order := order_of(given.removeprefix(_BEARER))):
+        role, until_s = order
         if time.time() < until_s and _orders.boot and given not in _orders.taken:
             wanted = switch_key(operator, _orders.boot, role, until_s)
     if wanted and hmac.compare_digest(
-        given.encode("utf-8", "surrogateescape"), f"Bearer {wanted}".encode()
+        given.encode("utf-8", "surrogateescape"), f"{_BEARER}{wanted}".encode()
     ):
-        told["authorization_header"] = f"Bearer {operator}"
+        told["authorization_header"] = f"{_BEARER}{operator}"
         if call == SWITCH_CALL:
             _orders.taken.add(given)
     return decide(**told)
@@ -57,5 +62,5 @@ def around_auth(decide: Callable[..., Any], **told: Any) -> Any:
 
 def ordered_role(headers: Mapping[str, str]) -> str:
     """Return the role that the key of a request to switch is for; nothing for an operator's."""
-    order = _ORDER.fullmatch(headers.get("authorization", ""))
-    return order[1] if order else ""
+    order = order_of(headers.get("authorization", "").removeprefix(_BEARER))
+    return order[0] if order else ""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.admin.conversations import (
@@ -297,8 +296,6 @@ def _count_tiers(
     page_size = int(cache.page_size)
     found = []
     for selector in selectors:
-        key = key_of(cache, selector)
-        hashes = get_storage_hash_str(key, None, page_size=page_size) if len(key) else []
-        pages = storage.pages_by_tier(hashes)
+        pages = storage.pages_by_tier(cache.page_hashes(key_of(cache, selector)))
         found.append({tier.value: number * page_size for tier, number in pages.items()})
     return found

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["NAME", "ReferenceAttnBackend", "always_absorb", "register"]
+__all__ = ["NAME", "ReferenceAttnBackend", "always_absorb", "create"]
 
 NAME = "reference"
 
@@ -182,20 +182,8 @@ def _score_options(layer: RadixAttention) -> dict[str, float]:
     return {"scale": layer.scaling, "logit_cap": layer.logit_cap}
 
 
-def register() -> None:
-    """Make ``--attention-backend reference`` known to SGLang in this process. Idempotent."""
-    from sglang.srt.arg_groups.choices import (
-        ATTENTION_BACKEND_CHOICES,
-        add_attention_backend_choices,
-    )
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(_create)
-
-
-def _create(runner: ModelRunner) -> ReferenceAttnBackend:
+def create(runner: ModelRunner) -> ReferenceAttnBackend:
+    """Return the backend of a runner."""
     if runner.use_mla_backend:
         always_absorb(NAME)
     return ReferenceAttnBackend(runner)

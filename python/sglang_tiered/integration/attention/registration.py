@@ -1,4 +1,5 @@
-"""Makes ``--attention-backend pod`` known to SGLang, and the backend of a runner's device."""
+"""Makes ``--attention-backend pod`` and ``reference`` known to SGLang, and the backend ``pod`` of a
+runner's device."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.attention import reference
 from sglang_tiered.integration.attention.pod import NAME, PodAttention
 from sglang_tiered.integration.attention.pod_flags import (
     FLASH,
@@ -17,7 +19,6 @@ from sglang_tiered.integration.attention.pod_flags import (
     TRITON,
     startup_line,
 )
-from sglang_tiered.integration.attention.reference import always_absorb
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered_kernels.pod_attention import PodShape, supports
 
@@ -30,16 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make ``--attention-backend pod`` known to SGLang in this process. Idempotent."""
+    """Make both names known to SGLang in this process. Idempotent."""
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
     )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(_create)
+    for name, create in ((reference.NAME, reference.create), (NAME, _create)):
+        if name not in ATTENTION_BACKEND_CHOICES:
+            add_attention_backend_choices([name])
+        register_attention_backend(name)(create)
 
 
 def _create(runner: ModelRunner) -> Any:
@@ -57,7 +59,7 @@ def _create(runner: ModelRunner) -> Any:
         from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
 
         if runner.use_mla_backend:
-            always_absorb(NAME)
+            reference.always_absorb(NAME)
         return ReferencePodAttnBackend(runner)
     from sglang_tiered.integration.attention.pod_warm_up import compile_kernels
 

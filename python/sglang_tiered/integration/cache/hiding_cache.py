@@ -132,20 +132,11 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         """Return the load up to the first page that is hidden: nobody could use what follows."""
         if not self.hidden_pages:
             return call
-        is_eagle = self.tree_core.is_eagle
-        key = RadixKey(
-            call.new_input_tokens,
-            extra_key=call.extra_key,
-            is_bigram=is_eagle,
-            cache_salt=call.cache_salt,
-        ).page_aligned(self.page_size)
-        if len(key) == 0:
-            return call
-        hashes = get_storage_hash_str(key, call.last_hash, page_size=self.page_size)
+        hashes = self.page_hashes(call.new_key, call.last_hash)
         num_visible = self.hidden_pages.num_visible(hashes)
         if num_visible == len(hashes):
             return call
-        end = num_visible * self.page_size + int(is_eagle)
+        end = num_visible * self.page_size + int(self.tree_core.is_eagle)
         return call._replace(new_input_tokens=call.new_input_tokens[:end], storage_hit_end=None)
 
     def has_hidden(self, key: RadixKey) -> bool:
@@ -155,12 +146,13 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         hashes = self.page_hashes(key)
         return self.hidden_pages.num_visible(hashes) < len(hashes)
 
-    def page_hashes(self, key: RadixKey) -> list[str]:
-        """Return the hashes of the whole pages of a key, which name them in every tier."""
+    def page_hashes(self, key: RadixKey, last_hash: str | None = None) -> list[str]:
+        """Return the hashes of the whole pages of a key, which name them in every tier.
+        ``last_hash``: of the page before them."""
         aligned = self._view(key).page_aligned(self.page_size)
         if len(aligned) == 0:
             return []
-        hashes: list[str] = get_storage_hash_str(aligned, None, page_size=self.page_size)
+        hashes: list[str] = get_storage_hash_str(aligned, last_hash, page_size=self.page_size)
         return hashes
 
     # ---- What is kept of them ----

@@ -12,7 +12,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sglang_tiered.integration.cache.loads import Load, Loads, RequestLoad
+from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
@@ -42,6 +42,7 @@ STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
 recover. A probe of another server takes some of its time; one of a bucket costs money."""
 
 MIN_FAR_DEADLINE_S = 0.05
+ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost
 
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
@@ -65,7 +66,6 @@ class LoadPlanner(Generic[Request]):
         clock: Callable[[], float] = time.monotonic,
         *,
         always: bool = False,
-        always_deadline_s: float = 10.0,
         follows: bool = False,
     ) -> None:
         self.costs = costs
@@ -78,7 +78,7 @@ class LoadPlanner(Generic[Request]):
             )
             for tier, cost in zip(TIERS, costs.transfers, strict=True)
         }
-        self.far_deadline_s = always_deadline_s if always else MIN_FAR_DEADLINE_S
+        self.far_deadline_s = ALWAYS_DEADLINE_S if always else MIN_FAR_DEADLINE_S
         self._clock = clock
         self.loads: Loads[Request] = Loads(clock)
         self._loading = [0] * len(TIERS)  # tokens of loads under way, by where they come from
@@ -269,7 +269,7 @@ class LoadPlanner(Generic[Request]):
         prefix = record.prefix
         assert prefix is not None
         if plan.num_tokens:
-            record.load = Load(plan, is_back=is_back)
+            record.load = PricedLoad(plan, is_back=is_back)
         rest = prefix["num_new"] - plan.num_tokens
         own_s = self.costs.prefill.seconds(rest, prefix["num_before"] + plan.num_tokens)
         is_busy = self.num_running > 0
@@ -299,7 +299,7 @@ class LoadPlanner(Generic[Request]):
         )
         if plan is None:
             return None
-        record.load = Load(plan.load, is_back=True)
+        record.load = PricedLoad(plan.load, is_back=True)
         return plan.bounds
 
     def back_ended(self, request: Request, num_given_up: int) -> None:
@@ -436,7 +436,7 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        load = Load(plan, is_ahead=True, queued_at=self._clock())
+        load = PricedLoad(plan, is_ahead=True, queued_at=self._clock())
         self.loads.of(request).load = load
         self._count(load, 1)
         if plan.num_remote and not self._always:
@@ -460,11 +460,11 @@ class LoadPlanner(Generic[Request]):
     def _longest_wait_s(self) -> float:
         return self._queue.longest_s(is_busy=self.num_running > 0)
 
-    def _count(self, load: Load, sign: int) -> None:
+    def _count(self, load: PricedLoad, sign: int) -> None:
         for tier, num_tokens in enumerate(load.plan.parts):
             self._loading[tier] += sign * num_tokens
 
-    def _loading_but(self, load: Load | None) -> list[int]:
+    def _loading_but(self, load: PricedLoad | None) -> list[int]:
         """Return the tokens of other loads under way, by tier."""
         others = self._loading[:]
         if load is not None and load.queued_at is not None:

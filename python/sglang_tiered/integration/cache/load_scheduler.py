@@ -34,10 +34,8 @@ from sglang_tiered.integration.cache.loads import (
     Planned,
     State,
     allocate_now,
-    held_pages,
     restorable_ends,
 )
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
-    from sglang_tiered.integration.observe.requests.notes import RequestNotes
+    from sglang_tiered.integration.observe.requests.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
@@ -93,7 +91,7 @@ class LoadScheduler:
         backs: Returns,
         *,
         window_tokens: int,
-        notes: RequestNotes = NO_NOTES,
+        notes: Stories,
     ) -> None:
         # SGLang compiles its hash of pages at first use, which no request should wait for.
         get_storage_hash_str(array("q", [0]), page_size=1)
@@ -136,7 +134,9 @@ class LoadScheduler:
         self._withdraw(request)
         self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
-        hashes, spans = held_pages(cache, call, storage)
+        hashes = cache.page_hashes(call.new_key, call.last_hash)
+        spans = storage.lookup_spans(hashes)
+        hashes = hashes[: sum(span.num_pages for span in spans)]
         num_new = len(tokens) + 1
         self._notes.looked_up(
             request, began_at, num_before=call.num_before, num_new=num_new, spans=spans
@@ -207,15 +207,7 @@ class LoadScheduler:
         num_pages = num_tokens // self._cache.page_size
         if len(hashes) >= num_pages:
             return hashes[:num_pages]
-        key = RadixKey(
-            call.new_input_tokens[:num_tokens],
-            extra_key=call.extra_key,
-            cache_salt=call.cache_salt,
-        )
-        chain: list[str] = get_storage_hash_str(
-            key, call.last_hash, page_size=self._cache.page_size
-        )
-        return chain
+        return self._cache.page_hashes(call.new_key, call.last_hash)[:num_pages]
 
     def begun(self, planned: Planned) -> None:
         """Note a load that SGLang was asked for, unless SGLang declined it."""

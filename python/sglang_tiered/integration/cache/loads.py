@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.observe.stats import WaitStats
 from sglang_tiered.metrics import Durations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Back",
-    "Load",
+    "PricedLoad",
     "Loads",
     "Planned",
     "PrefetchArguments",
@@ -47,7 +46,6 @@ __all__ = [
     "Segment",
     "State",
     "allocate_now",
-    "held_pages",
     "restorable_ends",
 ]
 
@@ -79,6 +77,11 @@ class PrefetchArguments(NamedTuple):
     storage_hit_end: int | None = None
 
     @property
+    def new_key(self) -> RadixKey:
+        """Return the key of the new tokens alone."""
+        return RadixKey(self.new_input_tokens, self.extra_key, cache_salt=self.cache_salt)
+
+    @property
     def num_before(self) -> int:
         """Return the tokens in memory, which the new ones follow."""
         return len(self.matched_prefix_tokens or ())
@@ -96,7 +99,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(slots=True)
-class Load:
+class PricedLoad:
     """Describes a load that is planned or under way. Times are of the planner's clock."""
 
     plan: LoadPlan
@@ -150,7 +153,7 @@ class RequestLoad:
     place: QueuePlace | None = None  # in the queue
     prefix: dict[str, Any] | None = None  # the arguments of its last plan
     least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
-    load: Load | None = None
+    load: PricedLoad | None = None
     put_off: PutOff[Any] | None = None  # in the window, in the states ASKED and DEFERRED
     back: Back | None = None  # of its prefix, in the state BOTH_ENDS
     # What is said of a waiting request when it leaves:
@@ -298,24 +301,6 @@ class Loads(Generic[Request]):
 
 
 # ---- What the tiers hold of a load ----
-
-
-def held_pages(
-    cache: UnifiedRadixCache, call: PrefetchArguments, storage: TieredStorage
-) -> tuple[list[str], list[Span]]:
-    """Return the leading pages that the tiers could load now, and from where. Memory only."""
-    page_size = cache.page_size
-    key = RadixKey(
-        call.new_input_tokens,
-        extra_key=call.extra_key,
-        is_bigram=cache.tree_core.is_eagle,
-        cache_salt=call.cache_salt,
-    ).page_aligned(page_size)
-    if len(key) == 0:
-        return [], []
-    hashes: list[str] = get_storage_hash_str(key, call.last_hash, page_size=page_size)
-    spans = storage.lookup_spans(hashes)
-    return hashes[: sum(span.num_pages for span in spans)], spans
 
 
 def restorable_ends(

@@ -16,7 +16,6 @@ reduced where it decides, at chunk boundaries and while such a request waits.
 from __future__ import annotations
 
 import itertools
-import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -26,7 +25,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.load_planner import TIERS
 from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
     BackLeft,
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
-    from sglang_tiered.integration.observe.requests.notes import RequestNotes
+    from sglang_tiered.integration.observe.requests.stories import Stories
 
 __all__ = ["Returns"]
 
@@ -69,8 +67,8 @@ class Returns:
         self,
         cache: Any,  # ``TieredRadixCache``, which imports this
         planner: LoadPlanner[CacheRequestHandle],
-        clock: Callable[[], float] = time.monotonic,
-        notes: RequestNotes = NO_NOTES,
+        clock: Callable[[], float],
+        notes: Stories,
     ) -> None:
         self._cache = cache
         self._notes = notes

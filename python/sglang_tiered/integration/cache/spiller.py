@@ -89,7 +89,8 @@ class Spiller:
         self._num_loading = num_loading
         self._store_ended = store_ended
         self._clock = clock
-        self._queue = SpillQueue[int](budget.host_tokens, clock)
+        # The owner of what waits to be stored, and of what is being stored.
+        self.queue = SpillQueue[int](budget.host_tokens, clock)
         self._locks: HostLocks[int] = HostLocks(cache)
         # By operation: what must stay on the device until it is stored.
         self._device_locks: dict[int, tuple[int, DecLockRefParams]] = {}
@@ -99,11 +100,6 @@ class Spiller:
         # A pin of another component's state could starve a pool whose eviction knows no pins.
         # In a small host tier what waits for its store keeps its copy anyway.
         self._may_pin = len(cache.tree_components) == 1 and not cache.has_small_host
-
-    @property
-    def queue(self) -> SpillQueue[int]:
-        """The owner of what waits to be stored, and of what is being stored."""
-        return self._queue
 
     # ---- What SGLang asks for ----
 
@@ -119,7 +115,7 @@ class Spiller:
             self._queue_store(node_id, node.path_end)
             return
         for ancestor in path[:-1]:
-            self._queue.promote_node(ancestor.node_id)
+            self.queue.promote_node(ancestor.node_id)
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
@@ -129,12 +125,12 @@ class Spiller:
         self._wait(node_id, store, returned=returned)
 
     def _wait(self, node_id: int, store: NodeStore, *, returned: bool) -> None:
-        evicted = self._queue.add_node(node_id, store, returned=returned)
+        evicted = self.queue.add_node(node_id, store, returned=returned)
         if evicted is not None:
             self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
             self._locks.lock(node_id, node_id)
-            self._queue.note_pin(node_id, store.num_tokens)
+            self.queue.note_pin(node_id, store.num_tokens)
             self._limit_pins()
 
     def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
@@ -153,8 +149,8 @@ class Spiller:
                     self._copies.remember(node_id)
             elif self._copies.is_being_copied(node_id):
                 continue
-            elif self._queue.is_under_way(node_id):
-                self._queue.promote_node(node_id)
+            elif self.queue.is_under_way(node_id):
+                self.queue.promote_node(node_id)
             else:
                 self.offer_node(node_id, storage)
 
@@ -164,20 +160,20 @@ class Spiller:
         """Do the bounded work of one scheduler step."""
         self._reap(storage)  # first, since what was stored makes room for copies
         self._copies.retry()
-        if self._queue:
+        if self.queue:
             self._begin(storage)
-        elif self._dropped and not self._queue.has_flights:
+        elif self._dropped and not self.queue.has_flights:
             self._offer_again(storage)
 
     def _reap(self, storage: TieredStorage) -> None:
         """Notice the stores whose result SGLang has taken."""
-        ended = self._queue.pop_ended(self._cache.ongoing_backup)
+        ended = self.queue.pop_ended(self._cache.ongoing_backup)
         self._ended.extend(ended)
         until = self._clock() + STORES_S_PER_STEP
         while self._ended:
             node_id, store = self._ended.popleft()
             is_behind = len(self._ended) >= MAX_ENDED
-            if self._queue.is_under_way(node_id):
+            if self.queue.is_under_way(node_id):
                 continue  # its next store has begun, whose end says what is held
             is_held = storage.holds(store.chain)
             if is_held and not is_behind:  # and has no gap before its end
@@ -189,7 +185,7 @@ class Spiller:
             if self._clock() >= until and not is_behind:
                 break
         if ended:
-            self._queue.adapt_limit(storage.gate.waited_s)
+            self.queue.adapt_limit(storage.gate.waited_s)
 
     def unlock_device(self) -> None:
         """Unlock on the device what stores kept there whose results SGLang has taken."""
@@ -203,7 +199,7 @@ class Spiller:
         loads_wait = bool(self._cache.ongoing_prefetch)
         until = self._clock() + STORES_S_PER_STEP
         for _ in range(MAX_LOOKS_PER_STEP):
-            taken = self._queue.take_next_node(loads_wait=loads_wait)
+            taken = self.queue.take_next_node(loads_wait=loads_wait)
             if taken is None:
                 break
             self._store(*taken, storage)
@@ -240,7 +236,7 @@ class Spiller:
                 break
             node = path[at]
             hashes = core.get_hash_values(node.node_id)
-            if node.node_id not in self._queue and gate.offer_again(
+            if node.node_id not in self.queue and gate.offer_again(
                 hashes, prefix_tokens=chain_tokens
             ):
                 missing.append(node)
@@ -259,7 +255,7 @@ class Spiller:
             store = NodeStore(
                 hashes[-1], node.path_start, node.path_end, num_retries, hashes=hashes
             )
-            self._queue.note_flight(operation, node_id, store)
+            self.queue.note_flight(operation, node_id, store)
 
     def _queue_store(self, node_id: int, chain_tokens: int) -> int | None:
         """Queue the store of a node, as part of a chain, now. Returns the operation, or None:
@@ -329,7 +325,7 @@ class Spiller:
 
     def release_pin(self) -> bool:
         """Unpin the waiting node that is worth least; return False when no node is pinned."""
-        node_id = self._queue.unpin_one()
+        node_id = self.queue.unpin_one()
         if node_id is None:
             return False
         self._locks.unlock(node_id)
@@ -338,18 +334,18 @@ class Spiller:
     def _limit_pins(self) -> None:
         """Unpin waiting nodes beyond what neither residents nor loads need."""
         limit = self._budget.pinned_tokens
-        taken = self._queue.pinned_tokens + self._queue.flight_tokens
+        taken = self.queue.pinned_tokens + self.queue.flight_tokens
         if taken <= limit:
             return
         limit += self._budget.unused_by_loads(self._num_loading())
-        while self._queue.pinned_tokens + self._queue.flight_tokens > limit and self.release_pin():
+        while self.queue.pinned_tokens + self.queue.flight_tokens > limit and self.release_pin():
             pass
 
     # ---- Life cycle ----
 
     def clear(self) -> None:
         """Drop all stores and locks: the tree was emptied."""
-        self._queue.clear()
+        self.queue.clear()
         self._locks.clear()
         self._device_locks.clear()
         self._ended.clear()
@@ -358,6 +354,6 @@ class Spiller:
     def abandon(self) -> None:
         """Unlock everything: the tier was detached, or memory is about to be emptied."""
         self._locks.unlock_all_but()
-        self._queue.clear()
+        self.queue.clear()
         self._ended.clear()
         self._dropped.clear()

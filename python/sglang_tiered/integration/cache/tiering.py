@@ -28,7 +28,6 @@ from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.rank_labels import rank_labels
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
 from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.requests.notes import RequestNotes
+    from sglang_tiered.integration.observe.requests.stories import Stories
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -68,7 +67,7 @@ class Tiering:
         *,
         warms: bool,
         clock: Callable[[], float] = time.monotonic,
-        notes: RequestNotes = NO_NOTES,
+        notes: Stories,
     ) -> None:
         self._cache = cache
         self.planner = planner

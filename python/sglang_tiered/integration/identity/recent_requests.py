@@ -75,11 +75,9 @@ class RecentRequests:
     def find(self, rid: str) -> Recent | None:
         return self._recents.get(rid)
 
-    def of_tenant(self, tenant: bytes, *, before: int | None = None) -> Iterator[Recent]:
-        """Yield a tenant's requests, the newest first; those noted before a number, if given."""
-        for recent in reversed(self._recents.values()):
-            if recent.tenant == tenant and (before is None or recent.number < before):
-                yield recent
+    def of_tenant(self, tenant: bytes) -> Iterator[Recent]:
+        """Yield a tenant's requests, the newest first."""
+        return (each for each in reversed(self._recents.values()) if each.tenant == tenant)
 
     def of_conversation(self, tenant: bytes, conversation: str) -> list[Recent]:
         """Return the requests of a tenant's conversation, the newest first."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
     from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
-__all__ = ["TransferStats", "manager_of", "stats_of_scheduler", "transfer_stats"]
+__all__ = ["TransferStats", "manager_of", "transfer_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,3 @@ def manager_of(scheduler: Any) -> Any:
         if getattr(manager, "endpoint", None) is not None:
             return manager
     return None
-
-
-def stats_of_scheduler(scheduler: Any) -> TransferStats | None:
-    """Return the statistics of a scheduler process's endpoint; None where it has none."""
-    manager = manager_of(scheduler)
-    return None if manager is None else transfer_stats(manager.endpoint)

@@ -45,7 +45,6 @@ from sglang_tiered.integration.storage.host_pages import (
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 from sglang_tiered.integration.storage.tiers import (
-    OpenTiers,
     lossy_codec,
     open_remote_tiers,
     open_shard,
@@ -117,7 +116,7 @@ class TieredStorage(TierQueries):
         storage_config.is_mla_model = False
         self._sharing: SharingRanks | None = None  # the ranks that share pages with this one
         self._lender: PageLender | None = None
-        self._tiers: OpenTiers | None = None
+        self._stack: TierStack | None = None
         self._budget: MachineBudget | None = None
         self.remote_erasures: RemoteErasures | None = None  # made only with an index or a bucket
         self._gate: StoreGate | None = None
@@ -189,14 +188,14 @@ class TieredStorage(TierQueries):
             page_layout(self.mem_pool_host),
             tp_size=self._storage_config.tp_size,
         )
-        self._tiers = OpenTiers(TierStack(region))  # which is closed if the others do not open
+        self._stack = TierStack(region)  # which is closed if the others do not open
         self._namespace = region.namespace
         # An answer may have come since; where it is another, the next step takes it.
         self._search = None if search.answer == self._namespace else search
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=config.nvme_writes_per_day_per_rank)
         gate = self.gate
-        self._tiers = open_remote_tiers(
+        self._stack = open_remote_tiers(
             config,
             region,
             self._namespace,
@@ -210,7 +209,7 @@ class TieredStorage(TierQueries):
         if self.knows_namespace:
             if search.is_nameless:
                 self.stack.set_namespace(self._namespace)  # of which nothing goes down
-            self._tiers.collect()
+            self._collect()
         if self.knows_namespace and not search.is_nameless:
             self._remember_namespace()
         self._make_transfers()
@@ -232,7 +231,7 @@ class TieredStorage(TierQueries):
 
     def _use_borrowed(self, search: NamespaceSearch) -> None:
         """Open no tiers: another rank keeps the pages of this one."""
-        self._tiers = OpenTiers(TierStack(BorrowedEngine()))
+        self._stack = TierStack(BorrowedEngine())
         answer = search.answer  # which may come at any moment
         self._namespace = answer or b""
         self._search = search if answer is None else None
@@ -318,11 +317,15 @@ class TieredStorage(TierQueries):
             self._is_nameless = search.is_nameless
             self._set_claim()
             self._erase_late()
-        if self._tiers is not None:
-            self._tiers.collect()
+        self._collect()
         if not search.is_nameless and not self.borrows:
             self._remember_namespace()
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
+
+    def _collect(self) -> None:
+        """Keep the bucket in bounds from now on: the namespace is known."""
+        if self.stack.bucket is not None:
+            self.stack.bucket.start_collecting()
 
     def _remember_namespace(self) -> None:
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
@@ -342,8 +345,8 @@ class TieredStorage(TierQueries):
             self._lender.close()
         if self._budget is not None:
             self._budget.close()
-        if self._tiers is not None:
-            self._tiers.close()
+        if self._stack is not None:
+            self._stack.close()
         if self._budget is not None:
             self._budget.leave()
         for _, is_durable in self._late:
@@ -377,8 +380,8 @@ class TieredStorage(TierQueries):
     @property
     def stack(self) -> TierStack:
         """The NVMe tier, with other servers and the object tier where they are configured."""
-        assert self._tiers is not None, "SGLang has not registered its host pools"
-        return self._tiers.stack
+        assert self._stack is not None, "SGLang has not registered its host pools"
+        return self._stack
 
     @property
     def has_object_tier(self) -> bool:

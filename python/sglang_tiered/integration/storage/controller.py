@@ -2,7 +2,7 @@
 
 SGLang's threads store one node and load one prefix at a time, up to 128 KV pages a call, and wait
 each time. Between two calls the disk is idle, and has nothing to write as one extent. Here these
-threads begin parts of several, and wait for none of them (``StoreWorker``, ``LoadWorker``).
+threads begin parts of several, and wait for none of them (``BackupWorker``, ``LoadWorker``).
 
 SGLang asks a storage how much it holds on another thread, since most must ask a disk or a network.
 It allocates host memory for the answer in the next scheduling step. Under load a step lasts as long
@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.integration.storage.backup_worker import BackupWorker, StoreOperation
 from sglang_tiered.integration.storage.load_worker import LoadOperation, LoadWorker
-from sglang_tiered.integration.storage.store_worker import StoreOperation, StoreWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,4 +170,4 @@ class TieredController(HybridCacheController):  # type: ignore[misc]
         if tiers is None:
             super().backup_thread_func()
         else:
-            StoreWorker(self, tiers).run()
+            BackupWorker(self, tiers).run()

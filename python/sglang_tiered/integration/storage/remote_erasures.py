@@ -16,16 +16,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from sglang_tiered.storage.base import KEY_BYTES, Erasure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
+    from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.admission_gate import StoreGate
 
 __all__ = ["MAX_WAITING", "RemoteErasures"]
@@ -44,16 +45,6 @@ MAX_BLOCKED_S = 30.0
 
 _MAX_HIDDEN = 4 * MAX_WAITING
 _QUESTION = "what other servers erased"
-
-
-class _Agreement(Protocol):
-    """The part of ``RankAgreement`` that is used here."""
-
-    is_first: bool
-
-    def ask_ranks(self, question: Hashable, value: int) -> int | None: ...
-
-    def drop_question(self, question: Hashable) -> None: ...
 
 
 _Packed = tuple[bytes, bytes | None, bytes | None]
@@ -105,7 +96,7 @@ class RemoteErasures:
 
     def step(
         self,
-        agreement: _Agreement,
+        agreement: RankAgreement,
         first_ranks: Callable[[bytes], bytes],
         hide: Callable[[Sequence[Erasure]], object],
     ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = [
-    "OpenTiers",
     "lossy_codec",
     "object_settings",
     "open_remote_tiers",
@@ -66,22 +64,6 @@ SMALL_PAGE_BYTES = 1 << 20
 
 PROMOTED_PAGES = 8
 """So many pages from remote tiers may wait in memory for NVMe, however large one is."""
-
-
-@dataclass(slots=True)
-class OpenTiers:
-    """Holds the stack, and its bucket."""
-
-    stack: TierStack
-    bucket: BucketEngine | None = None
-
-    def collect(self) -> None:
-        """Keep the bucket in bounds from now on: the namespace is known."""
-        if self.bucket is not None:
-            self.bucket.start_collecting()
-
-    def close(self) -> None:
-        self.stack.close()
 
 
 def open_shard(
@@ -203,7 +185,7 @@ def open_remote_tiers(
     may_promote: Callable[[], bool],
     order: Callable[[], Sequence[Tier]],
     on_told: Callable[[Erasure], Future[bool]] | None,
-) -> OpenTiers:
+) -> TierStack:
     """Open the tiers beyond the shard. Returns at once: they are contacted in the background, and
     miss until they answer. ``rank`` is this process's among those of the server,
     ``page_bytes`` the largest page of any pool. ``on_told`` erases what another server did."""
@@ -225,8 +207,7 @@ def open_remote_tiers(
     bounds = StackSettings()
     promotion_bytes = max(bounds.promotion_bytes, PROMOTED_PAGES * page_bytes)
     bounds = dataclasses.replace(bounds, promotion_bytes=promotion_bytes)
-    stack = TierStack(shard, remote, bounds, order=order, may_promote=may_promote, on_told=on_told)
-    return OpenTiers(stack, bucket)
+    return TierStack(shard, remote, bounds, order=order, may_promote=may_promote, on_told=on_told)
 
 
 def _open_object_tier(

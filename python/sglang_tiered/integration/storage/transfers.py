@@ -99,28 +99,20 @@ class TierTransfers:
         and knows whose they are. Any thread."""
         return self.begin_load(run) if self._stack.remote else self._stack.nvme.submit_load(run)
 
-    def _read(
-        self, submit: Callable[[Run], Job], run: Run, tier: Tier, min_informative_s: float
-    ) -> None:
-        """Read from one tier; the planner learns from it if it takes so long or longer."""
-        begun = time.monotonic()
-        read = None if self._planner is None else self._planner.begin_read(run.num_bytes, tier)
-        job = submit(run)
-        job.wait()
-        if self._planner is not None and read is not None:
-            is_informative = time.monotonic() - begun >= min_informative_s
-            self._planner.end_read(read, is_complete=all(job.ok) and is_informative)
-
     def probe_tier(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
-        """Measure a tier with KV pages it holds, into other memory, on a thread of its own."""
+        """Have the planner measure a tier with KV pages it holds, into other memory, on a thread of
+        its own."""
         max_bytes = MAX_PROBE_BYTES if tier is Tier.NVME else MAX_FAR_PROBE_BYTES
         hashes = hashes[: max(1, min(MAX_PROBE_PAGES, max_bytes // self._page_bytes))]
         if hashes:
             threading.Thread(
-                target=self._probe, args=(hashes, tier), name="tier-probe", daemon=True
+                target=self._probe,
+                args=(self._planner, hashes, tier),
+                name="tier-probe",
+                daemon=True,
             ).start()
 
-    def _probe(self, hashes: Sequence[str], tier: Tier) -> None:
+    def _probe(self, planner: ReadPlanner, hashes: Sequence[str], tier: Tier) -> None:
         pages = tuple((memoryview(bytearray(self._page_bytes)),) for _ in hashes)
         keys = tuple(engine_keys(PoolName.KV, hashes))
         submit: Callable[[Run], Job] = self._stack.nvme.submit_load
@@ -128,8 +120,12 @@ class TierTransfers:
             submit = partial(self._stack.remote[tier].submit_load, deadline_s=MAX_FAR_PROBE_S)
 
         def read(num_pages: int, min_informative_s: float) -> None:
-            run = Run(keys[:num_pages], pages[:num_pages])
-            self._read(submit, run, tier, min_informative_s)
+            begun, run = time.monotonic(), Run(keys[:num_pages], pages[:num_pages])
+            reading = planner.begin_read(run.num_bytes, tier)
+            job = submit(run)
+            job.wait()
+            is_informative = time.monotonic() - begun >= min_informative_s
+            planner.end_read(reading, is_complete=all(job.ok) and is_informative)
 
         if tier is Tier.NVME:
             read_in_steps(read, len(hashes))

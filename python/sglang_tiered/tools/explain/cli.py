@@ -6,6 +6,7 @@ import argparse
 import glob
 import heapq
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -246,3 +247,7 @@ def _explain_all(lines: Lines, least_s: float | None, *, is_json: bool) -> int:
         note(f"none of {summary.num_requests:,} requests took longer than {least_s:g} s.")
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

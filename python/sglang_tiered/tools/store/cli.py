@@ -266,3 +266,7 @@ def _prefix(text: str, least: int = 1) -> str:
 
 def _long_prefix(text: str) -> str:
     return _prefix(text, 8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

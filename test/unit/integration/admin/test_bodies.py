@@ -109,7 +109,7 @@ def test_a_pin_may_have_name_and_end(body: dict[str, Any]) -> None:
         ({"rid": "r", "ttl": True}, "ttl True must be"),
         ({"rid": "r", "ttl": "1h"}, "ttl '1h' must be"),
         ({"rid": "r", "ttl": 10**5000}, "ttl of too many digits must be"),
-        ({"rid": "r", "bogus": 1}, "'bogus' is unknown; pass .* name, .* ttl"),
+        ({"rid": "r", "bogus": 1}, "'bogus' is unknown here; pass .* name, .* ttl"),
     ],
 )
 def test_a_wrong_pin_is_one_sentence(body: Any, sentence: str) -> None:

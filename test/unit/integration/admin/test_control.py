@@ -72,7 +72,7 @@ class Scheduler:
         self.num_flushes += flushed
         self.gave_memory_back |= flushed and empty_cache
         if flushed:
-            self.control.memory_was_flushed(self)
+            self.control.memory_was_flushed()
         return flushed
 
 
@@ -95,7 +95,7 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
     scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
     message = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": number, **body})
-    scheduler.control.reply(scheduler, message)
+    scheduler.control.reply(message)
     (answer,) = sent[0].response
     assert sent[0].success
     return answer
@@ -125,11 +125,11 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> No
     new = receive(scheduler, request("a"))
     assert new.extra_key == waiting.extra_key
     assert purged.is_hidden("a", None)
-    scheduler.control.after_idle(scheduler)
+    scheduler.control.after_idle()
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    scheduler.control.after_idle(scheduler)
-    scheduler.control.after_idle(scheduler)
+    scheduler.control.after_idle()
+    scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
     assert not purged
     assert ask(scheduler, "busy")["in_memory"] == "gone"
@@ -178,7 +178,7 @@ def test_refused_flush_leaves_the_tenant_hidden(
     new = receive(scheduler, request("a"))
     assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
     scheduler.refuses_flushes = False
-    scheduler.control.after_idle(scheduler)
+    scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
     assert not purged
 
@@ -354,14 +354,14 @@ def test_what_others_erased_is_hidden_in_memory(
     assert purged.is_hidden("a", None)
     assert scheduler.num_flushes == 0
     scheduler.idle = True
-    scheduler.control.after_idle(scheduler)
+    scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
     assert not purged
 
 
 def test_a_flush_never_empties_nvme() -> None:
     scheduler = Scheduler(idle=True)
-    scheduler.control.memory_was_flushed(scheduler)
+    scheduler.control.memory_was_flushed()
     assert not scheduler.purges
 
 
@@ -384,6 +384,7 @@ def test_sglangs_clear_empties_memory_and_no_tier() -> None:
     assert (scheduler.purges, scheduler.told) == ({}, [])
     assert not passed, "SGLang's way clears the storage"
     scheduler.tree_cache = object()
+    scheduler.control.attach(scheduler)
     messages(clear)
     assert passed == [clear], "of another's storage"
 
@@ -397,7 +398,9 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
         tree_cache=object(),
         _request_dispatcher=passed.append,
     )
-    messages = SchedulerMessages(scheduler, Control())
+    control = Control()
+    control.attach(scheduler)
+    messages = SchedulerMessages(scheduler, control)
     message = DumperControlReqInput(method="reset", body={})
     messages(message)
     assert passed == [message]
@@ -406,6 +409,7 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache
     scheduler.tree_cache.cache_controller = None
+    control.attach(scheduler)
     messages(purge)
     assert sent[1].success is False and len(passed) == 1
 
@@ -416,6 +420,6 @@ def test_paused_requests_get_plain_keys_after_a_flush(purged: HiddenTenants) -> 
     ask(scheduler, "busy", extra_key="a")
     first = scheduler.waiting_queue[0]
     assert first.extra_key != "a"
-    scheduler.control.memory_was_flushed(scheduler)
+    scheduler.control.memory_was_flushed()
     assert not purged
     assert first.extra_key == "a"

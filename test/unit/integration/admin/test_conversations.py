@@ -52,7 +52,7 @@ class Caller:
         body = {"id": str(self._num_calls), **body}
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            answer = self._control._methods[method](None, self.cache, body["id"], body)
+            answer = self._control._methods[method](self.cache, body["id"], body)
             if answer.get("done", True):
                 return answer
             assert time.monotonic() < deadline, answer
@@ -94,6 +94,20 @@ def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
     assert selector_of(world.cache, {**body, "cache_salt": "s"}) is None
     recents.drop_tenant(NO_TENANT)
     assert selector_of(world.cache, body) is None
+
+
+def test_failed_checkpoint_leaves_no_rank_alone(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised on its rank, and the others waited in their exchange."""
+
+    def fail(*_: Any) -> int:
+        raise OSError("a bucket that is closed")
+
+    monkeypatch.setattr(conversations, "make_durable", fail)
+    note(world, "1", A)
+    answer = Caller(world)("checkpoint", rid="1")
+    assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:

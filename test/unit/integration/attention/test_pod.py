@@ -307,9 +307,11 @@ def test_latent_attention_is_the_parents() -> None:
 
 def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS", {})
+    before = [*ATTENTION_BACKEND_CHOICES]
     for _ in range(2):
         registration.register()
-    assert ATTENTION_BACKEND_CHOICES.count("pod") == 1
+    assert before == ATTENTION_BACKEND_CHOICES
+    assert [before.count(name) for name in ("pod", "reference")] == [1, 1]
 
 
 class Attention(torch.nn.Module):

@@ -22,7 +22,6 @@ if not hasattr(torch.ops.torchvision, "nms"):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -37,7 +36,7 @@ with warnings.catch_warnings():
     )
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_tiered.integration.attention import reference
+    from sglang_tiered.integration.attention import registration
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
 
 STEPS = [
@@ -274,20 +273,11 @@ def test_unsupported_attention_is_refused() -> None:
         ours.init_forward_metadata(verify)
 
 
-def test_registering_twice_adds_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS", {})
-    before = [name for name in ATTENTION_BACKEND_CHOICES if name != "reference"]
-    for _ in range(2):
-        reference.register()
-    assert [name for name in ATTENTION_BACKEND_CHOICES if name != "reference"] == before
-    assert ATTENTION_BACKEND_CHOICES.count("reference") == 1
-
-
 def test_mla_model_always_uses_the_absorbed_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    reference.register()
+    registration.register()
     create = ATTENTION_BACKENDS["reference"]
     runner = World(mha_pool()).runner
     assert isinstance(create(runner), ReferenceAttnBackend)

@@ -136,7 +136,7 @@ class BusyServer:
         return found
 
     def purge(self, tenant: bytes | None) -> None:
-        self.control._purge(self.scheduler, self.cache, Erasure(tenant=tenant))
+        self.control._purge(self.cache, Erasure(tenant=tenant))
 
     def change_weights(self) -> None:
         """As after an update whose flush was refused."""

@@ -188,6 +188,7 @@ class Server:
         self.refuses_flushes = False
         self._request_dispatcher: Any = self.dispatch
         self.control = Control()
+        self.control._scheduler, self.control._cache = self, self.tree_cache
         self.send = SchedulerMessages(self, self.control)
 
     def is_fully_idle(self, ignore_waiting: bool = False) -> bool:
@@ -199,7 +200,7 @@ class Server:
         if self.refuses_flushes:
             return False
         flush(self.tree_cache)
-        self.control.memory_was_flushed(self)
+        self.control.memory_was_flushed()
         return True
 
     def dispatch(self, message: Any) -> Any:
@@ -284,7 +285,7 @@ def test_old_kv_after_a_refused_flush_matches_nothing(
     disk.goes_on()
     step(cache, server.is_fully_idle)
     server.refuses_flushes = False
-    server.control.after_idle(server)
+    server.control.after_idle()
     assert not cache.hidden_tenants
     store(cache, prompt(4))
 

@@ -18,6 +18,7 @@ from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
 from sglang_tiered.integration.cache.ahead.chain_loader import PieceOutcome, chain_of
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
+from sglang_tiered.integration.cache.hiding_cache import HidingCache
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
 from sglang_tiered.policy.hints import LIFE_S
 from sglang_tiered.policy.warm_list import decode
@@ -50,12 +51,10 @@ class Tier:
         self.notes = Notes(FileDevice(directory))
         self.is_slow = False
         self.asked: list[tuple[str | None, str | None]] = []
-        self.cache: Any = SimpleNamespace(
-            hidden_tenants=HiddenTenants(),
-            page_size=16,
-            tree_core=SimpleNamespace(is_eagle=is_eagle),
-            storage=object(),
-        )
+        self.cache: Any = HidingCache.__new__(HidingCache)
+        self.cache.tree_core = SimpleNamespace(is_eagle=is_eagle)
+        self.cache.hidden_tenants, self.cache.page_size = HiddenTenants(), 16
+        self.cache.storage = object()
         loads: Any = SimpleNamespace(is_loading_or_waiting=lambda: False)
         self.loader: Any = SimpleNamespace(
             is_loading=False, take_piece=lambda: (0, None), begin=self._begin,

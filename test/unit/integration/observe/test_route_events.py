@@ -25,7 +25,7 @@ from server_process import free_ports
 from sglang_tiered.integration.admin.costs import event_source
 from sglang_tiered.policy.server_costs import EventSource
 from sglang_tiered.route.events import REPLAY_S, apply, follow, publisher_of
-from sglang_tiered.route.pages import PageIndex
+from sglang_tiered.route.pages import HeldPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Told:
         )
         source = EventSource("*", self.port, "kv", self.port + 1 if replays else None)
         self.where = publisher_of(source, "http://127.0.0.1:1", 0)
-        self.index = PageIndex()
+        self.index = HeldPages()
 
     def publish(self, *events: object) -> None:
         self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
@@ -135,7 +135,7 @@ def test_a_follower_cancelled_with_a_replay_ends(
 
     async def run() -> None:
         context = zmq.asyncio.Context()
-        work = asyncio.create_task(follow(context, told.where, PageIndex(), 0))
+        work = asyncio.create_task(follow(context, told.where, HeldPages(), 0))
         while not arriving:
             await asyncio.sleep(0)
         payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
@@ -175,7 +175,7 @@ def test_gap_without_replay_forgets_memory_alone(replays: bool) -> None:
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "X"}]])])
 def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        apply(PageIndex(), 0, payload)
+        apply(HeldPages(), 0, payload)
 
 
 @pytest.mark.parametrize(

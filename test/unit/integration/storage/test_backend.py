@@ -544,10 +544,10 @@ def test_nameless_pages_of_guessed_weights_skip_the_bucket(
 def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
-    assert storage._tiers.bucket._collector is None, "it would collect for nobody"
+    assert storage.stack.bucket._collector is None, "it would collect for nobody"
     weights.are_read(storage)
-    assert storage._tiers.bucket._collector is not None
-    assert storage._tiers.bucket.namespace == storage._namespace
+    assert storage.stack.bucket._collector is not None
+    assert storage.stack.bucket.namespace == storage._namespace
     keys = hashes("a")
     store_pages(storage, keys, slots(0))
     assert make_durable(storage, keys, Tier.OBJECT, b"t" * 16, work_s=TIMEOUT_S) == 1

@@ -62,7 +62,7 @@ def run_module(
     *arguments: object, stdout: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_tiered_lab.trace", *map(str, arguments)],
+        [sys.executable, "-m", "sglang_tiered_lab.trace.cli", *map(str, arguments)],
         stdout=stdout,
         stderr=subprocess.PIPE,
         # Buffered, as for a user: what is left in the buffer may fail when Python ends.
@@ -353,7 +353,7 @@ def test_ctrl_c_ends_quietly_and_leaves_no_file(tmp_path: Path) -> None:
     target = tmp_path / "large.json"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "sglang_tiered_lab.trace", "generate"),
+            *(sys.executable, "-m", "sglang_tiered_lab.trace.cli", "generate"),
             *("--num-conversations", "1000000", "--sharegpt", str(target)),
         ],
         stderr=subprocess.PIPE,

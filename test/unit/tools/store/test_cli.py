@@ -28,7 +28,7 @@ def run_module(
     *arguments: object, stdout: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_tiered.tools.store", *map(str, arguments)],
+        [sys.executable, "-m", "sglang_tiered.tools.store.cli", *map(str, arguments)],
         stdout=stdout,
         stderr=subprocess.PIPE,
         # Buffered, as for a user: what is left in the buffer may fail when Python ends.

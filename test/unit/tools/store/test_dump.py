@@ -316,7 +316,7 @@ def test_a_reader_that_stops_reading_is_no_error(
     engine = open_engine(shard, region_bytes=8 << 20)
     store(engine, make_run(5, [4096] * 1500))
     engine.close()
-    command = [sys.executable, "-m", "sglang_tiered.tools.store", "dump", os.fspath(tier)]
+    command = [sys.executable, "-m", "sglang_tiered.tools.store.cli", "dump", os.fspath(tier)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

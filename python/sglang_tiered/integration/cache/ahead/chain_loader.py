@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import (
@@ -95,12 +94,7 @@ def chain_of(
     cache: HidingCache, tokens: array[int], extra_key: str | None, cache_salt: str | None
 ) -> Chain:
     """Return the whole pages of a prompt."""
-    key = RadixKey(
-        tokens, extra_key=extra_key, is_bigram=cache.tree_core.is_eagle, cache_salt=cache_salt
-    ).page_aligned(cache.page_size)
-    hashes: list[str] = []
-    if len(key) > 0:
-        hashes = get_storage_hash_str(key, None, page_size=cache.page_size)
+    hashes = cache.page_hashes(RadixKey(tokens, extra_key, cache_salt=cache_salt))
     return Chain(tokens, extra_key, cache_salt, hashes)
 
 

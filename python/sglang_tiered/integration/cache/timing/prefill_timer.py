@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +71,8 @@ class PrefillClock:
         self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
         tiering = _tiering_of(scheduler)
-        notes = NO_NOTES if tiering is None else tiering.notes
         # SGLang releases requests that end with this batch before anybody can time it.
-        with notes.until_timed():
+        with nullcontext() if tiering is None else tiering.notes.until_timed():
             returned = process(scheduler, batch, result)
             ended = self._clock()
             if batch.forward_iter in self._launched and batch.launch_ts is not None:
@@ -97,10 +95,8 @@ class PrefillClock:
 
 
 def _tiering_of(scheduler: Any) -> Tiering | None:
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-
-    cache = scheduler.tree_cache
-    return cache.tiering if isinstance(cache, TieredRadixCache) else None
+    tiering: Tiering | None = getattr(scheduler.tree_cache, "tiering", None)
+    return tiering
 
 
 def _prefill_spans(batch: Any) -> list[tuple[int, int]]:

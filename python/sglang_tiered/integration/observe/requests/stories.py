@@ -15,7 +15,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.observe.requests import spans as tracing
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES, RequestNotes
 from sglang_tiered.integration.observe.requests.story import End, LookedUp, PricedPlan, Story
 from sglang_tiered.integration.observe.requests.writer import LineWriter
 from sglang_tiered.policy.both_ends import parts_of, spans_between
@@ -42,11 +41,6 @@ MAX_ABORTED = 1024
 TIERS = tuple(Tier)
 
 
-def _is_unseen(of: Any) -> bool:
-    """Whether a request, or its handle, is none of a client's."""
-    return bool(of.rid.startswith(HEALTH_CHECK_RID_PREFIX))
-
-
 class Prices(Protocol):
     """The part of a planner that notes ask."""
 
@@ -58,9 +52,12 @@ class Prices(Protocol):
     def tokens_ahead(self, num_ahead: int) -> tuple[int, ...]: ...
 
 
-class Stories(RequestNotes):
-    """Notes of one scheduler. ``tenant_of`` names the owner of an ``extra_key`` and a
-    ``cache_salt``. Without a ``writer`` stories are for traces alone."""
+class Stories:
+    """What those who work for requests say of them, by handle, in the order of their lives.
+    Scheduler thread, but for ``meter_of``; none of the calls waits.
+
+    ``tenant_of`` names the owner of an ``extra_key`` and a ``cache_salt``. Without a ``writer``
+    stories are for traces, and where ``traces`` is false as well nothing is kept of a request."""
 
     def __init__(
         self,
@@ -68,30 +65,33 @@ class Stories(RequestNotes):
         writer: LineWriter | None,
         *,
         tenant_of: Callable[[str | None, str | None], bytes],
-        clock: Callable[[], float] = time.perf_counter,
-        wall_clock: Callable[[], float] = time.time,
+        traces: bool = False,
     ) -> None:
         self._prices = prices
         self._writer = writer
         self._tenant_of = tenant_of
-        self._clock = clock
-        self._wall_clock = wall_clock
+        self._is_kept = traces or writer is not None
         self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
         self._starting: dict[Any, Story] = {}  # admitted, and no first token yet
         self._aborted: OrderedDict[int, None] = OrderedDict()  # hashes: a client names a request
         # Of requests that ended while their batch is not timed yet; None while no batch is at that.
         self._untimed: dict[Any, tuple[Story, End]] | None = None
 
-    def clock(self) -> float:
-        return self._clock()
+    clock = staticmethod(time.perf_counter)
+
+    def _is_unseen(self, of: Any) -> bool:
+        """Whether nothing is kept of a request, or its handle: nobody asks, or it is none of a
+        client's."""
+        return not self._is_kept or bool(of.rid.startswith(HEALTH_CHECK_RID_PREFIX))
 
     # ---- Before it runs ----
 
     def arrives(self, scheduler: Any, req: Any) -> None:
+        """Note that SGLang's request comes into the queue, or is looked up once more."""
         handle = req.cache_request_handle
         story = self._stories.get(handle)
         if story is None:
-            if _is_unseen(req):
+            if self._is_unseen(req):
                 return
             story = self._open(handle)
             story.num_ahead = len(scheduler.waiting_queue)
@@ -108,9 +108,11 @@ class Stories(RequestNotes):
     def looked_up(
         self, request: Any, began_at: float, *, num_before: int, num_new: int, spans: Sequence[Span]
     ) -> None:
+        """Note that the tiers hold ``spans`` of pages of its ``num_new`` tokens behind
+        ``num_before``."""
         story = self._stories.get(request)
         if story is None:
-            if _is_unseen(request):
+            if self._is_unseen(request):
                 return
             story = self._open(request)  # of a decode server, whose queue is another
         if story.admitted_at is not None:
@@ -120,7 +122,7 @@ class Stories(RequestNotes):
         story.held = LookedUp(began_at, self.clock(), num_before, num_new, parts, page_tokens)
         story.num_lookups += 1
         if story.meter is None and parts:
-            story.meter = LoadMeter(self._clock)
+            story.meter = LoadMeter(self.clock)
 
     def planned(
         self,
@@ -132,6 +134,8 @@ class Stories(RequestNotes):
         is_declined: bool,
         is_back: bool,
     ) -> None:
+        """Note that all ranks together load so many of ``num_held`` tokens, behind ``num_ahead`` of
+        others. ``is_declined``: none, since computing is sooner. ``is_back``: the last ones."""
         story = self._stories.get(request)
         if story is None or story.held is None or story.admitted_at is not None:
             return
@@ -171,11 +175,13 @@ class Stories(RequestNotes):
         )
 
     def put_off(self, request: Any, why: Why) -> None:
+        """Note that its load waits for more than its turn."""
         story = self._stories.get(request)
         if story is not None and story.admitted_at is None:
             self._waits_for(story, why)
 
     def begun(self, request: Any) -> None:
+        """Note that its load was queued."""
         story = self._stories.get(request)
         if story is not None and story.admitted_at is None:
             story.load_queued_at = self.clock()
@@ -190,22 +196,26 @@ class Stories(RequestNotes):
         story.waits_for = why
 
     def has_part(self, request: Any, part: Any) -> None:
+        """Note that a part of its load has a handle of its own."""
         story = self._stories.get(request)
         if story is not None:
             story.parts.append(part)
             self._stories[part] = story
 
     def meter_of(self, request: Any) -> LoadMeter | None:
+        """Return what is told of the reads for a request, or for a part of its load. Any thread."""
         story = self._stories.get(request)
         return story.meter if story is not None and story.may_load else None
 
     def given_up(self, request: Any, cause: Cause, num_tokens: int = 0) -> None:
+        """Note that it starts without so many tokens that were to be loaded."""
         story = self._stories.get(request)
         if story is not None and story.given_up is None and story.may_load:
             story.given_up = cause, self.clock(), num_tokens
             self._waits_for(story, None)
 
     def load_ended(self, request: Any, num_loaded: int) -> None:
+        """Note the end of its load, or of a part of it."""
         story = self._stories.get(request)
         if story is not None and story.load_queued_at is not None and story.may_load:
             story.load_ended_at = self.clock()
@@ -213,6 +223,7 @@ class Stories(RequestNotes):
             self._waits_for(story, None)
 
     def may_start(self, request: Any, is_ready: bool) -> None:
+        """Note that its turn has come, and that it starts or waits on."""
         story = self._stories.get(request)
         if story is None:
             return
@@ -227,6 +238,7 @@ class Stories(RequestNotes):
     # ---- It runs ----
 
     def admitted(self, request: Any) -> None:
+        """Note that it is in the next batch."""
         story = self._stories.get(request)
         if story is None or story.admitted_at is not None:
             return
@@ -237,6 +249,7 @@ class Stories(RequestNotes):
         tracing.tell(story, self._unix_minus_clock_s())
 
     def copied(self, req: Any, num_tokens: int) -> None:
+        """Note that a copy of its tokens to the device was queued."""
         story = self._stories.get(req.cache_request_handle)
         if story is not None and num_tokens > 0:
             if story.copied_at is None:
@@ -252,6 +265,8 @@ class Stories(RequestNotes):
         *,
         copies_beside: bool,
     ) -> None:
+        """Note the end of a prefill batch of these requests, which took ``seconds``.
+        ``copies_beside``: what it needed was copied to the device while it ran, and not before."""
         stories, now = self._stories, self.clock()
         self._hold_up({req.cache_request_handle for req in reqs}, seconds)
         for req, (num_new, num_before) in zip(reqs, spans, strict=False):
@@ -283,6 +298,8 @@ class Stories(RequestNotes):
 
     @contextlib.contextmanager
     def until_timed(self) -> Iterator[None]:
+        """Process the results of a batch, and time it, within this context. What is said of the
+        requests that end there is complete only at its own end."""
         untimed: dict[Any, tuple[Story, End]] = {}
         self._untimed = untimed
         try:
@@ -293,18 +310,20 @@ class Stories(RequestNotes):
                 self._write(handle, story, end)
 
     def released(self, req: Any) -> None:
+        """Note that it gives its memory back, at its end or to come again."""
         if not req.finished():
             return
         handle = req.cache_request_handle
         if self._untimed is not None and handle in self._untimed:
             return
         story = self._stories.get(handle)
-        if story is None and (hash(handle) in self._aborted or _is_unseen(req)):
+        if story is None and (hash(handle) in self._aborted or self._is_unseen(req)):
             return
         reason = req.finished_reason.to_json().get("type", "")
         self._end(handle, story or Story(self.clock()), req, str(reason))
 
     def aborted(self, request: Any) -> None:
+        """Note that it ended before it ran."""
         story = self._stories.get(request)
         if story is None or request in story.parts:
             return
@@ -361,13 +380,15 @@ class Stories(RequestNotes):
         story.parts.clear()  # their names, too, are as long as the client's
 
     def _unix_minus_clock_s(self) -> float:
-        return self._wall_clock() - self.clock()
+        return time.time() - self.clock()
 
     @property
     def num_dropped(self) -> int | None:
+        """Return the lines that were lost; None where none is written."""
         return None if self._writer is None else self._writer.num_dropped
 
     def close(self) -> None:
+        """Write what is left. Waits for the disk."""
         if self._writer is not None:
             self._writer.close()
 
@@ -376,8 +397,8 @@ def open_notes(
     config: RequestLogConfig | None,
     prices: Prices,
     tenant_of: Callable[[str | None, str | None], bytes],
-) -> RequestNotes:
-    """Return notes that write lines if ``config`` says where, and tell spans if SGLang traces. Of
+) -> Stories:
+    """Return stories that write lines if ``config`` says where, and tell spans if SGLang traces. Of
     the ranks that take part in the same batches the one that receives the requests writes; in a
     trace each has spans of its own."""
     place = get_parallel()
@@ -386,6 +407,4 @@ def open_notes(
         replica = place.attn_dp_rank if place.dp_rank is None else place.dp_rank
         path = config.file_of(replica)
         writer = LineWriter(path, max_bytes=config.max_bytes, replica=replica)
-    if writer is None and not tracing.are_on():
-        return NO_NOTES
-    return Stories(prices, writer, tenant_of=tenant_of)
+    return Stories(prices, writer, tenant_of=tenant_of, traces=tracing.are_on())

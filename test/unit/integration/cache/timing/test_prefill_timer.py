@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.timing import prefill_timer
 from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
+from sglang_tiered.integration.observe.requests.stories import Stories
 from sglang_tiered.policy.prefill_work import PrefillWork
 
 
@@ -32,7 +32,7 @@ class Cache(TieredRadixCache):
             take_copied=self.take_copied,
             prefill_begins=self.prefill_begins,
             prefill_ended=self.work.ended,
-            notes=NO_NOTES,
+            notes=Stories(self, None, tenant_of=lambda *_: b""),
         )
 
     def note_run(self, num_running: int) -> None:

@@ -14,7 +14,6 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.observe.requests import stories
-from sglang_tiered.integration.observe.requests.notes import NO_NOTES
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -258,9 +257,15 @@ def test_health_checks_are_no_requests(world: CacheWorld, path: Path) -> None:
 
 def test_nothing_is_kept_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_world(tmp_path / "kv", monkeypatch) as world:
-        assert world.cache.tiering.notes is NO_NOTES
+        world.store(HELD)
+        notes = world.cache.tiering.notes
+        req = arrives(world, "r", HELD)
+        assert not notes._stories
+        assert notes.meter_of(req.cache_request_handle) is None
+        with notes.until_timed():
+            runs(world, req, num_loaded=len(HELD))
+        assert not notes._stories and not notes._starting
         assert world.cache.process_stats().request_log_dropped is None
-        assert not NO_NOTES.__dict__
 
 
 def test_lost_lines_are_a_statistic(world: CacheWorld) -> None:

@@ -1,4 +1,4 @@
-"""``StoreWorker``: several stores under way on SGLang's backup thread, which waits for none."""
+"""``BackupWorker``: several stores under way on SGLang's backup thread, which waits for none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
     from sglang_tiered.storage.base import Job
 
-__all__ = ["StoreOperation", "StoreWorker"]
+__all__ = ["StoreOperation", "BackupWorker"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class _WriteSpeed:
             self._num_bytes, self._busy_s = self._num_bytes / 2, self._busy_s / 2
 
 
-class StoreWorker:
+class BackupWorker:
     """Carries out the stores of one controller on its backup thread, until that is told to stop.
 
     All that happens comes through the controller's queue: nodes to store, and parts that have

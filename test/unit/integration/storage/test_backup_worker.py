@@ -20,14 +20,14 @@ from small_cache import compute, flush, keys_of, step
 
 from kit.waiting import eventually
 from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
-from sglang_tiered.integration.storage.controller import TieredController
-from sglang_tiered.integration.storage.store_worker import (
+from sglang_tiered.integration.storage.backup_worker import (
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     NUM_PARTS,
+    BackupWorker,
     StoreOperation,
-    StoreWorker,
 )
+from sglang_tiered.integration.storage.controller import TieredController
 from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -161,7 +161,7 @@ class Stores:
             self.add(node)
         target = self.controller.backup_thread_func
         if of is TieredController:
-            target = StoreWorker(self.controller, disk, clock=lambda: disk.now).run
+            target = BackupWorker(self.controller, disk, clock=lambda: disk.now).run
         self.thread = threading.Thread(target=target, daemon=True)
         self.thread.start()
 
@@ -270,15 +270,15 @@ def test_two_large_pages_are_under_way() -> None:
     assert disk.asked == [(str(page),) for page in range(6)]
 
 
-def worker_of(disk: Disk) -> StoreWorker:
+def worker_of(disk: Disk) -> BackupWorker:
     controller = SimpleNamespace(
         backup_queue=Queue(), ack_backup_queue=Queue(), storage_stop_event=threading.Event()
     )
     controller.page_size = PAGE
-    return StoreWorker(controller, disk, clock=lambda: disk.now)
+    return BackupWorker(controller, disk, clock=lambda: disk.now)
 
 
-def carry_out(worker: StoreWorker, *nodes: Node) -> None:
+def carry_out(worker: BackupWorker, *nodes: Node) -> None:
     for node in nodes:
         worker._take(StoreOperation(None, node.host_indices, [], node.hashes))  # type: ignore[arg-type]
         worker._begin_more()

@@ -1,0 +1,50 @@
+"""The front keeps a picker, whatever becomes of one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import TYPE_CHECKING, Any
+
+from sglang_tiered.route import launcher
+from sglang_tiered.route.settings import RouteConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+DEADLINE_S = 60.0
+
+
+def test_picker_is_tried_again_after_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not: the task that keeps it had ended, and nobody was told."""
+    monkeypatch.setattr(launcher, "AGAIN_S", 0.0)
+    start = asyncio.create_subprocess_exec
+    started: list[Any] = []
+
+    async def refused_once(*_: Any, **__: Any) -> Any:
+        started.append(None)
+        if len(started) == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        again.set()
+        return await start("sleep", "60")
+
+    async def keep() -> None:
+        front = launcher._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
+        front._picker = await start("true")
+        keeping = asyncio.create_task(front._keep_picker())
+        async with asyncio.timeout(DEADLINE_S):
+            await again.wait()
+            while front._picker.returncode is not None:
+                await asyncio.sleep(0)
+        keeping.cancel()
+        front._picker.kill()
+        await front._picker.wait()
+
+    again = asyncio.Event()
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused_once)
+    asyncio.run(keep())
+    assert len(started) == 2
