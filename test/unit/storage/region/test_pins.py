@@ -176,7 +176,7 @@ def test_too_small_a_capacity_pins_nothing(tmp_path: Path, make_run: MakeRun) ->
 def test_too_many_pins_and_keys_are_refused(
     tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_tiered.storage.region import state
+    from sglang_tiered.storage.region import pins, state
 
     engine = open_engine(tmp_path / "s")
     monkeypatch.setattr(state, "MAX_KEYS", 10)
@@ -184,12 +184,12 @@ def test_too_many_pins_and_keys_are_refused(
     pin(engine, "b", make_run(1, [PAGE] * 6).keys)  # the same pages
     refusal = engine.pin("c", make_run(2, [PAGE] * 5).keys)
     assert isinstance(refusal, PinRefusal)
-    assert "pins name 6 pages already, at most 10" in refusal.why
+    assert "pins would name 11 pages, at most 10" in refusal.why
     monkeypatch.setattr(state, "MAX_PINS", 2)
     refusal = engine.pin("c", make_run(2, [PAGE]).keys)
     assert isinstance(refusal, PinRefusal)
     assert "2 pins already" in refusal.why
-    monkeypatch.setattr(state, "MAX_NOTES_BYTES", 100)
+    monkeypatch.setattr(pins, "MAX_NOTES_BYTES", 100)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"n" * 90)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"m" * 100)  # in its place
     refusal = engine.pin("b", make_run(1, [PAGE]).keys, data=b"n")
