@@ -15,8 +15,7 @@ from shared_tier import SharedTier
 from kit.runs import NAMESPACE, Blank, MakeRun, PageData
 from kit.tiers import KEEPING, open_region, open_tier
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.sharing.borrowing import BorrowedEngine
-from sglang_tiered.sharing.lending import PageLender
+from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     Erasure,
