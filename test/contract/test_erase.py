@@ -13,12 +13,12 @@ from erasing_servers import Servers
 from peer_servers import end_links
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import running
-from simulation.ledger import TIMEOUT_S, Ledger, content, keys
+from simulation.ledger import TIMEOUT_S, held, keys, store, submit
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
-from sglang_tiered.storage.base import Erasure, Health, Job, Reason, Run, Tier
+from sglang_tiered.storage.base import Erasure, Reason, Tier
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import all_true, is_true
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -48,23 +48,6 @@ CRASHES: tuple[tuple[CrashMode, int], ...] = (
 )
 
 erases = pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
-
-
-def submit(engine: Any, wanted: Sequence[bytes], tenant: bytes) -> Job:
-    pages = tuple((memoryview(content(NAMESPACE, each)),) for each in wanted)
-    return engine.submit_store(Run(tuple(wanted), pages, tenant))
-
-
-def store(engine: Any, wanted: Sequence[bytes], tenant: bytes) -> list[Reason]:
-    job = submit(engine, wanted, tenant)
-    assert job.wait(TIMEOUT_S), "a store did not finish"
-    return job.reasons
-
-
-def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
-    """Pages that load, which are checked to be the right ones."""
-    assert engine.stats().health is Health.RUNNING, engine.stats()
-    return Ledger().load(engine, wanted).count(Reason.OK)
 
 
 def fill(engine: RegionEngine) -> None:

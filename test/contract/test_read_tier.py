@@ -12,11 +12,10 @@ from peer_child import sharer
 from peer_servers import know_each_other
 from shared_tier import SharedTier
 
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.runs import NAMESPACE, Blank, MakeRun, PageData, select
 from kit.tiers import KEEPING, open_region, open_tier
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.sharing.borrowing import BorrowedEngine
-from sglang_tiered.sharing.lending import PageLender
+from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
     Erasure,
@@ -110,10 +109,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 loads = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=True)
-
-
-def select(run: Run, positions: list[int]) -> Run:
-    return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
 
 
 @loads

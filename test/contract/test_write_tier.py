@@ -11,7 +11,7 @@ import pytest
 
 from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
-from kit.runs import Blank, MakeRun, PageData, make_run
+from kit.runs import Blank, MakeRun, PageData, make_run, of, select
 from kit.tiers import KEEPING, open_tier
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.storage.base import (
@@ -93,10 +93,6 @@ def load(engine: TierEngine, run: Run) -> list[Reason]:
 def num_leading(job: Job) -> int:
     finished(job)
     return job.num_leading_ok
-
-
-def select(run: Run, positions: list[int]) -> Run:
-    return Run(tuple(run.keys[i] for i in positions), tuple(run.pages[i] for i in positions))
 
 
 def test_storing_twice_is_a_successful_duplicate(engine: TierEngine, make_run: MakeRun) -> None:
@@ -310,10 +306,6 @@ def test_a_flipped_bit_is_corrupt_then_a_miss(
 
 
 # ---- Tenants ----
-
-
-def of(tenant: bytes, run: Run) -> Run:
-    return Run(run.keys, run.pages, tenant)
 
 
 def hits(engine: TierEngine, run: Run) -> int:

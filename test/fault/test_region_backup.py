@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from simulation.engine import running as running_on
-from simulation.ledger import TIMEOUT_S, Ledger, content, keys
+from simulation.ledger import TIMEOUT_S, held, keys, submit
 
-from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from kit.waiting import finished
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -35,13 +35,7 @@ def running(directory: Path) -> AbstractContextManager[RegionEngine]:
 
 def store(engine: RegionEngine, wanted: Sequence[bytes]) -> None:
     for each in wanted:
-        pages = ((memoryview(content(NAMESPACE, each)),),)
-        assert engine.submit_store(Run((each,), pages, TENANT)).wait(TIMEOUT_S)
-
-
-def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
-    """Pages that load, which are checked to be the right ones."""
-    return Ledger().load(engine, wanted).count(Reason.OK)
+        finished(submit(engine, [each], TENANT))
 
 
 def test_copy_of_a_busy_store_has_durable_pages(tmp_path: Path) -> None:

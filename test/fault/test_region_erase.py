@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, Ledger, content, keys
+from simulation.ledger import TIMEOUT_S, content, held, keys, store, submit
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.thirds import is_of, sweeps
 from kit.waiting import drained, eventually
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Reason, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
@@ -39,23 +39,6 @@ A, B = b"a" * 16, b"b" * 16
 OF_A, OF_B, LATER = keys(range(12)), keys(range(100, 112)), keys(range(200, 206))
 NOTE = Note(b"n" * 16, float("inf"), b"whose it was")
 GONE, STAYS = OF_A[::3], [each for number, each in enumerate(OF_A) if number % 3]
-
-
-def submit(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> Job:
-    pages = tuple((memoryview(content(NAMESPACE, each)),) for each in wanted)
-    return engine.submit_store(Run(tuple(wanted), pages, tenant))
-
-
-def store(engine: RegionEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> list[Reason]:
-    job = submit(engine, wanted, tenant)
-    assert job.wait(TIMEOUT_S), "a store did not finish"
-    return job.reasons
-
-
-def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
-    """Pages that load, which are checked to be the right ones."""
-    assert engine.stats().health is Health.RUNNING, engine.stats()
-    return Ledger().load(engine, wanted).count(Reason.OK)
 
 
 def settle(engine: RegionEngine, wanted: Sequence[bytes]) -> int:

@@ -21,7 +21,9 @@ __all__ = [
     "blank",
     "make_run",
     "make_soft_run",
+    "of",
     "page_data",
+    "select",
     "soft_encoding",
 ]
 
@@ -43,6 +45,17 @@ def make_run(seed: int, sizes: Sizes) -> Run:
         segments = (size,) if isinstance(size, int) else size
         pages.append(tuple(memoryview(source.randbytes(nbytes)) for nbytes in segments))
     return Run(tuple(keys), tuple(pages))
+
+
+def of(tenant: bytes, run: Run) -> Run:
+    """The same pages as a tenant's."""
+    return Run(run.keys, run.pages, tenant)
+
+
+def select(run: Run, positions: Sequence[int]) -> Run:
+    """Some pages of a run."""
+    keys = tuple(run.keys[position] for position in positions)
+    return Run(keys, tuple(run.pages[position] for position in positions), run.tenant)
 
 
 def make_soft_run(seed: int, sizes: Sizes) -> Run:

@@ -10,7 +10,7 @@ from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Job, JobKind, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from sglang_tiered.storage.base import Run
 
@@ -20,8 +20,7 @@ __all__ = ["JobBook"]
 class JobBook:
     """Jobs under way, and counts of past outcomes. The caller holds its owner's lock."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._inflight: dict[Job, float] = {}  # in order of submission, with its time
         self.store_durations = Durations()  # of jobs that made a page durable
         self.outcomes: Counter[tuple[JobKind, Reason]] = Counter()  # of pages
@@ -41,14 +40,14 @@ class JobBook:
 
     def add(self, job: Job) -> None:
         """Count a job that another tier made for its caller too."""
-        self._inflight[job] = self._clock()
+        self._inflight[job] = time.monotonic()
 
     def note_end(self, job: Job) -> None:
         """Count the outcomes of a job that is about to be finished."""
         self.outcomes.update((job.kind, reason) for reason in job.reasons)
         submitted_at = self._inflight.pop(job)
         if job.kind is JobKind.STORE and Reason.OK in job.reasons:
-            self.store_durations.record(self._clock() - submitted_at)
+            self.store_durations.record(time.monotonic() - submitted_at)
 
     def finish(self, job: Job) -> None:
         """Count the outcomes, then let the caller have the buffers back."""

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.base import Health, Job, Reason, Run, Stop
+from kit.waiting import finished
+from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from sglang_tiered.storage.base import Page
+    from sglang_tiered.storage.base import Page, TierEngine
     from sglang_tiered.storage.region import RegionEngine
 
 __all__ = [
@@ -33,8 +34,11 @@ __all__ = [
     "Ledger",
     "Loaded",
     "content",
+    "held",
     "key",
     "keys",
+    "store",
+    "submit",
 ]
 
 TIMEOUT_S = 30.0
@@ -64,6 +68,22 @@ def content(namespace: bytes, key: bytes) -> bytes:
     if key[1] % 2:  # a codec makes it shorter
         data[1::2] = bytes(len(data) // 2)
     return bytes(data)
+
+
+def submit(engine: TierEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> Job:
+    """Begin a store of the pages that those keys have."""
+    pages = tuple((memoryview(content(NAMESPACE, each)),) for each in wanted)
+    return engine.submit_store(Run(tuple(wanted), pages, tenant))
+
+
+def store(engine: TierEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> list[Reason]:
+    return finished(submit(engine, wanted, tenant))
+
+
+def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
+    """Pages that load, which are checked to be the right ones."""
+    assert engine.stats().health is Health.RUNNING, engine.stats()
+    return Ledger().load(engine, wanted).count(Reason.OK)
 
 
 class Loaded:

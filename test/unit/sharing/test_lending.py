@@ -12,8 +12,7 @@ import pytest
 
 from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.sharing.borrowing import BorrowedEngine
-from sglang_tiered.sharing.lending import PageLender
+from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
-from sglang_tiered.sharing.borrowing import BorrowedEngine
+from sglang_tiered.sharing.lending import BorrowedEngine
 from sglang_tiered.storage.base import Health, Stop, Tier
 from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS

@@ -331,7 +331,7 @@ class BucketEngine(TierEngine):
 
     @property
     def pin_bound_bytes(self) -> int:
-        return self._state.pins.bound_bytes
+        return self._state.pins.book.bound_bytes
 
     # ---- What there is ----
 

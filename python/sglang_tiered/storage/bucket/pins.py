@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.storage.base import KEY_BYTES, PinInfo, PinRefusal
+from sglang_tiered.storage.base import KEY_BYTES, PinInfo
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.pins import MAX_NOTES_BYTES, MAX_PIN_BYTES, Pin, PinBook
+from sglang_tiered.storage.region.pins import MAX_PIN_BYTES, Pin, PinBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.base import Erasure, PinRefusal
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erased import BucketErasures
     from sglang_tiered.storage.bucket.index import BucketIndex
@@ -123,11 +123,10 @@ class BucketPins:
     def __init__(
         self, capacity_bytes: int | None, clock: Callable[[], float], index: BucketIndex
     ) -> None:
-        self.bound_bytes = pin_share(capacity_bytes)
         self._clock = clock
         self._index = index
         self.unsettled: dict[str, PinChange] = {}  # by names: not yet in the bucket
-        self.book = PinBook(self.bound_bytes, clock)
+        self.book = PinBook(pin_share(capacity_bytes), clock)
         self.clear()
 
     def clear(self) -> None:
@@ -153,26 +152,10 @@ class BucketPins:
 
     def refusal(self, pin: Pin) -> PinRefusal | None:
         """Return why a pin cannot be taken, in the place of one of its name."""
-        before = self.book.get(pin.name)
-        own = [] if before is None else self.book.wanted_by(before)
-        added = {*self.book.unwanted(pin.keys), *set(own).intersection(pin.keys)}
-        pinned = self._index.pinned_bytes - self._index.bytes_of(own)
-        asked = self._index.bytes_of(added)
-        num_keys = self.book.num_keys - len(own) + len(added)
-        notes = self.book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
-        why = ""
-        if pinned + asked > self.bound_bytes:
-            why = (
-                f"pages of {asked} bytes cannot be pinned beside {pinned}: at most "
-                f"{self.bound_bytes}"
-            )
-        elif before is None and len(self.book) >= MAX_PINS:
-            why = f"there are {MAX_PINS} pins already: unpin some"
-        elif num_keys > MAX_KEYS:
-            why = f"pins would name {num_keys} pages, at most {MAX_KEYS}: unpin some"
-        elif notes > MAX_NOTES_BYTES:
-            why = f"pins would note {notes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
-        return PinRefusal(asked, pinned, self.bound_bytes, why) if why else None
+        index, freed = self._index, self.book.freed_by(pin)
+        asked = index.bytes_of(self.book.unwanted(pin.keys))
+        pinned = index.pinned_bytes - index.bytes_of(freed)
+        return self.book.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
 
     def change(self, name: str, pin: Pin | None) -> None:
         """Set a pin of this server in force, or let one go."""

@@ -139,7 +139,7 @@ class RegionEngine(TierEngine):
             raise ValueError(f"num_threads is {num_threads}: one for loads, and one for stores")
         if not 0 <= pin_share <= MAX_PIN_SHARE:
             raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
-        self._directory = directory
+        self.directory = directory
         self._most_bytes = max(capacity_bytes, most_bytes or 0)
         self._capacity = Capacity(capacity_bytes, region_bytes, pin_share, max_tenant_bytes)
         self._max_page_bytes = max_page_bytes(region_bytes)
@@ -155,7 +155,8 @@ class RegionEngine(TierEngine):
         state.bytes_written = report.bytes_written
         state.adopt(report.pins)
         self._first_sequence = report.next_sequence
-        self._erased_notes = tuple(report.erased.notes.values())
+        self.erased_notes = tuple(report.erased.notes.values())
+        """What was noted of erasures before the store was opened, the oldest first."""
         self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
         device = self._device
         self.notes = Notes(device)
@@ -177,17 +178,17 @@ class RegionEngine(TierEngine):
 
     def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise _unusable(self._directory, error) from error
-        self._directory_lock = DirectoryLock(self._directory)
+            raise _unusable(self.directory, error) from error
+        self._directory_lock = DirectoryLock(self.directory)
         state = self._state
         self._own_device: FileDevice | None = None
         try:
             if device is None:
-                allow_regions(self._directory, self._most_bytes, region_bytes)
+                allow_regions(self.directory, self._most_bytes, region_bytes)
                 lock = self._directory_lock.directory
-                device = self._own_device = FileDevice(self._directory, lock=lock)
+                device = self._own_device = FileDevice(self.directory, lock=lock)
             self._device = device
             report = recover(
                 self._device,
@@ -200,11 +201,11 @@ class RegionEngine(TierEngine):
             )
         except OSError as error:
             self._let_go()
-            raise _unusable(self._directory, error) from error
+            raise _unusable(self.directory, error) from error
         except BaseException:
             self._let_go()
             raise
-        logger.info("%s recovered: %s", self._directory, report)
+        logger.info("%s recovered: %s", self.directory, report)
         state.any_dirty = any(region.dirty for region in state.regions)
         try:
             free = self._device.free_bytes() + state.regions.physical_bytes
@@ -213,15 +214,11 @@ class RegionEngine(TierEngine):
         if free < self._capacity.nbytes:
             logger.warning(
                 "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
-                self._directory,
+                self.directory,
                 self._capacity.nbytes,
                 free,
             )
         return report
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
 
     @property
     def encoding(self) -> PageEncoding | None:
@@ -235,10 +232,27 @@ class RegionEngine(TierEngine):
 
     @property
     def health(self) -> Health:
-        return self._check_health()
+        """Return the health of now. When the device just went bad, what is queued is shed: nothing
+        may wait behind an I/O that hangs."""
+        state = self._state
+        if state.closed:
+            return Health.FAILED
+        health = self._health.state()
+        if health is Health.RUNNING:
+            self._log.settle("device")
+            return health
+        self._log.report(
+            "device",
+            "%s cannot be used (%s); every lookup misses until it can",
+            self.directory,
+            self._health.diagnosis()[1],
+        )
+        with state.lock:
+            state.shed(Reason.REJECTED, Reason.IO_ERROR)
+        return health
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        if self._check_health() is not Health.RUNNING:
+        if self.health is not Health.RUNNING:
             return LookupResult(0, Stop.UNHEALTHY)
         state = self._state
         with state.lock:
@@ -249,19 +263,19 @@ class RegionEngine(TierEngine):
             return LookupResult(num_hits, stop)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._check_health() is not Health.RUNNING:
+        if self.health is not Health.RUNNING:
             return [False] * len(keys)
         return self.view.contains(keys)
 
     def some_keys(self, limit: int) -> list[bytes]:
-        if self._check_health() is not Health.RUNNING:
+        if self.health is not Health.RUNNING:
             return []
         with self._state.lock:
             index = self._state.index
             return index.keys(index.some_rows(limit))
 
     def submit_store(self, run: Run) -> Job:
-        health = self._check_health()
+        health = self.health
         state = self._state
         lengths = [page_bytes(page) for page in run.pages]
         with state.lock:
@@ -303,7 +317,7 @@ class RegionEngine(TierEngine):
     ) -> Job:
         """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them.
         ``for_request``: of this server, which times it; what else is read counts as copied."""
-        health = self._check_health()
+        health = self.health
         state = self._state
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
@@ -321,7 +335,7 @@ class RegionEngine(TierEngine):
         return job
 
     def stats(self) -> TierStats:
-        health = self._check_health()
+        health = self.health
         reason = "" if health is Health.RUNNING else self._health.diagnosis()[1] or "closed"
         state = self._state
         with state.lock:
@@ -409,11 +423,6 @@ class RegionEngine(TierEngine):
         most 64 MiB and 65,536 of them are kept, the oldest going first. True once a restart knows
         all that. Memory only."""
         return self._erase(Erasure(()), ids, tuple(notes))
-
-    @property
-    def erased_notes(self) -> tuple[Note, ...]:
-        """Return what was noted of erasures before the store was opened, the oldest first."""
-        return self._erased_notes
 
     def _erase(self, what: Erasure, ids: Iterable[bytes], notes: tuple[Note, ...]) -> Future[bool]:
         digests = tuple(map(xxhash.xxh3_64_intdigest, ids))
@@ -524,7 +533,7 @@ class RegionEngine(TierEngine):
         has_ended = self._workers.join(self._close_timeout_s)
         self._promises.close()
         if not has_ended:
-            logger.warning("%s: the device hangs; its files stay open", self._directory)
+            logger.warning("%s: the device hangs; its files stay open", self.directory)
             return
         for region in state.regions:
             with contextlib.suppress(OSError):
@@ -548,26 +557,6 @@ class RegionEngine(TierEngine):
         sequences = map(parse_region_name, self._device.list_names())
         ours = {region_name(s) for s in sequences if s is not None and s >= self._first_sequence}
         assert ours <= known, f"files not in the books: {sorted(ours - known)}"
-
-    def _check_health(self) -> Health:
-        """Return the health of now. When the device just went bad, what is queued is shed: nothing
-        may wait behind an I/O that hangs."""
-        state = self._state
-        if state.closed:
-            return Health.FAILED
-        health = self._health.state()
-        if health is Health.RUNNING:
-            self._log.settle("device")
-            return health
-        self._log.report(
-            "device",
-            "%s cannot be used (%s); every lookup misses until it can",
-            self._directory,
-            self._health.diagnosis()[1],
-        )
-        with state.lock:
-            state.shed(Reason.REJECTED, Reason.IO_ERROR)
-        return health
 
 
 def _unusable(directory: Path, error: OSError) -> StoreError:

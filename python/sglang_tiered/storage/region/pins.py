@@ -257,11 +257,41 @@ class PinBook:
         """Return those keys that no pin wants."""
         return [key for key in keys if key not in self._holders]
 
-    def wanted_by(self, pin: Pin, *, but: Pin | None = None) -> list[bytes]:
-        """Return the keys that no pin wants but one, which is there, and that another, which may
-        take its place, does not want."""
-        kept = set() if but is None else set(but.keys)
-        return [key for key in pin.keys if self._holders[key] == pin.name and key not in kept]
+    def freed_by(self, pin: Pin) -> list[bytes]:
+        """Return the keys that no pin wants once this one is in the place of one of its name."""
+        before = self._pins.get(pin.name)
+        if before is None:
+            return []
+        kept = set(pin.keys)
+        return [key for key in before.keys if self._holders[key] == pin.name and key not in kept]
+
+    def refusal(
+        self,
+        pin: Pin,
+        freed: Sequence[bytes],
+        asked_bytes: int,
+        pinned_bytes: int,
+        *,
+        max_pins: int,
+        max_keys: int,
+    ) -> PinRefusal | None:
+        """Return why a pin cannot take the place of one of its name, which frees those keys: its
+        pages add so many bytes to those of the others."""
+        before, bound = self._pins.get(pin.name), self.bound_bytes
+        num_keys = self.num_keys - len(freed) + len(self.unwanted(pin.keys))
+        data_bytes = self.data_bytes - (len(before.data) if before else 0) + len(pin.data)
+        if pinned_bytes + asked_bytes > bound:
+            numbers = f"{asked_bytes} bytes cannot be pinned beside {pinned_bytes}"
+            why = f"pages of {numbers}: at most {bound}"
+        elif before is None and len(self) >= max_pins:
+            why = f"there are {max_pins} pins already: unpin some"
+        elif num_keys > max_keys:
+            why = f"pins would name {num_keys} pages, at most {max_keys}: unpin some"
+        elif data_bytes > MAX_NOTES_BYTES:
+            why = f"pins would note {data_bytes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
+        else:
+            return None
+        return PinRefusal(asked_bytes, pinned_bytes, bound, why)
 
     def of_tenant(self, tenant: bytes | None) -> list[str]:
         """Return the names of a tenant's pins; of all for None."""

@@ -30,7 +30,6 @@ from sglang_tiered.storage.region.pending import (
 )
 from sglang_tiered.storage.region.pins import (
     MAX_KEYS,
-    MAX_NOTES_BYTES,
     MAX_PINS,
     PinBook,
     PinInfo,
@@ -194,39 +193,22 @@ class StoreState:
     def pin(self, pin: Pin) -> PinRefusal | None:
         """Keep the pages of a pin from now on, in the place of one of the same name, unless that is
         beyond a bound."""
-        book, before = self.pins, self.pins.get(pin.name)
-        only_before = book.wanted_by(before, but=pin) if before is not None else []
-        asked = self.index.held_bytes(key_words(pin.keys), pinned=False)
-        pinned = self.index.pinned_bytes - self.index.held_bytes(
-            key_words(only_before), pinned=True
-        )
-        bound = book.bound_bytes
-        num_keys = book.num_keys - len(only_before)
-        notes_bytes = book.data_bytes - (len(before.data) if before else 0) + len(pin.data)
-        why = ""
-        if not bound:
+        index, freed = self.index, self.pins.freed_by(pin)
+        asked = index.held_bytes(key_words(pin.keys), pinned=False)
+        pinned = index.pinned_bytes - index.held_bytes(key_words(freed), pinned=True)
+        if not self.pins.bound_bytes:
             why = "nothing can be pinned here: the capacity must be three regions or more"
-        elif pinned + asked > bound:
-            why = f"pages of {asked} bytes cannot be pinned beside {pinned}: at most {bound}"
-        elif before is None and len(book) >= MAX_PINS:
-            why = f"there are {MAX_PINS} pins already: unpin some"
-        elif num_keys + len(pin.keys) - len(book.wanted(pin.keys)) > MAX_KEYS:
-            why = f"pins name {num_keys} pages already, at most {MAX_KEYS}: unpin some"
-        elif notes_bytes > MAX_NOTES_BYTES:
-            why = f"pins would note {notes_bytes} bytes, at most {MAX_NOTES_BYTES}: unpin some"
-        if why:
-            return PinRefusal(asked, pinned, bound, why)
-        self.unpin([pin.name], adopt=[pin])
-        return None
+            return PinRefusal(asked, pinned, 0, why)
+        refusal = self.pins.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
+        if refusal is None:
+            self.unpin([pin.name], adopt=[pin])
+        return refusal
 
     def adopt(self, pins: Sequence[Pin]) -> None:
         """Keep the pages of new pins that are held, as far as the bound allows."""
         for pin in pins:
             self.pins.add(pin)
-        if len(pins) == 1:
-            self._pin_pages(pins[0].keys)
-        else:
-            self._pin_pages(list(dict.fromkeys(key for pin in pins for key in pin.keys)))
+        self._pin_pages(list(dict.fromkeys(key for pin in pins for key in pin.keys)))
 
     def unpin(self, names: Sequence[str], adopt: Sequence[Pin] = ()) -> None:
         """Let go of what no other pin wants, and have others in the place of these."""

@@ -12,7 +12,7 @@ import xxhash
 
 from kit.clock import Clock
 from kit.request_hooks import Gate, listed
-from kit.runs import NAMESPACE, make_soft_run, soft_encoding
+from kit.runs import NAMESPACE, make_soft_run, of, soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 MakeEngine = Callable[..., "BucketEngine"]
 
 A, B = b"a" * 16, b"b" * 16
-
-
-def of(tenant: bytes, run: Run) -> Run:
-    return Run(run.keys, run.pages, tenant)
 
 
 def test_a_page_is_one_object_and_nothing_else(

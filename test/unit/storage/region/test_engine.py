@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.faulty import FaultyDevice
-from kit.waiting import drained
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Stop
+from kit.waiting import drained, finished
+from sglang_tiered.storage.base import JobKind, Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -47,11 +47,6 @@ class Gate:
 
 def options(**changes: Any) -> dict[str, Any]:
     return {"namespace": OLD, "capacity_bytes": 4 * REGION, "region_bytes": REGION} | changes
-
-
-def done(job: Job) -> list[Reason]:
-    assert job.wait(TIMEOUT_S), "the job did not finish"
-    return job.reasons
 
 
 @pytest.fixture
@@ -101,16 +96,18 @@ def test_a_queue_takes_the_leading_pages_that_fit(
     second = gated.submit_store(run)
     if num_taken:
         assert gated.lookup(run.keys) == (0, Stop.PENDING)
-        assert done(gated.submit_load(blank(run))) == [Reason.MISS] * 4
-        assert done(gated.submit_store(Run(run.keys[:2], run.pages[:2]))) == [Reason.DUPLICATE] * 2
+        assert finished(gated.submit_load(blank(run))) == [Reason.MISS] * 4
+        assert (
+            finished(gated.submit_store(Run(run.keys[:2], run.pages[:2]))) == [Reason.DUPLICATE] * 2
+        )
     assert gated.lookup(run.keys[2:]).stop is Stop.MISS
     gate.opened.set()
-    assert done(job) == [Reason.OK] * len(first)
-    assert done(second) == [Reason.OK] * num_taken + [Reason.REJECTED] * (4 - num_taken)
+    assert finished(job) == [Reason.OK] * len(first)
+    assert finished(second) == [Reason.OK] * num_taken + [Reason.REJECTED] * (4 - num_taken)
     assert gated.stats().reasons[JobKind.STORE, Reason.REJECTED] == 4 - num_taken
     expected = [Reason.DUPLICATE] * num_taken + [Reason.OK] * (4 - num_taken)
-    assert done(gated.submit_store(run)) == expected
-    assert done(gated.submit_load(blank(run))) == [Reason.OK] * 4
+    assert finished(gated.submit_store(run)) == expected
+    assert finished(gated.submit_load(blank(run))) == [Reason.OK] * 4
 
 
 def test_a_large_store_does_not_await_hanging_devices(
@@ -126,7 +123,7 @@ def test_a_large_store_does_not_await_hanging_devices(
     deadline = time.monotonic() + TIMEOUT_S
     while engine.lookup(large.run.keys).stop is not Stop.UNHEALTHY:
         assert time.monotonic() < deadline, "a device that hangs goes unnoticed"
-    assert done(large) == [Reason.REJECTED] * 200
+    assert finished(large) == [Reason.REJECTED] * 200
     assert engine.stats().queued_store_bytes == 0
     gate.opened.set()
     engine.close()
@@ -148,7 +145,7 @@ def test_placing_a_store_walks_through_no_others(
     assert gate.entered.wait(TIMEOUT_S)
     jobs += [gated.submit_store(make_run(seed, [4096])) for seed in (2, 3)]
     gate.opened.set()
-    assert [done(job) for job in jobs] == [[Reason.OK]] * 3
+    assert [finished(job) for job in jobs] == [[Reason.OK]] * 3
     with gated._state.lock:
         assert not gated._state.writes
         gated._state.writes = deque()
@@ -159,12 +156,12 @@ def test_loads_do_not_wait_behind_stores(
 ) -> None:
     gate.opened.set()
     held = make_run(1, [4096])
-    done(gated.submit_store(held))
+    finished(gated.submit_store(held))
     gate.opened.clear()
     gate.entered.clear()
     waiting = gated.submit_store(make_run(2, [4096]))
     assert gate.entered.wait(TIMEOUT_S)
-    assert done(gated.submit_load(blank(held))) == [Reason.OK]
+    assert finished(gated.submit_load(blank(held))) == [Reason.OK]
     assert not waiting.done
 
 
@@ -179,17 +176,17 @@ def test_a_store_of_the_old_namespace_stays_invisible(
     switch.join(TIMEOUT_S)
     assert not switch.is_alive(), "weights change on the scheduler's thread, whatever the disk does"
     gate.opened.set()
-    assert done(job) == [Reason.OK]
+    assert finished(job) == [Reason.OK]
     assert gated.lookup(run.keys) == (0, Stop.MISS)
     same_key = Run(run.keys, make_run(2, [4096]).pages)
-    assert done(gated.submit_store(same_key)) == [Reason.OK]
+    assert finished(gated.submit_store(same_key)) == [Reason.OK]
     target = blank(run)
-    assert done(gated.submit_load(target)) == [Reason.OK]
+    assert finished(gated.submit_load(target)) == [Reason.OK]
     assert bytes(target.pages[0][0]) == bytes(same_key.pages[0][0])
     gated.close()
     reopened = RegionEngine(tmp_path, **options())
     target = blank(run)
-    assert done(reopened.submit_load(target)) == [Reason.OK]
+    assert finished(reopened.submit_load(target)) == [Reason.OK]
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
     reopened.close()
 
@@ -205,20 +202,20 @@ def test_close_finishes_only_what_is_being_written(
     closing = threading.Thread(target=gated.close)
     closing.start()
     if not passes:
-        assert done(first) == [Reason.CANCELLED]
-    assert done(second) == [Reason.CANCELLED]
+        assert finished(first) == [Reason.CANCELLED]
+    assert finished(second) == [Reason.CANCELLED]
     gate.opened.set()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
-    assert done(first) == [Reason.OK if passes else Reason.CANCELLED]
+    assert finished(first) == [Reason.OK if passes else Reason.CANCELLED]
 
 
 def test_largest_page_and_one_byte_more(tmp_path: Path, make_run: MakeRun, blank: Blank) -> None:
     engine = RegionEngine(tmp_path, **options())
     largest = REGION - 4 * 4096
     run = make_run(1, [largest, largest + 1])
-    assert done(engine.submit_store(run)) == [Reason.OK, Reason.NO_SPACE]
-    assert done(engine.submit_load(blank(run))) == [Reason.OK, Reason.MISS]
+    assert finished(engine.submit_store(run)) == [Reason.OK, Reason.NO_SPACE]
+    assert finished(engine.submit_load(blank(run))) == [Reason.OK, Reason.MISS]
     engine.close()
     reopened = RegionEngine(tmp_path, **options())
     assert reopened.lookup(run.keys).num_hits == 1
@@ -229,8 +226,8 @@ def test_capacity_of_a_single_region(tmp_path: Path, make_run: MakeRun, blank: B
     engine = RegionEngine(tmp_path, **options(capacity_bytes=REGION))
     for seed in range(5):
         run = make_run(seed, [12_288] * 3)
-        assert done(engine.submit_store(run)) == [Reason.OK] * 3
-        assert done(engine.submit_load(blank(run))) == [Reason.OK] * 3
+        assert finished(engine.submit_store(run)) == [Reason.OK] * 3
+        assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 3
         assert engine.stats().physical_bytes == REGION
     engine.check_integrity()
     engine.close()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, Blank, MakeRun, page_data
-from kit.waiting import drained
+from kit.runs import NAMESPACE, Blank, MakeRun, of, page_data
+from kit.waiting import drained, finished
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, pins
@@ -37,15 +37,11 @@ def open_engine(directory: Path, **changes: Any) -> RegionEngine:
 
 
 def store(engine: RegionEngine, run: Run) -> list[Reason]:
-    job = engine.submit_store(run)
-    assert job.wait(TIMEOUT_S)
-    return job.reasons
+    return finished(engine.submit_store(run))
 
 
 def load(engine: RegionEngine, run: Run) -> list[Reason]:
-    job = engine.submit_load(run)
-    assert job.wait(TIMEOUT_S)
-    return job.reasons
+    return finished(engine.submit_load(run))
 
 
 def pin(engine: RegionEngine, name: str, keys: Sequence[bytes], **more: Any) -> None:
@@ -58,10 +54,6 @@ def close(engine: RegionEngine) -> None:
     assert drained(engine, TIMEOUT_S)
     engine.check_integrity()
     engine.close()
-
-
-def of_tenant(run: Run, tenant: bytes) -> Run:
-    return Run(run.keys, run.pages, tenant)
 
 
 @pytest.mark.parametrize("spread", ["dense", "spread", "late"])
@@ -132,7 +124,7 @@ def test_pages_beyond_todays_regions_stop_no_reclaim(
 ) -> None:
     """Though they are loaded, or pinned since regions were larger: none could be written again."""
     engine = open_engine(tmp_path / "s")
-    large, small = of_tenant(make_run(1, [5 * PAGE]), A), of_tenant(make_run(2, [PAGE] * 36), A)
+    large, small = of(A, make_run(1, [5 * PAGE])), of(A, make_run(2, [PAGE] * 36))
     assert store(engine, large) + store(engine, small) == [Reason.OK] * 37
     if is_pinned:
         pin(engine, "p", large.keys, tenant=A)
@@ -142,7 +134,7 @@ def test_pages_beyond_todays_regions_stop_no_reclaim(
     assert load(engine, blank(large)) == [Reason.MISS]
     assert engine.lookup(small.keys).num_hits == 36
     for seed in range(100, 100 + 2 * CAPACITY // PAGE // 8):
-        assert set(store(engine, of_tenant(make_run(seed, [PAGE] * 8), A))) == {Reason.OK}
+        assert set(store(engine, of(A, make_run(seed, [PAGE] * 8)))) == {Reason.OK}
     assert not any(engine.contains(small.keys)), "its region went in its turn"
     close(engine)
 
@@ -176,7 +168,7 @@ def test_too_small_a_capacity_pins_nothing(tmp_path: Path, make_run: MakeRun) ->
 def test_too_many_pins_and_keys_are_refused(
     tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_tiered.storage.region import state
+    from sglang_tiered.storage.region import pins, state
 
     engine = open_engine(tmp_path / "s")
     monkeypatch.setattr(state, "MAX_KEYS", 10)
@@ -184,12 +176,12 @@ def test_too_many_pins_and_keys_are_refused(
     pin(engine, "b", make_run(1, [PAGE] * 6).keys)  # the same pages
     refusal = engine.pin("c", make_run(2, [PAGE] * 5).keys)
     assert isinstance(refusal, PinRefusal)
-    assert "pins name 6 pages already, at most 10" in refusal.why
+    assert "pins would name 11 pages, at most 10" in refusal.why
     monkeypatch.setattr(state, "MAX_PINS", 2)
     refusal = engine.pin("c", make_run(2, [PAGE]).keys)
     assert isinstance(refusal, PinRefusal)
     assert "2 pins already" in refusal.why
-    monkeypatch.setattr(state, "MAX_NOTES_BYTES", 100)
+    monkeypatch.setattr(pins, "MAX_NOTES_BYTES", 100)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"n" * 90)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"m" * 100)  # in its place
     refusal = engine.pin("b", make_run(1, [PAGE]).keys, data=b"n")
@@ -223,8 +215,8 @@ def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -
     engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
     kept: list[Run] = []
     for seed in range(200):
-        small = of_tenant(make_run(2 * seed, [PAGE] * 4), A)
-        rest = of_tenant(make_run(2 * seed + 1, [PAGE] * 36), A)
+        small = of(A, make_run(2 * seed, [PAGE] * 4))
+        rest = of(A, make_run(2 * seed + 1, [PAGE] * 36))
         assert set(store(engine, small)) == {Reason.OK}, f"dropped after {seed}"
         assert set(store(engine, rest)) == {Reason.OK}, f"dropped after {seed}"
         if len(kept) < 15:  # a quarter of the share

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.clock import Clock
+from kit.waiting import finished
 from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine, sync_worker
 from sglang_tiered.storage.region.device import FileDevice
@@ -45,9 +46,7 @@ def engine(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def store(engine: RegionEngine, run: Run) -> None:
-    job = engine.submit_store(run)
-    assert job.wait(TIMEOUT_S)
-    assert set(job.reasons) == {Reason.OK}
+    assert set(finished(engine.submit_store(run))) == {Reason.OK}
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:

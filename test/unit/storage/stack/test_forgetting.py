@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kit.runs import of, select
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, JobKind, Reason, Run
+from sglang_tiered.storage.base import Erasure, JobKind, Reason
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
-    import pytest
-
     from kit.runs import Blank, MakeRun
     from sglang_tiered.storage.stack import TierStack
 
@@ -18,15 +17,10 @@ PAGES = [8192] * 4
 TENANT = b"a" * 16
 
 
-def theirs(make_run: MakeRun) -> Run:
-    run = make_run(1, PAGES)
-    return Run(run.keys, run.pages, TENANT)
-
-
 def test_a_forgotten_page_leaves_both_tiers(
     engine: TierStack, tiers: Any, make_run: MakeRun
 ) -> None:
-    run = theirs(make_run)
+    run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(run))
     eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
     assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
@@ -34,7 +28,7 @@ def test_a_forgotten_page_leaves_both_tiers(
     assert engine.contains(run.keys) == expected
     assert engine.nvme.contains(run.keys) == expected
     assert tiers.bucket.contains(run.keys) == expected
-    finished(engine.submit_store(Run(run.keys[1:2], run.pages[1:2], TENANT)))
+    finished(engine.submit_store(select(run, [1])))
     eventually(lambda: all(tiers.bucket.contains(run.keys)), "what was stored again is not copied")
     assert engine.nvme.contains(run.keys) == [True] * 4
 
@@ -42,7 +36,7 @@ def test_a_forgotten_page_leaves_both_tiers(
 def test_what_a_peer_forgot_is_only_hidden_below(
     engine: TierStack, tiers: Any, make_run: MakeRun
 ) -> None:
-    run = theirs(make_run)
+    run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(run))
     eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
     assert is_true(engine.erase(Erasure.of(run.keys[2:], spread=False)), TIMEOUT_S)
@@ -54,7 +48,7 @@ def test_a_page_forgotten_while_loading_is_not_promoted(
     engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(Run(run.keys, run.pages, TENANT)))
+    finished(tiers.bucket.submit_store(of(TENANT, run)))
     tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run), tenant=TENANT)
     tiers.bucket.holding = set()
@@ -65,26 +59,3 @@ def test_a_page_forgotten_while_loading_is_not_promoted(
     assert is_true(forgotten, TIMEOUT_S)
     assert drained(engine.nvme, TIMEOUT_S)
     assert engine.nvme.contains(run.keys) == [False] * 4
-
-
-def test_a_forget_during_a_copy_costs_others_nothing(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiers.bucket.known = False  # nothing is copied yet
-    engine = tiers.open()
-    run = theirs(make_run)
-    finished(engine.submit_store(run))
-    erase = engine.nvme.erase
-
-    def erase_behind_a_read(what: Erasure) -> object:
-        tiers.bucket.known = True
-        eventually(
-            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
-        )
-        return erase(what)
-
-    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
-    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
-    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
-    assert tiers.bucket.contains(run.keys) == [True, False, True, True]
-    assert engine.stack_stats().num_demotions_gone == 1

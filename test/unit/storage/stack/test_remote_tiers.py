@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_tier import SharedTier
 
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import (
     Erasure,
     Health,
@@ -28,7 +28,7 @@ from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span, StackSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -101,13 +101,6 @@ def part(run: Run, *positions: int) -> Run:
     return Run(keys, tuple(run.pages[i] for i in positions), TENANT)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
 def test_a_prefix_over_three_tiers_is_one_load(
     world: World, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
@@ -172,7 +165,7 @@ def test_what_one_remote_tier_fails_the_other_serves(
     assert second.asked == [run.keys[1:3]]
     assert engine.remote_stats(order[1]).num_recovered == 2
     assert engine.remote_stats(order[0]).num_recovered == 0
-    until(lambda: engine.nvme.view.contains(run.keys) == [True] * 3 + [False], "not kept")
+    eventually(lambda: engine.nvme.view.contains(run.keys) == [True] * 3 + [False], "not kept")
     assert [engine.remote_stats(tier).num_promoted for tier in order] == [1, 2]
 
 
@@ -206,7 +199,7 @@ def test_pages_from_peers_are_kept_until_a_purge(
     finished(world.peers.submit_store(part(run, 0, 1, 2, 3)))
     finished(world.peers.submit_store(part(other, 0, 1, 2, 3)))
     finished(engine.submit_load(blank(run), tenant=TENANT))
-    until(lambda: engine.remote_stats(Tier.PEER).num_promoted == 4, "nothing was kept")
+    eventually(lambda: engine.remote_stats(Tier.PEER).num_promoted == 4, "nothing was kept")
     assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
     again = blank(run)
     assert finished(engine.nvme.submit_load(again)) == [Reason.OK] * 4
@@ -217,7 +210,9 @@ def test_pages_from_peers_are_kept_until_a_purge(
     world.peers.release()
     assert finished(job) == [Reason.OK] * 4
     assert drained(engine, TIMEOUT_S)
-    until(lambda: engine.remote_stats(Tier.PEER).num_promotions_dropped == 4, "what came before")
+    eventually(
+        lambda: engine.remote_stats(Tier.PEER).num_promotions_dropped == 4, "what came before"
+    )
     assert engine.nvme.view.contains([*run.keys, *other.keys]) == [False] * 8
 
 

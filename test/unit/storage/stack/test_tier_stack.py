@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_tier import SharedTier
 
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.runs import of, select
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import (
     Erasure,
     Health,
     JobKind,
     LookupResult,
     Reason,
-    Run,
     Stop,
     Tier,
 )
@@ -25,7 +25,6 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack.tiers import Span, StackSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from kit.runs import Blank, MakeRun, PageData
@@ -36,28 +35,12 @@ PAGES = [8192] * 4
 TENANT = b"a" * 16
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
-def select(run: Run, positions: list[int], tenant: bytes = TENANT) -> Run:
-    keys = tuple(run.keys[i] for i in positions)
-    return Run(keys, tuple(run.pages[i] for i in positions), tenant)
-
-
-def of(tenant: bytes, run: Run) -> Run:
-    return Run(run.keys, run.pages, tenant)
-
-
 def test_a_prefix_over_both_tiers_is_one_hit(
     tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
 ) -> None:
     tiers.bucket.known = False  # nothing is demoted
     engine = tiers.open()
-    run = make_run(1, PAGES * 2)
+    run = of(TENANT, make_run(1, PAGES * 2))
     finished(engine.submit_store(select(run, [0, 1, 5])))
     finished(tiers.bucket.submit_store(select(run, [2, 3, 4, 5])))
     assert engine.lookup_spans(run.keys) == [
@@ -75,12 +58,12 @@ def test_a_prefix_over_both_tiers_is_one_hit(
 def test_a_load_ends_only_when_both_tiers_have(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
-    run = make_run(1, PAGES)
+    run = of(TENANT, make_run(1, PAGES))
     finished(engine.submit_store(select(run, [0, 1])))
     finished(tiers.bucket.submit_store(select(run, [2, 3])))
     tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run))
-    until(lambda: engine.nvme.stats().num_pages_loaded == 2, "the part of NVMe was not read")
+    eventually(lambda: engine.nvme.stats().num_pages_loaded == 2, "the part of NVMe was not read")
     assert not job.done, "buffers were released while the bucket may write into them"
     assert not drained(engine, 0.0)
     tiers.bucket.release()
@@ -92,8 +75,8 @@ def test_a_page_the_disk_lost_comes_from_below(
 ) -> None:
     tiers.bucket.known = False
     engine = tiers.open()
-    run = make_run(1, PAGES)
-    finished(engine.submit_store(of(TENANT, run)))
+    run = of(TENANT, make_run(1, PAGES))
+    finished(engine.submit_store(run))
     finished(tiers.bucket.submit_store(select(run, [1, 2])))
     damage(tiers.directory, page_data(run)[1])
     damage(tiers.directory, page_data(run)[3])
@@ -102,7 +85,7 @@ def test_a_page_the_disk_lost_comes_from_below(
     assert reasons == [Reason.OK, Reason.OK, Reason.OK, Reason.CORRUPT]
     assert page_data(target)[:3] == page_data(run)[:3]
     assert engine.stack_stats().num_recovered == 1
-    until(lambda: engine.stack_stats().num_promoted == 1, "it was not written again")
+    eventually(lambda: engine.stack_stats().num_promoted == 1, "it was not written again")
     assert engine.nvme.view.contains(run.keys) == [True, True, True, False]
 
 
@@ -142,7 +125,7 @@ def test_promoted_pages_are_kept_under_their_tenant(
     finished(engine.submit_load(target, tenant=TENANT))
     for (segment,) in target.pages:
         segment[:] = bytes(segment.nbytes)  # the caller's again: the copy must be another
-    until(lambda: engine.stack_stats().num_promoted == 4, "nothing was promoted")
+    eventually(lambda: engine.stack_stats().num_promoted == 4, "nothing was promoted")
     assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
     again = blank(run)
     assert finished(engine.nvme.submit_load(again)) == [Reason.OK] * 4
@@ -165,13 +148,13 @@ def test_leading_pages_within_the_promotion_bound_are_kept(
     finished(tiers.bucket.submit_store(of(TENANT, run)))
     small = tiers.open(StackSettings(promotion_bytes=8192 * 3))
     assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    until(lambda: small.stack_stats().num_promoted == 3, "what fits was not kept")
+    eventually(lambda: small.stack_stats().num_promoted == 3, "what fits was not kept")
     assert small.stack_stats().num_promotions_dropped == 1
     assert small.nvme.view.contains(run.keys) == [True] * 3 + [False]
     target = blank(run)
     assert finished(small.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
     assert page_data(target) == page_data(run)
-    until(lambda: small.stack_stats().num_promoted == 4, "the next load brings the next")
+    eventually(lambda: small.stack_stats().num_promoted == 4, "the next load brings the next")
 
 
 def test_promotion_is_bounded_and_asks_first(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
@@ -239,7 +222,7 @@ def test_reads_to_be_copied_are_not_loads(
     """Nobody times them, so a speed of loaded bytes over busy seconds would have no bound."""
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
-    until(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
     stats = engine.nvme.stats()
     assert (stats.num_pages_loaded, stats.bytes_loaded) == (0, 0)
     assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
@@ -255,7 +238,7 @@ def test_stores_go_down_in_order_under_their_tenant(
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
     for run in runs:
         finished(engine.submit_store(run))
-    until(lambda: engine.stack_stats().num_demoted == 20, "not everything was demoted")
+    eventually(lambda: engine.stack_stats().num_demoted == 20, "not everything was demoted")
     assert engine.stack_stats().demote_backlog == 0
     stored = [key for run in tiers.bucket.stored_runs for key in run.keys]
     assert sorted(stored) == sorted(key for run in runs for key in run.keys)
@@ -272,7 +255,7 @@ def test_a_copy_to_the_bucket_is_no_use(engine: TierStack, make_run: MakeRun, bl
     copied, wanted = (of(TENANT, make_run(seed, PAGES)) for seed in range(2))
     for run in (copied, wanted):
         finished(engine.submit_store(run))
-    until(lambda: engine.stack_stats().num_demoted == 8, "not everything was demoted")
+    eventually(lambda: engine.stack_stats().num_demoted == 8, "not everything was demoted")
     finished(engine.submit_load(blank(wanted)))
     behind = engine.nvme.view.pages_behind(-1)
     assert behind is not None
@@ -290,7 +273,7 @@ def test_a_restart_finds_what_was_never_copied(tiers: Any, make_run: MakeRun) ->
     tiers.bucket.known = True
     finished(tiers.bucket.submit_store(runs[0]))  # by another server, say
     second = tiers.open()
-    until(lambda: second.stack_stats().num_demoted == 20, "not everything was demoted")
+    eventually(lambda: second.stack_stats().num_demoted == 20, "not everything was demoted")
     assert all(all(tiers.bucket.contains(run.keys)) for run in runs)
     order = [run.keys[0] for run in tiers.bucket.stored_runs]
     assert order.index(runs[1].keys[0]) == 1, "the oldest is the next to be reclaimed"
@@ -307,11 +290,11 @@ def test_nothing_is_copied_while_a_load_runs(tiers: Any, make_run: MakeRun, blan
     finished(engine.submit_store(make_run(2, PAGES)))
     # It looks at the tier first: a step that began after the store had ended found nothing to do.
     looks = tiers.bucket.num_looks
-    until(lambda: tiers.bucket.num_looks >= looks + 2, "it does not look")
+    eventually(lambda: tiers.bucket.num_looks >= looks + 2, "it does not look")
     assert engine.stack_stats().num_demoted == 0
     tiers.bucket.release()
     finished(job)
-    until(lambda: engine.stack_stats().num_demoted == 4, "it never went on")
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it never went on")
 
 
 def test_an_unreachable_bucket_is_filled_when_it_returns(
@@ -327,7 +310,7 @@ def test_an_unreachable_bucket_is_filled_when_it_returns(
     assert engine.stats().health is Health.RUNNING
     assert engine.stack_stats().demote_backlog == 4
     tiers.bucket.sick = False
-    until(lambda: engine.stack_stats().num_demoted == 4, "it was not filled")
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not filled")
 
 
 def test_failed_copies_are_retried_then_dropped(
@@ -336,12 +319,12 @@ def test_failed_copies_are_retried_then_dropped(
     tiers.bucket.refuse = Reason.IO_ERROR
     run = make_run(1, PAGES)
     finished(engine.submit_store(run))
-    until(lambda: engine.stack_stats().demote_backlog == 4, "nothing waits for its next turn")
+    eventually(lambda: engine.stack_stats().demote_backlog == 4, "nothing waits for its next turn")
     tiers.bucket.refuse = None
-    until(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
     tiers.bucket.refuse = Reason.NO_SPACE
     finished(engine.submit_store(make_run(2, PAGES)))
-    until(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
+    eventually(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
     assert engine.stack_stats().demote_backlog == 0
 
 
@@ -353,7 +336,7 @@ def test_a_scan_finds_what_a_full_queue_refused(tiers: Any, make_run: MakeRun) -
         finished(engine.submit_store(run))
     assert engine.stack_stats().demote_backlog == 8
     tiers.bucket.sick = False
-    until(lambda: engine.stack_stats().num_demoted == 40, "what was refused was lost")
+    eventually(lambda: engine.stack_stats().num_demoted == 40, "what was refused was lost")
 
 
 def test_a_purge_during_a_copy_leaves_no_pages(
@@ -372,9 +355,11 @@ def test_a_purge_during_a_copy_leaves_no_pages(
         assert not any(tiers.bucket.contains([key for run in runs for key in run.keys]))
 
 
-def test_no_copy_of_pages_read_before_a_purge(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("takes_all", [True, False])
+def test_no_copy_of_pages_read_before_an_erasure(
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, takes_all: bool
 ) -> None:
+    """Which costs the others nothing."""
     tiers.bucket.known = False  # nothing is copied yet
     engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
@@ -383,14 +368,18 @@ def test_no_copy_of_pages_read_before_a_purge(
 
     def erase_behind_a_read(what: Erasure) -> object:
         tiers.bucket.known = True
-        until(lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied")
+        eventually(
+            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
+        )
         return erase(what)
 
     monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
-    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    until(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
-    assert engine.lookup(run.keys).num_hits == 0
-    assert engine.stack_stats().num_demotions_gone == 4
+    what = Erasure(tenant=TENANT) if takes_all else Erasure.of(run.keys[1:2])
+    assert is_true(engine.erase(what), TIMEOUT_S)
+    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
+    left = [not takes_all and page != 1 for page in range(4)]
+    assert engine.contains(run.keys) == tiers.bucket.contains(run.keys) == left
+    assert engine.stack_stats().num_demotions_gone == left.count(False)
 
 
 def test_a_new_namespace_is_not_copied_down(
@@ -411,7 +400,7 @@ def test_nothing_is_copied_before_the_bucket_is_listed(tiers: Any, make_run: Mak
     assert engine.stack_stats().demote_backlog == 4
     assert engine.stack_stats().num_demoted == 0
     tiers.bucket.known = True
-    until(lambda: engine.stack_stats().num_demoted == 4, "it never begins")
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it never begins")
 
 
 def test_no_copy_into_a_namespace_changed_while_reading(
@@ -426,14 +415,16 @@ def test_no_copy_into_a_namespace_changed_while_reading(
 
     def change_behind_a_read(namespace: bytes) -> None:
         flush.start()
-        until(lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied")
+        eventually(
+            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
+        )
         change(namespace)
 
     monkeypatch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
     engine.set_namespace(b"\x22" * 32)
     flush.join(TIMEOUT_S)
     assert not flush.is_alive()
-    until(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
+    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
     assert engine.lookup(run.keys).num_hits == 0
 
 
@@ -454,14 +445,14 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
 
     for seed in range(3):
         finished(engine.submit_store(make_run(seed, PAGES)))
-    until(lambda: tiers.bucket.num_held == 1, "nothing was demoted")
+    eventually(lambda: tiers.bucket.num_held == 1, "nothing was demoted")
     monkeypatch.setattr(tiers.bucket, "stats", watched)
     for _ in range(2):
         assert looked.acquire(timeout=TIMEOUT_S), "a full staging area was not looked after"
     assert tiers.bucket.num_held == 1, "more lies between the tiers than may"
     assert not any(owned)
     tiers.bucket.release()
-    until(lambda: engine.stack_stats().num_demoted == 12, "it never went on")
+    eventually(lambda: engine.stack_stats().num_demoted == 12, "it never went on")
 
 
 # ---- Flush ----
@@ -472,7 +463,7 @@ def test_flush_goes_first_and_says_what_is_durable(
 ) -> None:
     tiers.bucket.known = False  # nothing is copied unless asked for
     engine = tiers.open()
-    run, other = make_run(1, PAGES), make_run(2, PAGES)
+    run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
     finished(engine.submit_store(select(run, [0, 1, 2])))
     finished(engine.submit_store(other))
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
