@@ -434,10 +434,10 @@ def prefill_that_teaches_twice(world: World) -> None:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.policy.cost_model import CostModel
 
-    planner: Any = SimpleNamespace(costs=CostModel(page_tokens=PAGE, bytes_per_token=1))
+    planner: LoadPlanner[str] = LoadPlanner(CostModel(page_tokens=PAGE, bytes_per_token=1))
     world.computed()
     for _ in range(2):
-        LoadPlanner.note_batch(planner, [(PAGE, 0)], 0.1)
+        planner.note_batch([(PAGE, 0)], 0.1)
 
 
 def main(names: Iterable[str]) -> None:
