@@ -105,7 +105,8 @@ class LoadPlanner(Generic[Request]):
         """Note how long a prefill batch of ``(new tokens, tokens before them)`` took, of which
         ``num_copied`` tokens were copied to the device meanwhile."""
         self.costs.prefill.observe(spans, seconds, num_copied)
-        self.loads.note_progress()
+        if num_copied:
+            self.loads.note_progress()
 
     def wants_probe(self, tier: Tier = Tier.NVME) -> bool:
         """Whether the tier was not measured for long. Ask only when a load was declined."""

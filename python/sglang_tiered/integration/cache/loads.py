@@ -184,7 +184,7 @@ class Loads(Generic[Request]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waits, self._waits_for_loads = Durations(), Durations()
-        self._progress_at = -math.inf  # when a request was admitted, or a prefill ended
+        self._progress_at = -math.inf  # of a request that had loaded
         self._records: dict[Request, RequestLoad] = {}
         self._in_state: dict[State, dict[Request, None]] = {state: {} for state in State}
 
@@ -253,19 +253,21 @@ class Loads(Generic[Request]):
         return 0.0 if record.held_up_at is None else self._clock() - record.held_up_at
 
     def stalled_s(self, record: RequestLoad) -> float:
-        """Return how long nothing but its load has kept a request while no other made progress.
-        Room goes to those that wait in their order, so others that start pass nobody: a busy server
-        that had them compute what they wait for would be slower for all."""
+        """Return how long nothing but its load has kept a request while none that had loaded made
+        progress. Those leave room, which goes to the ones that wait in their order: a busy server
+        that had them compute what they wait for would be slower for all. Others renew nothing, or
+        a stream of them would keep a request for ever whose room is never left."""
         held_up_at = record.held_up_at
         return 0.0 if held_up_at is None else self._clock() - max(held_up_at, self._progress_at)
 
     def note_progress(self) -> None:
-        """Note that a request was admitted, or that a prefill ended."""
+        """Note that a request that had loaded was admitted, or the prefill of some ended."""
         self._progress_at = self._clock()
 
     def admitted(self, record: RequestLoad) -> None:
         """Count the waits of a request."""
-        self.note_progress()
+        if record.num_loaded:
+            self.note_progress()
         if record.arrived_at is not None:
             self._waits.record(self._clock() - record.arrived_at)
             if record.num_loaded:

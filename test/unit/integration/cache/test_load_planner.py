@@ -300,7 +300,7 @@ def test_put_off_load_behind_too_many_is_dropped() -> None:
     assert not planner.gains_by_its_turn("r", num_ahead=0)
 
 
-@pytest.mark.parametrize("progress", ["nothing", "admitted", "computed"])
+@pytest.mark.parametrize("progress", ["nothing", "cold", "admitted", "computed"])
 def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
     """Each wait for room is longer than computing would take alone, while others have the room. One
     that computes has those behind it wait for longer, which compute then: all hits are lost."""
@@ -311,11 +311,15 @@ def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
     planner.loads.held_up(planner.loads.get("r"))
     asked = {"num_missing": 6400, "num_before": 0, "num_ahead": 0}
     now.seconds += 10 * 6400 * TOKEN_S
-    if progress == "admitted":
+    if progress == "cold":  # of requests that leave no room
+        planner.leaves("other")
+        planner.note_batch([(6400, 0)], 6400 * TOKEN_S)
+    elif progress == "admitted":
+        planner.loads.get("other").num_loaded = 6400
         planner.leaves("other")
     elif progress == "computed":
-        planner.note_batch([(6400, 0)], 6400 * TOKEN_S)
-    waits = progress != "nothing"
+        planner.note_batch([(6400, 0)], 6400 * TOKEN_S, num_copied=6400)
+    waits = progress in ("admitted", "computed")
     assert planner.gains_by_its_turn("r", num_ahead=0) == waits
     assert planner.should_wait("r", **asked, is_read=False) == waits
     now.seconds += 2 * 6400 * TOKEN_S
