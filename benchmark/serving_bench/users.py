@@ -1,4 +1,4 @@
-"""Throughput and TTFT as users come: from all conversations on the device to ten times host memory.
+"""Throughput and TTFT as users come: from all conversations on the device to 9 times host memory.
 
 A closed loop: every user sends a turn, reads the answer, thinks, and sends the next, which holds
 everything said before. Users think as long as it takes for the first point's number of them to

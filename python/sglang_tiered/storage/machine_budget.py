@@ -132,6 +132,7 @@ class BudgetRecords:
         )
         if not cap_bytes:  # before it is opened
             record.wants_bytes = self.needed_bytes = self._needed(before)
+            record.keeps_bytes = self.needed_bytes  # also of one that is refused, and tries again
         table.records[self.name] = record
         return record
 
@@ -145,7 +146,9 @@ class BudgetRecords:
         sizes = [nbytes for _, _, nbytes in _regions(self._shard)]
         if not self.has_pins:
             return min(sum(sizes), self._floor_bytes)
-        needed = 2 * (sum(sizes) + max(sizes, default=0)) if before is None else before.cap_bytes
+        needed = 2 * (sum(sizes) + max(sizes, default=0))
+        if before is not None:
+            needed = max(before.cap_bytes, before.keeps_bytes)
         return min(needed, self._total_bytes)
 
     @contextlib.contextmanager
@@ -293,7 +296,7 @@ class BudgetRecords:
                 record.cap_bytes = max(min(record.cap_bytes, held), least)
                 record.due_bytes = record.cap_bytes
             record.is_live, record.wants_bytes, record.held_bytes = False, 0, held
-            record.keeps_bytes = record.cap_bytes if has_pins else 0
+            record.keeps_bytes = max(record.cap_bytes, record.keeps_bytes) if has_pins else 0
 
     def _look(self, name: str, shard: Path, *, again: bool) -> tuple[int, bool]:
         """Return the bytes of a closed store, and whether it has pins; as they were found before

@@ -528,8 +528,8 @@ class LoadPlanner(Generic[Request]):
         num_lost: int = 0,
     ) -> bool:
         """Whether a request waits for the ``num_missing`` tokens that its load lacks, behind
-        ``num_before`` that are there; of these ``num_lost`` would be lost without. While no other
-        request starts it waits no longer in all than it was to gain.
+        ``num_before`` that are there; of these ``num_lost`` would be lost without. While none that
+        had loaded makes progress it waits no longer in all than it was to gain.
 
         ``is_read``: its reads are under way, as opposed to queued behind ``num_ahead`` tokens of
         others. A load that is late is expected to take as long again as it is late already, so a
