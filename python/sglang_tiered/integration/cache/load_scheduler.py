@@ -415,9 +415,14 @@ class LoadScheduler:
             ]
             self._soonest_load_s = min(under_way, default=math.inf)
         yields = self.planner.yields(request, self._soonest_load_s)
-        if yields:  # it could be admitted, so it keeps its room
-            self._requests.get(request).landed_at = self._num_steps
+        if yields:
+            self.keeps_room(request)
         return yields
+
+    def keeps_room(self, request: CacheRequestHandle) -> None:
+        """Note that a request waits, but for no load and for nothing that others need not wait
+        for, so what was loaded for it gives way to no other load."""
+        self._requests.get(request).landed_at = self._num_steps
 
     def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
         """Whether a request whose load was put off goes on waiting."""

@@ -62,8 +62,11 @@ def after_handshakes(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         cache.tiering.loads.comes(req, memory.hicache_storage_prefetch_retry_max_attempts)
         _begin(queue, req)
     for entry in waiting:
-        if not cache.load_has_ended(entry.req.cache_request_handle):
+        handle = entry.req.cache_request_handle
+        if not cache.load_has_ended(handle):
             entry.waiting_for_input = False  # until SGLang polls its handshake again
+        elif entry.waiting_for_input:  # for memory of the device, in its turn
+            cache.tiering.loads.keeps_room(handle)
 
 
 def _loads(cache: Any) -> bool:

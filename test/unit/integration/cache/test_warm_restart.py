@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from array import array
 from types import SimpleNamespace
@@ -280,6 +281,17 @@ def test_warm_piece_on_a_hung_tier_ends(tier: Tier) -> None:
     again.host.tick()
     assert again.num_stopped == 1 and again.host._chain is None
     again.host.close()
+
+
+def test_a_hung_disk_ends_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_restart, "CLOSE_S", 0.05)
+    tier, goes_on = Tier(tmp_path), threading.Event()
+    monkeypatch.setattr(tier.notes._device, "replace_file", lambda *_: goes_on.wait(TIMEOUT_S))
+    stop = threading.Thread(target=tier.host.close, daemon=True)
+    stop.start()
+    stop.join(TIMEOUT_S / 2)
+    assert not stop.is_alive(), "it waits for the disk"
+    goes_on.set()
 
 
 def test_prompt_that_must_wait_goes_last(tier: Tier) -> None:

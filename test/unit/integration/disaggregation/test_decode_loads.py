@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.disaggregation import decode_loads
@@ -30,6 +31,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.policy.cost_model import PrefillCost
+from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +89,7 @@ class Decode:
         """A prompt's KV gets into the store, and out of memory."""
         value = self.allocator.alloc(len(tokens))
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=value))
-        num_pages = len(tokens) // self.page_size
+        num_pages = self.cache.process_stats().nvme.num_pages + len(tokens) // self.page_size
         self.until(lambda: self.cache.process_stats().nvme.num_pages == num_pages)
         self.until(lambda: not self.cache.ongoing_backup)
         self.cache.reset()
@@ -244,6 +246,20 @@ def test_deferred_load_is_retried_after_rank_agreement(
     assert decode.waits(entry)
     decode.until(lambda: not decode.waits(entry))
     assert decode.promise(entry) == len(TOKENS)
+
+
+def test_request_that_waits_for_memory_keeps_its_load(decode: Decode) -> None:
+    """It is the next that starts: what it loads again instead would wait for it."""
+    others = array("q", range(1000, 1000 + len(TOKENS)))
+    decode.store()
+    decode.store(others)
+    decode.cache.tiering.loads._window = PrefetchWindow(len(TOKENS))
+    first = decode.arrives()
+    decode.until(lambda: not decode.waits(first))
+    second = decode.arrives(others)
+    for _ in range(2 * GIVES_WAY_STEPS):
+        assert decode.waits(second) and not decode.waits(first)
+    assert decode.cache.pop_prefetch_loaded_span(first.req.cache_request_handle)[0] == len(TOKENS)
 
 
 def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ColdStart", "WarmHost", "remove_list"]
 
 SAVE_INTERVAL_S = 30.0
+CLOSE_S = 10.0  # a disk that hangs ends no stop
 MAX_KEYS = 4096  # of tenants, beyond which those without a prompt are dropped
 REST_S = 10.0  # for calls that need an idle scheduler
 LATER_S = 0.1  # between two looks at what cannot be loaded yet: each matches a prompt in the tree
@@ -262,7 +263,8 @@ class WarmHost:
         self._saver.save(self._list.snapshot(), order)
 
     def close(self) -> None:
-        """Write what was noted last. Waits for the disk, so no request may run."""
+        """Write what was noted last. Waits for the disk, ``CLOSE_S`` at most, so no request may
+        run."""
         self._offer()
         self._saver.close()
 
@@ -301,7 +303,7 @@ class _Saver:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while True:
