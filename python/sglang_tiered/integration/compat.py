@@ -42,6 +42,7 @@ _CACHE = "sglang.srt.mem_cache"
 _CORE = f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
 _TREE = f"{_CACHE}.unified_radix_cache:UnifiedRadixCache"
 
+_BUFFER = f"{_CACHE}.buffer_mode"
 _CONTROLLER = f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _DECODE = "sglang.srt.disaggregation.decode:Decode"
 _OBSERVE = "sglang.srt.observability"
@@ -113,6 +114,17 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TREE}._all_reduce_attn_groups": ("self", "tensor", "op"),
     f"{_TREE}._prefetch_deadline_expired": ("self", "operation"),
     f"{_TREE}.release_aborted_request": ("self", "request"),
+    f"{_TREE}.request_buffer_backup": ("self", "node_id"),
+    f"{_BUFFER}.pipeline:BufferModePipeline.is_idle": ("self",),
+    f"{_BUFFER}.pipeline:BufferModePipeline.finish_backup_ack": ("self", "ack_id"),
+    f"{_BUFFER}.pipeline:_UnifiedBufferBackupEntry": ("intent",),
+    f"{_BUFFER}.pipeline:_UnifiedBackupIntent": ("snapshot",),
+    f"{_BUFFER}.storage_existence_cache:StorageExistenceCache.clear": ("self",),
+    f"{_BUFFER}.storage_existence_cache:PoolExistenceBeliefs.invalidate_beyond": (
+        "self",
+        "hashes",
+        "keep_pages",
+    ),
     f"{_TREE}.pop_prefetch_loaded_span": ("self", "request"),
     f"{_TREE}.revoke_pending_prefetch": ("self", "request"),
     f"{_TREE}.discard_storage_prefetch_accounting": ("self", "request"),

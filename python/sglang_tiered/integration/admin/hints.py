@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetches"]
 
-NOT_HERE = "this server loads nothing ahead: it runs with pipeline parallelism, or without tiers"
+NOT_HERE = (
+    "this server loads nothing ahead: it runs with pipeline parallelism, without tiers, or a "
+    "hybrid model with little host memory"
+)
 NO_NAMESPACE = "the model's weights are still read, and until then no page is known; ask again"
 
 
@@ -45,7 +48,7 @@ class Prefetches:
         storage, tiering = cache.storage, cache.tiering
         if storage is None:
             return without_store(cache)
-        if tiering is None:
+        if tiering is None or cache.buffer_pipeline is not None:
             return refused(NOT_HERE)
         hints = tiering.hints
         if number not in self._asked:

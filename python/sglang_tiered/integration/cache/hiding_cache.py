@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 
+from sglang_tiered.integration.cache import host_buffer
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.integration.identity.tenants import HiddenTenants
@@ -44,6 +45,8 @@ MAX_CLEAN = 65_536
 
 class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
     """See the module docstring."""
+
+    buffer_pipeline: Any = None  # SGLang's, where host memory is a buffer
 
     def __init__(self, params: CacheInitParams) -> None:
         self.hidden_pages = HiddenPages()
@@ -154,6 +157,10 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
             return []
         hashes: list[str] = get_storage_hash_str(aligned, last_hash, page_size=self.page_size)
         return hashes
+
+    def drop_loads(self) -> None:
+        """Have requests compute what waits in host memory that is a buffer: it may be erased."""
+        host_buffer.drop_loads(self, super().release_aborted_request)
 
     # ---- What is kept of them ----
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
+from sglang_tiered.integration.cache.host_buffer import store_again
 from sglang_tiered.integration.cache.loads import State
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class HostCopies:
 
     def attempted(self, node_id: int) -> None:
         """Remember a node that SGLang was to copy and did not."""
-        if not self._cache.tree_core.is_backuped(node_id):
+        cache = self._cache
+        if cache.buffer_pipeline is None and not cache.tree_core.is_backuped(node_id):
             self.remember(node_id)
             self.num_skipped += 1
 
@@ -81,6 +83,9 @@ class HostCopies:
         the node is gone."""
         cache, core = self._cache, self._cache.tree_core
         if core.is_backuped(node_id):
+            return True
+        if cache.buffer_pipeline is not None:
+            store_again(cache, node_id)
             return True
         if cache.has_small_host:
             for part in core.parts_to_copy(node_id):

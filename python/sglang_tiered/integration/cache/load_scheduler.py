@@ -363,7 +363,9 @@ class LoadScheduler:
         if self._num_unused is None:
             landed = {each: self._requests.get(each).num_landed for each in self._locks}
             unused = {**self._cache.prefetch_loaded_tokens_by_reqid, **landed}
-            self._num_unused = sum(unused.values())
+            # SGLang counts what waits in a buffer itself, until it goes to the device.
+            is_buffer = self._cache.buffer_pipeline is not None
+            self._num_unused = 0 if is_buffer else sum(unused.values())
         return int(self._cache.cache_controller.prefetch_tokens_occupied) + self._num_unused
 
     def step(self) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_tiered.integration.cache.host_buffer import loads_on_the_way
 from sglang_tiered.integration.ranks import least_on_every_rank
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class LoadsUnderWay:
 
 def is_under_way(cache: UnifiedRadixCache) -> bool:
     """Whether a copy, a load or a store that SGLang tracks has not ended."""
+    buffer = cache.buffer_pipeline
     return bool(
-        cache.ongoing_write_through
+        (buffer is not None and not buffer.is_idle())
+        or cache.ongoing_write_through
         or cache.ongoing_load_back
         or cache.ongoing_prefetch
         or cache.ongoing_backup
@@ -85,7 +88,7 @@ def wait_until_quiet(
 ) -> bool:
     """Abort loads and wait until nothing is under way. Returns False if a disk hangs, the same on
     all ranks. ``take_ends`` has SGLang take note of ends."""
-    for request in list(cache.ongoing_prefetch):
+    for request in loads_on_the_way(cache):
         cache.release_aborted_request(request)
     return _wait_while(
         cache, lambda: is_under_way(cache) or bool(loads), take_ends, seconds=QUIESCE_S

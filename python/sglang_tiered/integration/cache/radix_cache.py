@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
-from sglang_tiered.integration.cache import small_host_core
+from sglang_tiered.integration.cache import host_buffer, small_host_core
 from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
 from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
 from sglang_tiered.integration.cache.hiding_cache import HidingCache
@@ -114,7 +114,7 @@ class TieredRadixCache(HidingCache):
         check_asked_size(
             self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
         )
-        with use_tiered_controller():
+        with use_tiered_controller(), host_buffer.checked_size():
             super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
         if get_disagg().disaggregation_mode == "decode" or get_disagg().enable_pd_role_switch:
@@ -137,6 +137,7 @@ class TieredRadixCache(HidingCache):
         config = self.config
         nvme = None if config is None else config.nvme
         always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
+        warms = warms and self.buffer_pipeline is None
         planner = make_planner(self, storage, always=always)
         agreement = RankAgreement.of_cache(self)
         log = None if config is None else config.request_log
@@ -187,6 +188,7 @@ class TieredRadixCache(HidingCache):
             self.recent_requests.drop_tenant(what.tenant)
         else:
             self.hidden_pages.hide(what.hashes)
+        self.drop_loads()
         return [] if self.tiering is None else [self.tiering.erase_ahead(what)]
 
     def tenant_of(self, node_id: int) -> bytes:
@@ -274,7 +276,7 @@ class TieredRadixCache(HidingCache):
         num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
         if self.tiering is not None:
             self.tiering.loads.ended(request, num_loaded)
-        if self.storage is not None and num_loaded > 0:
+        if self.storage is not None and num_loaded > 0 and self.buffer_pipeline is None:
             self.storage.accounting.note_loaded(host_indices[end - num_loaded : end])
 
     def revoke_pending_prefetch(self, request: CacheRequestHandle) -> None:
@@ -337,6 +339,8 @@ class TieredRadixCache(HidingCache):
 
     def _finish_write_through_ack(self, ack_id: int) -> None:
         pending = self.ongoing_write_through.get(ack_id)
+        if self.buffer_pipeline is not None:
+            host_buffer.describe_store(self, ack_id)
         super()._finish_write_through_ack(ack_id)
         if self.tiering is not None and pending is not None:
             for node_id in pending.publish_node_ids:
@@ -357,14 +361,15 @@ class TieredRadixCache(HidingCache):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        before = {} if n_backup == 0 else dict(self.ongoing_backup)
+        before = {} if n_backup == 0 else host_buffer.stores_under_way(self)
         with self._loads_under_way.noting_ends(
             self.cache_controller, n_storage_hit, n_ack_prefetch
         ):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
-        ended = [node for each, (node, _) in before.items() if each not in self.ongoing_backup]
+        after = host_buffer.stores_under_way(self) if before else {}
+        ended = [node_id for each, node_id in before.items() if each not in after]
         if ended and self.tiering is not None:
             self.tiering.stores_ended()
         if self._observer is not None:
@@ -536,6 +541,7 @@ class TieredRadixCache(HidingCache):
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
         """Hand the storage that an operator attached to every part that used the one before."""
         storage.use_hidden(self.hidden_pages)
+        self.storage_existence_cache.clear()
         if self.tiering is not None:
             self.tiering.attached(storage)
         if self._observer is not None:
@@ -574,6 +580,7 @@ class TieredRadixCache(HidingCache):
         if self.tiering is not None:
             self.tiering.returns.drop_all()
             self.tiering.hints.end_all(WEIGHTS)
+        self.drop_loads()
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
             self.storage.change_weights(tree_is_empty=tree_is_empty)

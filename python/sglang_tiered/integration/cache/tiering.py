@@ -357,6 +357,7 @@ class Tiering:
     def memory_was_hidden(self) -> None:
         """Let go of what was kept in memory: requests go by other keys now, and find none of it."""
         self.returns.drop_all()  # a chunked request keeps its key
+        self._cache.drop_loads()
         while self.residents.dismiss_one():
             pass
 

@@ -48,6 +48,7 @@ class NextStore(NamedTuple):
 
     tenant: bytes = UNKNOWN_TENANT
     chain_tokens: int = 0
+    is_refused: bool = False
 
 
 class NextLoad(NamedTuple):
@@ -155,12 +156,17 @@ class TieredController(HybridCacheController):  # type: ignore[misc]
                 host_indices, token_ids, hash_value, prefix_keys, extra_pools
             )
             return operation_id
+        # SGLang stores each pool of a node by itself where host memory is a buffer.
+        others = () if hash_value else [each.keys for each in extra_pools or () if each.keys]
         queued = tiers.gate.queue_store(
-            hash_value or (),
+            hash_value or next(iter(others), ()),
             num_tokens=len(host_indices),
             prefix_tokens=self.next_store.chain_tokens,
             tenant=self.next_store.tenant,
         )
+        if self.next_store.is_refused:
+            with tiers.gate.lock:
+                tiers.gate.refuse(queued)
         operation = StoreOperation(queued, host_indices, token_ids, hash_value, extra_pools)
         self.backup_queue.put(operation)
         return operation.id

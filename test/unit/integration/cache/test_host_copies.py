@@ -23,6 +23,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.has_small_host, self.decides_alone, self.has_room = False, True, True
+        self.buffer_pipeline = None
         self.backed_up: set[int] = set()
         self.tried: list[int] = []
         self.ongoing_write_through: dict[int, Any] = {}

@@ -1,0 +1,116 @@
+"""SGLang's ``buffer_only`` host memory, for hybrid models whose host tier device memory outgrows.
+
+Under write-through such a tier holds copies of what the device holds and no more, so nothing new
+reaches NVMe. ``SmallHostTreeCore`` has them give way, but knows full attention alone. Here host
+memory holds what is on its way: a node is copied as it is inserted, stored, and its copy freed.
+What is loaded goes to the device when its request is admitted (``BufferModePipeline``). So nothing
+comes back from host memory itself, and nothing can be loaded ahead.
+
+SGLang remembers what it believes the storage to hold, and writes none of it again. What the tiers
+erase must be forgotten here. Scheduler thread; ranks come to the same in the same step.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.storage.controller import NextStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+__all__ = [
+    "checked_size",
+    "describe_store",
+    "drop_loads",
+    "loads_on_the_way",
+    "reason_against",
+    "store_again",
+    "stores_under_way",
+    "use",
+]
+
+
+def reason_against() -> str | None:
+    """Return why host memory cannot be a buffer in this process."""
+    disagg = get_disagg()
+    reasons = {
+        "decode promises prefill what host memory holds": disagg.disaggregation_mode == "decode",
+        "the server may switch its role": bool(disagg.enable_pd_role_switch),
+        "contexts are split over ranks": get_parallel().attn_dcp_size > 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def use(params: CacheInitParams) -> None:
+    """Have SGLang build the cache so. Its Rust core names pages of hidden tenants as it inserts
+    them, before ``UnmarkedTreeCore`` can translate the names: so this takes the Python core."""
+    get_context().override("sglang_tiered.host_buffer", hicache_host_memory_mode="buffer_only")
+    params.tree_core_backend = "python"
+
+
+@contextmanager
+def checked_size() -> Iterator[None]:
+    """Say in one sentence that host memory is too small for a buffer."""
+    try:
+        yield
+    except ValueError as error:
+        if "buffer_only requires a host arena" not in str(error):
+            raise
+        raise ConfigError(
+            "the host tier is too small for two windows of this model; raise --tier-host-bytes, "
+            "or pass --tier-mode off."
+        ) from error
+
+
+def describe_store(cache: Any, ack_id: int) -> None:
+    """Tell the controller of the node whose copy has arrived, and whose store SGLang queues next:
+    none of its pages is stored if it was erased."""
+    node_id = cache.buffer_pipeline.ongoing_write_through[ack_id].intent.snapshot.node_id
+    path = cache.tree_core.collect_path_info([node_id])[0]
+    cache.cache_controller.next_store = NextStore(
+        cache.tenant_of(node_id), path[-1].path_end if path else 0, cache.is_erased(node_id)
+    )
+
+
+def stores_under_way(cache: Any) -> dict[int, int]:
+    """Return the nodes that are being stored, by the operation."""
+    if cache.buffer_pipeline is None:
+        return {operation: node_id for operation, (node_id, _) in cache.ongoing_backup.items()}
+    entries = cache.buffer_pipeline.ongoing_backup
+    return {operation: entry.intent.snapshot.node_id for operation, entry in entries.items()}
+
+
+def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:
+    """Return the requests for which something is loaded, or waits in the buffer."""
+    staged = () if cache.buffer_pipeline is None else cache.buffer_pipeline.staged_prefetches
+    return [*staged, *cache.ongoing_prefetch]
+
+
+def drop_loads(cache: Any, release: Callable[[CacheRequestHandle], None]) -> None:
+    """Have requests compute what is in the buffer, which may be erased, and believe nothing of the
+    storage. ``release``: SGLang's, of a request that was aborted."""
+    if cache.buffer_pipeline is None:
+        return
+    for request in loads_on_the_way(cache):
+        release(request)
+        if cache.tiering is not None:
+            cache.tiering.loads.revoked(request)
+    cache.storage_existence_cache.clear()
+
+
+def store_again(cache: Any, node_id: int) -> None:
+    """Have SGLang store a node on the device, whatever it believes. Raises ``KeyError`` if the node
+    is gone."""
+    for node in cache.tree_core.collect_path_info([node_id])[0]:
+        hashes = cache.tree_core.get_hash_values(node.node_id)
+        for beliefs in cache.storage_existence_cache._pools.values():  # noqa: SLF001
+            beliefs.invalidate_beyond(hashes, 0)
+    cache.request_buffer_backup(node_id)

@@ -1,0 +1,107 @@
+"""A hybrid model whose host tier device memory outgrows: host memory is a buffer before NVMe."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from family_models import write_sliding_window
+
+from conftest import ALWAYS, Launch, aligned, ask, make_prompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server_process import Answer, Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 700
+PROMPTS = make_prompts(11, 6, LENGTH)
+WHOLE = aligned(LENGTH)
+HERS: dict[str, Any] = {"extra_key": "hers"}
+
+
+def outputs(answers: list[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
+
+
+def from_storage(answers: list[Answer]) -> list[int]:
+    return [answer.cached["storage"] for answer in answers]
+
+
+def refill_device(server: Server, seed: int) -> None:
+    """Other prompts take the place of all that the device holds."""
+    server.generate_all(make_prompts(seed, 4, LENGTH), concurrency=2)
+
+
+def store_all(server: Server, prompts: list[list[int]], **whose: Any) -> None:
+    for prompt in prompts:
+        code, answer = ask(server, "/tier/checkpoint", {"input_ids": prompt, **whose})
+        assert code == 200, answer
+
+
+def wait_until_stored(server: Server, prompt: list[int], **whose: Any) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        code, held = ask(server, "/tier/residency", {"input_ids": prompt, **whose})
+        if code == 200 and held["nvme"] == WHOLE:
+            return
+        assert time.monotonic() < deadline, held
+        time.sleep(0.05)
+
+
+def test_hybrid_model_in_little_host_memory_comes_back(
+    launch: Launch, model: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        *("--max-total-tokens", "2048", "--hicache-ratio", "0.8", "--enable-metrics", *ALWAYS),
+        *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB"),
+    )
+    path = write_sliding_window(model, tmp_path / "model")
+    server = launch(*arguments, model_path=path)
+    computed = server.generate_all(PROMPTS, concurrency=2)
+    assert all(answer.num_cached == 0 for answer in computed)
+    store_all(server, PROMPTS)
+    loaded = server.generate_all(PROMPTS, concurrency=2)
+    assert outputs(loaded) == outputs(computed)
+    assert from_storage(loaded) == [WHOLE] * len(PROMPTS)
+
+    # A conversation goes on behind what the device holds.
+    longer = PROMPTS[-1] + computed[-1].output_ids + make_prompts(12, 1, 300)[0]
+    grown = server.generate(longer)
+    assert grown.num_cached >= WHOLE
+    store_all(server, [longer])
+    refill_device(server, 13)
+    again = server.generate(longer)
+    assert again.output_ids == grown.output_ids
+    assert again.cached["storage"] == aligned(len(longer))
+
+    # What was erased is neither served nor kept from being stored again.
+    hers = server.generate_all(PROMPTS[:2], concurrency=1, **HERS)
+    assert all(answer.num_cached == 0 for answer in hers)
+    store_all(server, PROMPTS[:2], **HERS)
+    for erase in (("/tier/purge", HERS), ("/tier/forget", {"input_ids": PROMPTS[0], **HERS})):
+        code, answer = ask(server, *erase)
+        assert code == 200, answer
+        after = server.generate(PROMPTS[0], **HERS)
+        assert after.num_cached == 0 and after.output_ids == hers[0].output_ids
+        wait_until_stored(server, PROMPTS[0], **HERS)  # by itself: no checkpoint asks for it
+        refill_device(server, 14)
+        after = server.generate(PROMPTS[0], **HERS)
+        assert after.cached["storage"] == WHOLE and after.output_ids == hers[0].output_ids
+
+    code, answer = ask(server, "/tier/prefetch", {"input_ids": PROMPTS[0]})
+    assert code == 400 and "hybrid" in answer["error"]
+    server.flush()
+    server.kill()
+
+    restarted = launch(*arguments, model_path=path)
+    after_all = restarted.generate_all(PROMPTS, concurrency=2)
+    assert outputs(after_all) == outputs(computed)
+    assert from_storage(after_all) == [WHOLE] * len(PROMPTS)
+    update = {"model_path": str(path)}
+    assert restarted.request("/update_weights_from_disk", update)["success"]
+    assert outputs(restarted.generate_all(PROMPTS, concurrency=2)) == outputs(computed)
+    restarted.kill()
