@@ -170,7 +170,7 @@ def _leading(held: Sequence[bool]) -> int:
 
 
 def refused(why: str, status: int = 400) -> dict[str, Any]:
-    """Return the answer that refuses a call; the statuses are those of ``bodies.CallError``."""
+    """Return the answer that refuses a call; the statuses are those of ``api.CallError``."""
     return {"error": why, "status": status}
 
 
