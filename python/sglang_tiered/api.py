@@ -194,11 +194,10 @@ _Text = Annotated[str, Meta(min_length=1)]
 _Key = Annotated[_Text, _is("the tenant's, as its requests carry it")] | UnsetType
 _Rid = Annotated[_Text, _is("id of a request that has ended; prompt and answer")] | UnsetType
 _Name = Annotated[_Text, _is("at most 512 bytes of UTF-8", max_length=512)] | UnsetType
-_Prompt = (
-    Annotated[_Text, _is("the prefix, or its beginning", max_length=4 * MAX_TOKENS)] | UnsetType
-)
+_PREFIX = "the prefix, or its beginning"
+_Prompt = Annotated[_Text, _is(_PREFIX, max_length=4 * MAX_TOKENS)] | UnsetType
 _Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Tokens = Annotated[list[_Token], _is("its numbers of tokens", min_length=1, max_length=MAX_TOKENS)]
+_Tokens = Annotated[list[_Token], _is(_PREFIX, min_length=1, max_length=MAX_TOKENS)]
 _Limit = Annotated[int, _is("how many at most, from 1 to 1,000", ge=1, le=1000)]
 _After = Annotated[_Text, _is("what an answer gave as next", max_length=_MAX_CURSOR)] | UnsetType
 _Ttl = Annotated[float, _is("seconds; without it until it is unpinned", gt=0, le=3650 * 86_400)]

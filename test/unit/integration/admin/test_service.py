@@ -22,6 +22,7 @@ from sglang_tiered.api import (
     UnpinCall,
 )
 from sglang_tiered.integration.admin import service
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import Report, TierService
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
@@ -242,3 +243,9 @@ def test_a_cursor_comes_back_as_it_went() -> None:
     cursors: dict[str, str | None] = {"0": "r17", "1": None, "2": "pi\N{SNOWMAN}\n"}
     assert service._cursors_in(service._cursor_of(cursors)) == cursors
     assert service._cursor_of({"0": None, "1": None}) is None
+
+
+def test_every_call_is_answered() -> None:
+    names = {kind.path.rpartition("/")[2] for kind in api.CALLS}
+    assert set(Control().calls._begins) == names - {"costs", "requests"}
+    assert set(service._REPORTS) == names - {"costs", "requests", "forget"}
