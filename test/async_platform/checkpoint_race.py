@@ -24,18 +24,19 @@ class Race:
     """One cache, and the conversation that is to be durable."""
 
     def __init__(self, folder: str) -> None:
+        from sglang_tiered.integration.admin.calls import Calls
         from sglang_tiered.integration.admin.conversations import Checkpoints
 
         self._held = ExitStack()
         self.cache = make_cache(folder, self._held)
         self.tokens = list(range(100, 100 + 4 * PAGE))
         self.pool = self.cache.token_to_kv_pool_allocator.get_kvcache()
-        self._checkpoints = Checkpoints()
+        self._calls = Calls({"checkpoint": Checkpoints().begin})
 
     def ask(self) -> dict[str, Any]:
         """``/tier/checkpoint``, as the scheduler hears it."""
         body = {"input_ids": self.tokens, "tier": "nvme"}
-        answer: dict[str, Any] = self._checkpoints.answer(self.cache, "1", body)
+        answer: dict[str, Any] = self._calls.answer(self.cache, "checkpoint", "1", body)
         return answer
 
     def stored(self) -> list[bool]:

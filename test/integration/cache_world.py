@@ -196,7 +196,8 @@ class CacheWorld:
 
         def reduce(data: torch.Tensor, op: Any) -> None:
             questions = cache.tiering.agreement._questions
-            if data.dtype == torch.int64:  # what is exchanged in each step
+            # What is exchanged in each step; a call may tell less.
+            if data.dtype == torch.int64 and len(data) > len(questions):
                 for place, question in enumerate(reversed(questions)):
                     data[-1 - place] = min(int(data[-1 - place]), other(question))
 

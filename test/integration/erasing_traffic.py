@@ -142,7 +142,7 @@ class ErasingTraffic:
         else:
             body = {"rid": self._rnd.choice(list(self._since) or ["nobody"])}
         keep_tokens = self._rnd.choice((0, self._rnd.randrange(600)))
-        selectors = selectors_of(self._world.cache, body)
+        selectors = list(selectors_of(self._world.cache, body))
         erased = self._erased()
         for selector in selectors:
             pages = self._pages(selector.tokens, selector.extra_key)
@@ -173,7 +173,7 @@ class ErasingTraffic:
         """How many leading tokens of a family each tier holds."""
         tenant = TENANTS[number]
         key = {} if tenant is None else {"extra_key": tenant}
-        return self._answer("", "residency", input_ids=self.families[number], **key)
+        return self._call("residency", input_ids=self.families[number], **key)
 
     def _is_nowhere(self, number: int, keep_tokens: int) -> None:
         page_size = self._world.cache.page_size

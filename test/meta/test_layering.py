@@ -1,9 +1,9 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/, those for
 types alone too: a circle of types is a circle of ideas.
 
-launch_server -> integration -> {client, policy, sharing, tools, transfer, storage, codecs, wire,
-kernels};
-client -> policy; route -> {policy, tools}; sharing -> {storage, wire}; storage -> codecs;
+launch_server -> integration -> {api, client, policy, sharing, tools, transfer, storage, codecs,
+wire, kernels}; client -> {api, policy}; api -> policy; route -> {policy, tools};
+sharing -> {storage, wire}; storage -> codecs;
 transfer -> {codecs, wire}; tools -> {storage, wire};
 demo -> {tools}. Within ``integration`` the rooms have floors of their own. The laboratory is a
 package beside: its trace -> {policy, storage, tools}, its cluster -> {its trace, policy, tools};
@@ -43,11 +43,13 @@ HOMES = {
 MAY_IMPORT = {
     "__main__": {"tools"},
     "": {"integration"},  # the package itself, of which ``Engine`` is an attribute
-    "client": {"policy"},
+    "api": {"policy"},  # whose record is an answer
+    "client": {"api", "policy"},
     "demo": {"tools"},
     "completion": {"__main__", "tools"},  # parsers by their names in the list of commands
     "launch_server": {"integration"},
     "integration": {
+        "api",
         "client",
         "codecs",
         "policy",

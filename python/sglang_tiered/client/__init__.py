@@ -13,7 +13,7 @@ server died. Imports neither torch nor SGLang.
 
 from __future__ import annotations
 
-from sglang_tiered.client.calls import (
+from sglang_tiered.api import (
     Checkpoint,
     Conversation,
     ConversationPage,

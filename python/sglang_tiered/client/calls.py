@@ -1,4 +1,4 @@
-"""What the calls of the tiers take and answer, each written once as the ``Request`` that it makes.
+"""The calls of ``sglang_tiered.api`` as methods, each of which makes one ``Request``.
 
 ``SyncCalls`` and ``AsyncCalls`` differ in how a request is sent; the clients of ``http`` send it to
 a server, ``Engine`` to its own schedulers.
@@ -16,7 +16,6 @@ from typing import (
     Any,
     Concatenate,
     Generic,
-    Literal,
     ParamSpec,
     Self,
     TypedDict,
@@ -27,36 +26,20 @@ from typing import (
 
 import msgspec
 
+from sglang_tiered import api
 from sglang_tiered.errors import RequestError
-from sglang_tiered.policy.server_costs import ServerCosts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
-__all__ = [
-    "AsyncCalls",
-    "Checkpoint",
-    "Conversation",
-    "ConversationPage",
-    "ConversationPin",
-    "Forgotten",
-    "Pin",
-    "Prefetch",
-    "Purge",
-    "Request",
-    "Residency",
-    "Selector",
-    "SyncCalls",
-    "Tenant",
-    "TenantUsage",
-    "Unpinned",
-]
+    from sglang_tiered.policy.server_costs import ServerCosts
+
+__all__ = ["AsyncCalls", "Request", "Selector", "SyncCalls", "Tenant"]
 
 AGAIN_S = 0.25
 
 P = ParamSpec("P")
 T = TypeVar("T")
-DurableTier = Literal["nvme", "object"]
 
 
 class Tenant(TypedDict, total=False):
@@ -76,107 +59,21 @@ class Selector(Tenant, total=False):
     input_ids: Sequence[int] | None
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
-    """Tokens of the prefix that are durable in ``tier``, and those that are not."""
-
-    tier: str
-    num_tokens: int
-    num_missing: int
-
-
-class Pin(Checkpoint, frozen=True):
-    """``pinned_until``: Unix time, None until it is unpinned."""
-
-    name: str
-    pinned_until: float | None = None
-
-
-class Unpinned(msgspec.Struct, frozen=True):
-    """Whether the pin is gone from every tier."""
-
-    unpinned: bool
-
-
-class Residency(msgspec.Struct, frozen=True):
-    """Tokens of the prefix, and how many leading ones each tier holds by itself."""
-
-    num_tokens: int
-    device: int
-    host: int
-    nvme: int = 0
-    object: int = 0
-    peer: int = 0
-
-
-class ConversationPin(msgspec.Struct, frozen=True):
-    """A pin of one conversation. ``pinned_until``: Unix time, None until it is unpinned."""
-
-    name: str
-    tier: str
-    bytes: int
-    pinned_until: float | None = None
-
-
-class Conversation(Residency, frozen=True, kw_only=True):
-    """A conversation with its newest prefix. ``last_used``: Unix time, None where it is not
-    known."""
-
-    id: str | None = None
-    rid: str | None = None
-    last_used: float | None = None
-    pins: tuple[ConversationPin, ...] = ()
-
-
-class ConversationPage(msgspec.Struct, frozen=True):
-    """Some of a tenant's conversations. ``next`` is the cursor behind them, None after the last;
-    ``pin_bound_bytes`` is what all pins of the server together may take."""
-
-    conversations: tuple[Conversation, ...]
-    next: str | None = None
-    pinned_bytes: int = 0
-    pin_bound_bytes: int = 0
-
-
-class Prefetch(msgspec.Struct, frozen=True):
-    """Tokens of the prefix, those in device or host memory, and those on their way there."""
-
-    num_tokens: int
-    num_in_memory: int
-    num_loading: int
-
-
-class Forgotten(msgspec.Struct, frozen=True):
-    """Tokens whose pages are gone."""
-
-    durable: bool
-    num_tokens: int
-
-
-class Purge(msgspec.Struct, frozen=True):
-    """``in_memory``: ``gone``, or ``hidden`` until no request is left."""
-
-    durable: bool
-    in_memory: str
-
-
-class TenantUsage(msgspec.Struct, frozen=True):
-    """What a tenant (a digest of its keys, in hex) has on NVMe."""
-
-    tenant: str
-    num_pages: int
-    stored_bytes: int
-    physical_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """One call: what to send, and what its answer is. ``body`` is the query of a ``GET``."""
+    """One call, and what to send. ``body`` is the query of a ``GET``."""
 
-    method: str
-    path: str
-    answer: type[T]
+    call: type[api.Call]
     body: dict[str, Any] = field(default_factory=dict)
     within_s: float = 0.0
+
+    @property
+    def method(self) -> str:
+        return self.call.methods[-1]
+
+    @property
+    def path(self) -> str:
+        return self.call.path
 
     def given(self) -> dict[str, Any]:
         """Return the body without what was left out, and tokens of any sequence as a list. Raises
@@ -195,7 +92,8 @@ class Request(Generic[T]):
         where = f"{self.method} {whose}{self.path}"
         if status in (200, 202):
             try:
-                return msgspec.convert(answer, self.answer)
+                found: T = msgspec.convert(answer, self.call.answer)
+                return found
             except msgspec.ValidationError as error:
                 raise RequestError(
                     f"{where} answered what this client does not know ({error}); use a client and "
@@ -244,15 +142,15 @@ class _Calls:
 
     @_Call
     def checkpoint(
-        self, *, tier: DurableTier | None = None, within_s: float = 0.0, **of: Unpack[Selector]
-    ) -> Request[Checkpoint]:
+        self, *, tier: api.DurableTier | None = None, within_s: float = 0.0, **of: Unpack[Selector]
+    ) -> Request[api.Checkpoint]:
         """Make a prefix durable: in the bucket where there is one, else on NVMe."""
-        return Request("POST", "/tier/checkpoint", Checkpoint, {**of, "tier": tier}, within_s)
+        return Request(api.CheckpointCall, {**of, "tier": tier}, within_s)
 
     @_Call
-    def residency(self, **of: Unpack[Selector]) -> Request[Residency]:
+    def residency(self, **of: Unpack[Selector]) -> Request[api.Residency]:
         """Ask which tiers hold a prefix."""
-        return Request("POST", "/tier/residency", Residency, {**of})
+        return Request(api.ResidencyCall, {**of})
 
     @_Call
     def pin(
@@ -260,63 +158,65 @@ class _Calls:
         *,
         name: str | None = None,
         ttl: float | None = None,
-        tier: DurableTier | None = None,
+        tier: api.DurableTier | None = None,
         within_s: float = 0.0,
         **of: Unpack[Selector],
-    ) -> Request[Pin]:
+    ) -> Request[api.Pin]:
         """Keep a prefix in a tier (NVMe) for ``ttl`` seconds, or until it is unpinned. Refused with
         409 beyond the share of the tier that pins may take."""
         body = {**of, "name": name, "ttl": ttl, "tier": tier}
-        return Request("POST", "/tier/pin", Pin, body, within_s)
+        return Request(api.PinCall, body, within_s)
 
     @_Call
     def unpin(
         self, *, name: str | None = None, within_s: float = 0.0, **of: Unpack[Selector]
-    ) -> Request[Unpinned]:
+    ) -> Request[api.Unpinned]:
         """Let a pin go in every tier: by its name and tenant, or by its prefix."""
-        return Request("POST", "/tier/unpin", Unpinned, {**of, "name": name}, within_s)
+        return Request(api.UnpinCall, {**of, "name": name}, within_s)
 
     @_Call
-    def prefetch(self, *, wait_s: float | None = None, **of: Unpack[Selector]) -> Request[Prefetch]:
+    def prefetch(
+        self, *, wait_s: float | None = None, **of: Unpack[Selector]
+    ) -> Request[api.Prefetch]:
         """Begin to load a prefix that is about to be used, and wait up to ``wait_s`` seconds (at
         most 30) for it. 503 if the load was withdrawn."""
-        return Request("POST", "/tier/prefetch", Prefetch, {**of, "wait_s": wait_s})
+        return Request(api.PrefetchCall, {**of, "wait_s": wait_s})
 
     @_Call
     def forget(
         self, *, keep_tokens: int | None = None, within_s: float = 0.0, **of: Unpack[Selector]
-    ) -> Request[Forgotten]:
+    ) -> Request[api.Forgotten]:
         """Remove what lies behind ``keep_tokens`` (0) of a prefix from every tier and server."""
         body = {**of, "keep_tokens": keep_tokens}
-        return Request("POST", "/tier/forget", Forgotten, body, within_s)
+        return Request(api.ForgetCall, body, within_s)
 
     @_Call
     def conversation_page(
         self, *, limit: int | None = None, after: str | None = None, **tenant: Unpack[Tenant]
-    ) -> Request[ConversationPage]:
+    ) -> Request[api.ConversationPage]:
         """List up to ``limit`` (100, at most 1,000) of a tenant's conversations."""
         body = {**tenant, "limit": limit, "after": after}
-        return Request("GET", "/tier/conversations", ConversationPage, body)
+        return Request(api.ConversationsCall, body)
 
     @_Call
-    def purge(self, *, within_s: float = 0.0, **tenant: Unpack[Tenant]) -> Request[Purge]:
+    def purge(self, *, within_s: float = 0.0, **tenant: Unpack[Tenant]) -> Request[api.Purge]:
         """Remove all pages of one tenant from every tier and server."""
-        return Request("POST", "/tier/purge", Purge, {**tenant}, within_s)
+        return Request(api.PurgeCall, {**tenant}, within_s)
 
     @_Call
-    def purge_all(self, *, within_s: float = 0.0) -> Request[Purge]:
+    def purge_all(self, *, within_s: float = 0.0) -> Request[api.Purge]:
         """Remove all pages of every tenant from every tier and server."""
-        return Request("POST", "/tier/purge", Purge, {"all": True}, within_s)
+        return Request(api.PurgeCall, {"all": True}, within_s)
 
     @_Call
-    def tenants(self, *, limit: int | None = None) -> Request[list[list[TenantUsage]]]:
+    def tenants(self, *, limit: int | None = None) -> Request[list[list[api.TenantUsage]]]:
         """List the tenants with most on NVMe, for each scheduler."""
-        return Request("GET", "/tier/tenants", list[list[TenantUsage]], {"limit": limit})
+        return Request(api.TenantsCall, {"limit": limit})
 
     @_Call
     def costs(self) -> Request[ServerCosts]:
         """Ask what computing and loading cost on this server, and how busy it is."""
-        return Request("GET", "/tier/costs", ServerCosts)
+        return Request(api.CostsCall)
 
 
 class SyncCalls(_Calls):
@@ -335,7 +235,7 @@ class SyncCalls(_Calls):
         """Return status and JSON of one answer, and whose it is."""
         raise NotImplementedError
 
-    def conversations(self, **tenant: Unpack[Tenant]) -> Iterator[Conversation]:
+    def conversations(self, **tenant: Unpack[Tenant]) -> Iterator[api.Conversation]:
         """Iterate over all conversations of a tenant, page by page."""
         page = self.conversation_page(**tenant)
         yield from page.conversations
@@ -360,7 +260,7 @@ class AsyncCalls(_Calls):
         """Return status and JSON of one answer, and whose it is."""
         raise NotImplementedError
 
-    async def conversations(self, **tenant: Unpack[Tenant]) -> AsyncIterator[Conversation]:
+    async def conversations(self, **tenant: Unpack[Tenant]) -> AsyncIterator[api.Conversation]:
         """Iterate over all conversations of a tenant, page by page."""
         after: str | None = None
         while True:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from sglang_tiered import api
 from sglang_tiered.client.calls import SyncCalls
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
 from sglang_tiered.errors import ConfigError, RequestError
-from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import num_local_ranks, server_costs
@@ -117,16 +117,16 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
     def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         if self._held is None or self.tokenizer_manager is None:
             raise RequestError("this engine has no schedulers to ask: it was shut down")
-        name = request.path.rpartition("/")[2]
         _refuse_within_a_loop()
         try:
-            if name == "costs":
+            if request.call is api.CostsCall:
                 costs = server_costs(*self._costs, draining=False)
                 return 200, msgspec.to_builtins(costs), WHOSE
-            call = getattr(TierService(self.tokenizer_manager), name)
+            call = api.decode(request.call, request.given(), is_query=request.method == "GET")
+            answering = TierService(self.tokenizer_manager).answer(call)
             loop = self.tokenizer_manager.event_loop or self.loop  # the one that hears schedulers
-            status, answer = run_on(loop, call(request.given()), self._turn)
-        except CallError as error:
+            status, answer = run_on(loop, answering, self._turn)
+        except api.CallError as error:
             return error.status, {"error": str(error)}, WHOSE
         return status, answer, WHOSE
 

@@ -16,8 +16,8 @@ import numpy
 import pytest
 
 from server_process import free_port
-from sglang_tiered.client import AsyncTierClient, RequestError, TierClient
-from sglang_tiered.client.calls import (
+from sglang_tiered.client import (
+    AsyncTierClient,
     Checkpoint,
     Conversation,
     ConversationPin,
@@ -25,8 +25,10 @@ from sglang_tiered.client.calls import (
     Pin,
     Prefetch,
     Purge,
+    RequestError,
     Residency,
     TenantUsage,
+    TierClient,
     Unpinned,
 )
 

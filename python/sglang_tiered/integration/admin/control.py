@@ -9,18 +9,24 @@ durable on every rank is asked afterwards, so the scheduler never waits for a di
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration.admin import conversations
-from sglang_tiered.integration.admin.conversations import PendingRequests, refused
+from sglang_tiered.api import CallError
+from sglang_tiered.integration.admin.calls import Calls, Work, has_ended, is_detached, outcome
+from sglang_tiered.integration.admin.conversations import (
+    Checkpoints,
+    erasure_of,
+    residency,
+    tenant_of_body,
+)
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.admin.forgets import Forgets
-from sglang_tiered.integration.admin.hints import Prefetches
-from sglang_tiered.integration.admin.listing import Listings
-from sglang_tiered.integration.admin.pins import Pins
+from sglang_tiered.integration.admin.hints import prefetch
+from sglang_tiered.integration.admin.listing import conversations
+from sglang_tiered.integration.admin.pins import pin, unpin
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.ahead.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
@@ -28,13 +34,11 @@ from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, short_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+    from concurrent.futures import Future
 
+    from sglang_tiered.integration.admin.calls import Answer
     from sglang_tiered.storage.base import Erasure
-
-    Method = Callable[[TieredRadixCache, str, dict[str, Any]], dict[str, Any]]
-    """Answers a message: the cache, the number of the call, which its later questions bear too, and
-    its body."""
 
 __all__ = ["Control", "hide_memory"]
 
@@ -51,28 +55,23 @@ class Control:
     """Answers the tiers' control messages in one scheduler process and purges tenants."""
 
     def __init__(self) -> None:
-        self._purges: PendingRequests[list[Future[bool]]] = PendingRequests()
-        self._reports: PendingRequests[Future[list[dict[str, Any]]]] = PendingRequests()
-        self._checkpoints = conversations.Checkpoints()
-        self._pins = Pins(self._checkpoints)
-        self._forgets = Forgets()
-        self._prefetches = Prefetches()
-        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="tier-report")
-        self._listings = Listings(self._reporter)
+        checkpoints, reporter = Checkpoints(), ThreadPoolExecutor(1, "tier-report")
+        self.calls = Calls(
+            {
+                "purge": self._purge_request,
+                "tenants": partial(_tenants, reporter),
+                "conversations": partial(conversations, reporter),
+                "residency": residency,
+                "checkpoint": checkpoints.begin,
+                "pin": partial(pin, checkpoints),
+                "unpin": unpin,
+                "forget": Forgets().begin,
+                "prefetch": prefetch,
+            }
+        )
         self._scheduler: Any = None  # of this process
         self._cache: TieredRadixCache | None = None  # of that scheduler
         self.costs: CostPublisher | None = None  # of that cache, where anybody is told
-        self._methods: dict[str, Method] = {
-            "purge": self._purge_request,
-            "tenants": self._report,
-            "conversations": self._listings.answer,
-            "residency": lambda cache, _, body: conversations.residency(cache, body),
-            "checkpoint": self._checkpoints.answer,
-            "pin": self._pins.pin,
-            "unpin": self._pins.unpin,
-            "forget": self._forgets.answer,
-            "prefetch": self._prefetches.answer,
-        }
 
     def attach(self, scheduler: Any) -> None:
         """Apply the purges of other servers from now on, give requests keys that tell adapters
@@ -158,31 +157,28 @@ class Control:
         """Answer one message. Every rank gets the same ones in the same order."""
         cache = self._cache
         if cache is None:
-            return refused(NO_TIERS)
+            return {"error": NO_TIERS, "status": 400}
         if "cache_salt" in body:
             body = {**body, "cache_salt": short_key(body["cache_salt"])}
         if cache.tiering is not None:  # an idle scheduler makes no step before it answers
             cache.tiering.hide_heard()
-        answer = self._methods[method.removeprefix(CONTROL_PREFIX)]
-        return answer(cache, str(body.get("id")), body)
+        name, number = method.removeprefix(CONTROL_PREFIX), str(body.get("id"))
+        return self.calls.answer(cache, name, number, body)
 
-    def _purge_request(
-        self, cache: TieredRadixCache, number: str, body: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Begin a purge, or report how far it is."""
-        if number not in self._purges:
-            tenant = None
-            if not body.get("all"):
-                tenant = conversations.tenant_of_body(cache, body)
-            what = conversations.erasure_of(number, tenant=tenant)
-            self._purges[number] = self._purge(cache, what)
-            self.after_idle()
-        done, durable = conversations.progress(cache, self._purges[number])
-        if conversations.is_detached(cache):
-            del self._purges[number]  # the next request begins the purge again
-            return refused(DETACHED, 503)
-        in_memory = "hidden" if cache.hidden_tenants else "gone"
-        return {"done": done, "durable": durable, "in_memory": in_memory}
+    def _purge_request(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Work:
+        """Begin a purge."""
+        tenant = None if body.get("all") else tenant_of_body(cache, body)
+        begun = self._purge(cache, erasure_of(number, tenant=tenant))
+        self.after_idle()
+        if is_detached(cache):
+            raise CallError(DETACHED, 503)
+
+        def answer(least: list[int]) -> Answer:
+            done, durable = map(bool, least)
+            in_memory = "hidden" if cache.hidden_tenants else "gone"
+            return {"done": done, "durable": durable, "in_memory": in_memory}
+
+        return Work(partial(outcome, begun), answer)
 
     def _purge(self, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
         """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
@@ -203,21 +199,24 @@ class Control:
             cache.hidden_pages.clear()
             logger.info("device and host memory are hidden: too many pages in them were erased")
 
-    def _report(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Report the tenants with most on NVMe; they are counted on a thread, as there may be
-        many."""
-        storage = cache.storage
-        if storage is None:
-            return {"done": True, "tenants": []}
-        if number not in self._reports:
 
-            def work() -> list[dict[str, Any]]:
-                found = storage.region_engine.tenants(int(body["limit"]))
-                return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
+def _tenants(
+    reporter: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
+) -> Answer | Work:
+    """Begin to count the tenants with most on NVMe, on a thread, as there may be many."""
+    storage = cache.storage
+    if storage is None:
+        return {"done": True, "tenants": []}
 
-            self._reports[number] = self._reporter.submit(work)
-        report = self._reports[number]
-        return {"done": True, "tenants": report.result()} if report.done() else {"done": False}
+    def count() -> list[dict[str, Any]]:
+        found = storage.region_engine.tenants(int(body["limit"]))
+        return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
+
+    counted = reporter.submit(count)
+    return Work(
+        lambda: [int(has_ended(counted))],
+        lambda least: {"done": True, "tenants": counted.result()} if least[0] else {"done": False},
+    )
 
 
 def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> CostPublisher | None:

@@ -1,67 +1,57 @@
-"""Residency and checkpoints of conversations in a scheduler process, for ``service``.
+"""Residency and checkpoints of conversations in a scheduler process, and which prefix a body names.
 
-Every rank gets the same messages in the same order and answers for its own part of each page; the
-least of all ranks counts. The scheduler thread reads memory and queues stores. Work that waits for
-a disk or a network (``make_durable``) runs on the threads of ``Checkpoints``, and the caller polls
-until it is done.
+The scheduler thread reads memory and queues stores. Work that waits for a disk or a network
+(``make_durable``) runs on the threads of ``Checkpoints``, and the caller polls until it is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
 from array import array
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_tiered.api import CallError
+from sglang_tiered.integration.admin.calls import UNKNOWN, Work, has_ended, store_of
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.integration.storage.host_pages import page_bytes
 from sglang_tiered.storage.base import Erasure, Run, Tier, unique_keys
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
+    from sglang_tiered.integration.admin.calls import Answer
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
-    "NO_OBJECT_TIER",
     "WORK_S",
     "Checkpoints",
     "Located",
-    "PendingRequests",
-    "is_detached",
     "key_of",
     "locate",
     "make_durable",
-    "names_prefix",
     "num_known",
-    "progress",
     "recent_of",
-    "refused",
     "residency",
     "selector_of",
     "selectors_of",
     "tenant_of_body",
     "tokens_in_memory",
-    "without_store",
+    "tier_of",
 ]
-
-NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
-DETACHED = "the NVMe tier is detached; attach it and ask again"
 
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
 
@@ -69,9 +59,6 @@ logger = logging.getLogger(__name__)
 
 _OFFER_AGAIN_S = 1.0
 _NUM_THREADS = 4
-_MAX_PENDING = 256
-
-Work = TypeVar("Work")
 
 WORK_S = 25.0
 """Time after which a checkpoint reports what is missing; shorter than the wait of the HTTP client's
@@ -169,33 +156,6 @@ def _leading(held: Sequence[bool]) -> int:
     return held.index(False) if False in held else len(held)
 
 
-def refused(why: str, status: int = 400) -> dict[str, Any]:
-    """Return the answer that refuses a call; the statuses are those of ``bodies.CallError``."""
-    return {"error": why, "status": status}
-
-
-def without_store(cache: TieredRadixCache) -> dict[str, Any]:
-    """Return the answer where no storage is attached: 503 if there could be."""
-    return refused(DETACHED, 503) if _may_attach(cache) else refused(NO_STORE)
-
-
-def is_detached(cache: TieredRadixCache) -> bool:
-    """Return whether an operator has detached this server's tiers."""
-    return cache.storage is None and _may_attach(cache)
-
-
-def _may_attach(cache: TieredRadixCache) -> bool:
-    return cache.config is not None and cache.config.nvme is not None
-
-
-def progress(cache: TieredRadixCache, under_way: Sequence[Future[bool]]) -> tuple[bool, bool]:
-    """Return whether all is done, and durable, on every rank."""
-    done = all(each.done() for each in under_way)
-    durable = done and all(each.result() for each in under_way)
-    done, durable = map(bool, least_on_every_rank(cache, [int(done), int(durable)]))
-    return done, durable
-
-
 class Located(NamedTuple):
     """Whole pages of a prefix, and the nodes of the tree that hold the first of them."""
 
@@ -204,92 +164,80 @@ class Located(NamedTuple):
     num_device_tokens: int
 
 
-@dataclass(slots=True)
-class _CheckpointWork:
-    num_pages: int
-    last_node: int | None
-    tier: Tier
-    work: Future[int]  # leading pages that are durable
-    offered_at: float
-
-
-def residency(cache: TieredRadixCache, body: dict[str, Any]) -> dict[str, Any]:
+def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
     """Return how many leading tokens each tier holds by itself. Reads memory only."""
     selector = selector_of(cache, body)
     if selector is None:
-        return {"done": True, "unknown": True}
+        return UNKNOWN
     located = locate(cache, selector)
     storage, page_size = cache.storage, int(cache.page_size)
     held = {"device": located.num_device_tokens, "host": _num_host_tokens(cache, located.path)}
     if storage is not None:
         for tier, num_pages in storage.pages_by_tier(located.hashes).items():
             held[tier.value] = num_pages * page_size
-    least = least_on_every_rank(cache, list(held.values()))
-    answer = dict(zip(held, least, strict=True))
-    return {"done": True, "num_tokens": len(selector.tokens), **answer}
+    told = {"done": True, "num_tokens": len(selector.tokens)}
+    return Work(
+        lambda: list(held.values()), lambda least: {**told, **dict(zip(held, least, strict=True))}
+    )
 
 
-class PendingRequests(OrderedDict[str, Work]):
-    """Work in a scheduler process by the id of its asker, who polls. The oldest is dropped
-    first."""
-
-    def __init__(self, limit: int = _MAX_PENDING) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def __setitem__(self, number: str, work: Work) -> None:
-        super().__setitem__(number, work)
-        if len(self) > self._limit:
-            self.popitem(last=False)
+def tier_of(storage: TieredStorage, name: str) -> Tier:
+    """Return a tier by its name. Raises ``CallError`` where this server lacks it."""
+    if name == Tier.OBJECT.value and not storage.has_object_tier:
+        raise CallError(NO_OBJECT_TIER)
+    return Tier(name)
 
 
 class Checkpoints:
     """The checkpoints of one scheduler process. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self._begun: PendingRequests[_CheckpointWork] = PendingRequests()
         self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
 
-    def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin to make a conversation durable, or report how far that is."""
-        storage = cache.storage
-        if storage is None:
-            return without_store(cache)
-        if number not in self._begun:
-            if not names_prefix(body):  # a later question, and it was dropped
-                return refused("too many checkpoints at once; ask again", 503)
-            has_bucket = storage.has_object_tier
-            tier = Tier(body.get("tier") or (Tier.OBJECT if has_bucket else Tier.NVME))
-            if tier is Tier.OBJECT and not has_bucket:
-                return refused(NO_OBJECT_TIER)
-            selector = selector_of(cache, body)
-            if selector is None:
-                return {"done": True, "unknown": True}
-            self._begun[number] = self._begin(cache, storage, selector, tier)
-        entry = self._begun[number]
-        _offer_again(cache, entry)
-        is_done = entry.work.done()
-        num_pages = entry.work.result() if is_done else 0
-        done, num_durable = least_on_every_rank(cache, [int(is_done), num_pages])
-        page_size = int(cache.page_size)
-        return {
-            "done": bool(done),
-            "tier": entry.tier.value,
-            "num_tokens": num_durable * page_size,
-            "num_missing": (entry.num_pages - num_durable) * page_size,
-        }
+    def begin(self, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
+        """Begin to make a conversation durable."""
+        storage = store_of(cache)
+        tier = tier_of(
+            storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
+        )
+        selector = selector_of(cache, body)
+        return UNKNOWN if selector is None else self.work(cache, storage, selector, tier)
 
-    def _begin(
+    def work(
         self, cache: TieredRadixCache, storage: TieredStorage, selector: PrefixSelector, tier: Tier
-    ) -> _CheckpointWork:
+    ) -> Work:
+        """Begin to make a prefix durable in a tier."""
         located = locate(cache, selector)
         _store_soon(cache, located.path)
-        num_pages = num_known(cache, storage, located)
+        num_known_pages = num_known(cache, storage, located)
         tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-        hashes = located.hashes[:num_pages]
-        work = self._workers.submit(_durable_pages, storage, hashes, tier, tenant)
-        last = located.path[-1].node_id if located.path else None
-        return _CheckpointWork(len(located.hashes), last, tier, work, time.monotonic())
+        durable = self._workers.submit(
+            _durable_pages, storage, located.hashes[:num_known_pages], tier, tenant
+        )
+        last_node = located.path[-1].node_id if located.path else None
+        num_pages, page_size = len(located.hashes), int(cache.page_size)
+        offered_at = time.monotonic()
+
+        def values() -> list[int]:
+            nonlocal offered_at
+            store_of(cache)
+            if has_ended(durable):
+                return [1, durable.result()]
+            if time.monotonic() - offered_at >= _OFFER_AGAIN_S and last_node is not None:
+                offered_at = time.monotonic()
+                _offer_again(cache, last_node)
+            return [0, 0]
+
+        def answer(least: list[int]) -> Answer:
+            done, num_durable = least
+            return {
+                "done": bool(done),
+                "tier": tier.value,
+                "num_tokens": num_durable * page_size,
+                "num_missing": (num_pages - num_durable) * page_size,
+            }
+
+        return Work(values, answer)
 
 
 def _durable_pages(storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes) -> int:
@@ -314,50 +262,37 @@ def num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located)
     return min(len(located.hashes), in_tree + rest)
 
 
-def _offer_again(cache: TieredRadixCache, entry: _CheckpointWork) -> None:
+def _offer_again(cache: TieredRadixCache, last_node: int) -> None:
     """Offer stores again that admission dropped. Only where no other rank must do the same, since
     ranks differ in what was dropped."""
-    now = time.monotonic()
-    late = now - entry.offered_at >= _OFFER_AGAIN_S
-    if late and not entry.work.done() and entry.last_node is not None and cache.decides_alone:
-        entry.offered_at = now
-        try:
-            path = cache.tree_core.collect_path_info([entry.last_node])[0]
-        except KeyError:  # evicted, or split at another place
-            return
-        _store_soon(cache, path)
-
-
-def names_prefix(body: dict[str, Any]) -> bool:
-    """Whether a body has a selector. A later question of a call has only its number."""
-    return not body.keys().isdisjoint(("rid", "conversation_id", "input_ids"))
+    if cache.decides_alone:
+        # It may be evicted, or split at another place.
+        with contextlib.suppress(KeyError):
+            _store_soon(cache, cache.tree_core.collect_path_info([last_node])[0])
 
 
 def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> PrefixSelector | None:
     """Return the prefix that a body selects, of a conversation the newest; None for a ``rid`` or
     ``conversation_id`` that is not known. Alike on all ranks."""
-    if "conversation_id" not in body:
-        found = selectors_of(cache, body)
-    else:
-        conversation = body["conversation_id"]
-        recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
-        found = [recents[0].selector] if recents else _pinned(cache, body)
-    return found[0] if found else None
+    return next(selectors_of(cache, body), None)
 
 
-def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> list[PrefixSelector]:
-    """Return every prefix that a body names: of a conversation those of its recent requests and of
+def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> Iterator[PrefixSelector]:
+    """Yield every prefix that a body names: of a conversation those of its recent requests and of
     its pins, the newest first. Alike on all ranks."""
+    extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
     if "rid" in body:
         recent = recent_of(cache, body)
-        return [] if recent is None else [recent.selector]
-    if "conversation_id" in body:
-        conversation = body["conversation_id"]
-        recents = cache.recent_requests.of_conversation(tenant_of_body(cache, body), conversation)
-        return [recent.selector for recent in recents] + _pinned(cache, body)
-    extra_key, cache_salt = key_of_request(body.get("extra_key"), None), body.get("cache_salt")
-    extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
-    return [PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)]
+        yield from () if recent is None else (recent.selector,)
+    elif "conversation_id" in body:
+        tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
+        for recent in cache.recent_requests.of_conversation(tenant, conversation):
+            yield recent.selector
+        for _, prefix in pinned_prefixes(cache, tenant, conversation, extra_key, cache_salt):
+            yield prefix
+    else:
+        extra_key = cache.hidden_tenants.key_of(key_of_request(extra_key, None), cache_salt)
+        yield PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)
 
 
 def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:
@@ -373,12 +308,6 @@ def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
     """Return the tenant that a body's ``extra_key`` and ``cache_salt`` name."""
     key = key_of_request(body.get("extra_key"), None)
     return cache.hidden_tenants.tenant_of(key, body.get("cache_salt"))
-
-
-def _pinned(cache: TieredRadixCache, body: dict[str, Any]) -> list[PrefixSelector]:
-    tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
-    keys = body.get("extra_key"), body.get("cache_salt")
-    return [prefix for _, prefix in pinned_prefixes(cache, tenant, conversation, *keys)]
 
 
 def key_of(cache: TieredRadixCache, selector: PrefixSelector) -> RadixKey:

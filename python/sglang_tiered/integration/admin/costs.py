@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from sglang.srt.disaggregation.kv_events import uses_dynamo_format
 from sglang.srt.runtime_context import describe_kv_events_publisher, num_dp_ranks_of
 
+from sglang_tiered.api import CallError
 from sglang_tiered.config import TierMode
-from sglang_tiered.integration.admin.bodies import CallError
 from sglang_tiered.policy.server_costs import (
     DecodeLoad,
     EventSource,

@@ -2,8 +2,7 @@
 keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else
 (``keys``).
 
-A refusal is ``{"error": SENTENCE}`` with the status of its ``bodies.CallError``.
-``docs/openapi.json`` describes all of it; ``scripts/write_openapi.py`` writes that file.
+A refusal is ``{"error": SENTENCE}`` with the status of its ``api.CallError``.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
 from fastapi.responses import JSONResponse
 
-from sglang_tiered.integration.admin.bodies import CallError, parse_limit
+from sglang_tiered.api import CALLS, Call, CallError, CostsCall, RequestsCall, decode
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
 from sglang_tiered.integration.admin.role_switch import ClosedDoor, is_draining
-from sglang_tiered.integration.admin.service import TierService
+from sglang_tiered.integration.admin.service import Report, TierService
 from sglang_tiered.policy.server_costs import ABANDONED
 
 if TYPE_CHECKING:
@@ -29,29 +28,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
-    from sglang_tiered.integration.admin.service import Report
 
-    Call = Callable[[TierService, Any], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = ["add_routes"]
-
-_MAX_DIGITS = 10  # of a token in a query: Python refuses to read thousands
-
-_NUM_REQUESTS = 20
-
-_CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
-    "purge": (("POST",), TierService.purge),
-    "checkpoint": (("POST",), TierService.checkpoint),
-    "residency": (("GET", "POST"), TierService.residency),
-    "forget": (("POST",), TierService.forget),
-    "tenants": (("GET",), TierService.tenants),
-    "pin": (("POST",), TierService.pin),
-    "unpin": (("POST",), TierService.unpin),
-    "conversations": (("GET",), TierService.conversations),
-    "prefetch": (("POST",), TierService.prefetch),
-}
-"""The calls by the last part of their path: how they may be asked, and who answers."""
 
 
 def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
@@ -61,16 +41,15 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
 
     app.add_middleware(ClosedDoor)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
-
-    def add(name: str, methods: tuple[str, ...], endpoint: Endpoint) -> None:
+    others = {
+        CostsCall: _costs_endpoint(board, config),
+        RequestsCall: _endpoint(RequestsCall, _newest(config)),
+    }
+    for call in CALLS:
+        endpoint = others.get(call) or _endpoint(call, _ask_schedulers)
         app.add_api_route(
-            f"/tier/{name}", guarded(endpoint), methods=list(methods), response_model=None
+            call.path, guarded(endpoint), methods=list(call.methods), response_model=None
         )
-
-    for name, (methods, call) in _CALLS.items():
-        add(name, methods, _endpoint(call))
-    add("costs", ("GET",), _costs_endpoint(board, config))
-    add("requests", ("GET",), _requests_endpoint(config))
 
 
 def _manager() -> Any:
@@ -79,16 +58,22 @@ def _manager() -> Any:
     return get_global_state().tokenizer_manager
 
 
-def _endpoint(call: Call) -> Endpoint:
-    """Return the handler of one call."""
+async def _ask_schedulers(call: Call) -> Report:
+    return await TierService(_manager()).answer(call)
+
+
+def _endpoint(call: type[Call], answer: Callable[[Any], Awaitable[Report]]) -> Endpoint:
+    """Return the handler of one call, which ``answer`` answers."""
 
     async def endpoint(request: Request) -> Response:
+        is_query = request.method == "GET"
         try:
-            body = _query(request) if request.method == "GET" else await _json(request)
-            report = await call(TierService(_manager()), body)
+            body = _query(request) if is_query else await _json(request)
+            report = await answer(decode(call, body, is_query=is_query))
         except CallError as error:
-            return JSONResponse({"error": str(error)}, status_code=error.status)
-        return JSONResponse(report.body, status_code=report.status)
+            report = Report(error.status, {"error": str(error)})
+        body = msgspec.json.encode(report.body)
+        return Response(body, report.status, media_type="application/json")
 
     return endpoint
 
@@ -116,23 +101,19 @@ def _costs_endpoint(board: CostBoard, config: TieredConfig) -> Endpoint:
     return costs
 
 
-def _requests_endpoint(config: TieredConfig) -> Endpoint:
-    """Return the handler of ``/tier/requests``, which reads files on a thread. One look at a time:
+def _newest(config: TieredConfig) -> Callable[[RequestsCall], Awaitable[Report]]:
+    """Return what answers ``/tier/requests``, which reads files on a thread. One look at a time:
     a disk that hangs may not take the threads that name look-ups and others want."""
     look = asyncio.Lock()
 
-    async def requests(request: Request) -> Response:
-        try:
-            limit = parse_limit({"limit": _NUM_REQUESTS, **_query(request)})["limit"]
-            if look.locked():
-                raise CallError("the lines are being read for somebody else; ask again", 503)
-            async with look:
-                answer = await asyncio.to_thread(newest_requests, config.request_log, limit)
-        except CallError as error:
-            return JSONResponse({"error": str(error)}, status_code=error.status)
-        return JSONResponse(answer)
+    async def newest(call: RequestsCall) -> Report:
+        if look.locked():
+            raise CallError("the lines are being read for somebody else; ask again", 503)
+        async with look:
+            found = await asyncio.to_thread(newest_requests, config.request_log, call.limit)
+        return Report(200, found)
 
-    return requests
+    return newest
 
 
 async def _json(request: Request) -> Any:
@@ -148,14 +129,8 @@ async def _json(request: Request) -> Any:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return query parameters as a body; ``input_ids`` are separated by commas, and what is no
-    token is -1."""
+    """Return query parameters as a body; ``input_ids`` are separated by commas."""
     body: dict[str, Any] = dict(request.query_params)
     if "input_ids" in body:
-        words = [word.strip() for word in body["input_ids"].split(",")]
-        are_numbers = [word.isdecimal() and len(word) <= _MAX_DIGITS for word in words]
-        body["input_ids"] = [
-            int(word) if is_number else -1
-            for word, is_number in zip(words, are_numbers, strict=True)
-        ]
+        body["input_ids"] = [word.strip() for word in body["input_ids"].split(",")]
     return body

@@ -1,4 +1,4 @@
-"""``Listings``: the conversations of a tenant in a scheduler process, a page at a time.
+"""``conversations``: those of a tenant in a scheduler process, a page at a time.
 
 A row is a conversation by its id, or a request or a pin without one. Recent requests come first,
 the newest first, and then what is pinned only. The scheduler thread matches a few prefixes in the
@@ -9,19 +9,14 @@ lists the same: recent requests are alike on all of them, and of pins the first 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.integration.admin.conversations import (
-    PendingRequests,
-    key_of,
-    tenant_of_body,
-    tokens_in_memory,
-    without_store,
-)
+from sglang_tiered.integration.admin.calls import Work, has_ended, store_of
+from sglang_tiered.integration.admin.conversations import key_of, tenant_of_body, tokens_in_memory
 from sglang_tiered.integration.admin.pin_notes import (
     NO_NOTE,
     TOKEN_BYTES,
@@ -35,22 +30,22 @@ from sglang_tiered.integration.admin.pin_notes import (
 )
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks import first_ranks, least_on_every_rank
+from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
+    from sglang_tiered.integration.admin.calls import Answer
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Listings"]
+__all__ = ["conversations"]
 
 _STEP_ROWS, _STEP_TOKENS = 100, 1 << 18
 """What is matched in the tree at one question."""
-_MAX_LISTINGS = 32
 
 _RECENT, _PINNED = "r", "p"
 """What a cursor begins with: then comes the number of the request, or the name of the pin."""
@@ -77,70 +72,95 @@ class _PinnedRows:
     rows: list[_ListedRow]  # by their cursors
 
 
-@dataclass(slots=True)
-class _Listing:
-    body: dict[str, Any]
-    recents: dict[str, Recent]  # by rid: the newest of each conversation, the newest first
-    pinned: Future[_PinnedRows]
-    rows: list[_ListedRow] = field(default_factory=list)
-    has_more: bool = False
-    selectors: list[PrefixSelector] = field(default_factory=list)
-    in_memory: list[tuple[int, int]] = field(default_factory=list)  # device, host
-    in_tiers: Future[list[dict[str, int]]] | None = None
-    answer: dict[str, Any] | None = None
+_NOT_YET: Answer = {"done": False}
 
 
-class Listings:
-    """The listings that are asked for in one scheduler process. Scheduler thread only; ``worker``
-    is the thread that counts."""
+def conversations(
+    worker: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
+) -> Work:
+    """Begin a page. Its pins are counted first, on the thread of ``worker``."""
+    storage, page_size = store_of(cache), int(cache.page_size)
+    tenant = tenant_of_body(cache, body)
+    recents = _newest(cache.recent_requests.of_tenant(tenant), page_size)
+    pinned = worker.submit(_pinned_rows, storage, tenant, page_size)
+    chosen: list[tuple[list[_ListedRow], bool]] = []
 
-    def __init__(self, worker: ThreadPoolExecutor) -> None:
-        self._begun: PendingRequests[_Listing] = PendingRequests(_MAX_LISTINGS)
-        self._worker = worker
+    def values() -> list[int]:
+        store_of(cache)
+        if not chosen and has_ended(pinned):
+            chosen.append(_page(cache, body, recents, pinned.result()))
+        return [len(chosen)]
 
-    def answer(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a page, or go on with it."""
-        storage = cache.storage
-        if storage is None:
-            return without_store(cache)
-        if number not in self._begun:
-            tenant = tenant_of_body(cache, body)
-            recents = _newest(cache.recent_requests.of_tenant(tenant), int(cache.page_size))
-            pinned = self._worker.submit(_pinned_rows, storage, tenant, int(cache.page_size))
-            self._begun[number] = _Listing(body, recents, pinned)
-        listing = self._begun[number]
-        if listing.answer is not None:
-            return listing.answer
-        if listing.in_tiers is None:
-            (is_counted,) = least_on_every_rank(cache, [int(listing.pinned.done())])
-            if is_counted:
-                self._choose(cache, storage, listing)
-            return {"done": False}
-        _match_some(cache, listing)
-        is_done = len(listing.in_memory) == len(listing.rows) and listing.in_tiers.done()
-        (done,) = least_on_every_rank(cache, [int(is_done)])
-        if not done:
-            return {"done": False}
-        answer = _report(cache, storage, listing, listing.in_tiers.result())
-        self._begun[number] = _Listing({}, {}, listing.pinned, answer=answer)
-        return answer
+    def answer(least: list[int]) -> Answer | Work:
+        if least == [0]:
+            return _NOT_YET
+        rows, has_more = chosen[0]
+        if not cache.decides_alone:  # as the first rank chose
+            told = first_ranks(cache, msgspec.msgpack.encode(chosen[0]))
+            rows, has_more = msgspec.msgpack.decode(told, type=tuple[list[_ListedRow], bool])
+        selectors = [_selector(cache, body, recents, row) for row in rows]
+        return _count(worker, cache, storage, rows, selectors, has_more)
 
-    def _choose(self, cache: TieredRadixCache, storage: TieredStorage, listing: _Listing) -> None:
-        """Choose the rows of the page, as the first rank does."""
-        chosen = _page(cache, listing, listing.pinned.result())
-        if not cache.decides_alone:
-            told = first_ranks(cache, msgspec.msgpack.encode(chosen))
-            chosen = msgspec.msgpack.decode(told, type=tuple[list[_ListedRow], bool])
-        listing.rows, listing.has_more = chosen
-        salt = listing.body.get("cache_salt")
-        for row in listing.rows:
-            if row.rid is not None:
-                listing.selectors.append(listing.recents[row.rid].selector)
-                continue
-            key = key_of_request(listing.body.get("extra_key"), row.adapter)
-            key = cache.hidden_tenants.key_of(key, salt)
-            listing.selectors.append(PrefixSelector(as_tokens(row.tokens), key, salt))
-        listing.in_tiers = self._worker.submit(_count_tiers, cache, storage, listing.selectors)
+    return Work(values, answer)
+
+
+def _selector(
+    cache: TieredRadixCache, body: dict[str, Any], recents: dict[str, Recent], row: _ListedRow
+) -> PrefixSelector:
+    if row.rid is not None:
+        return recents[row.rid].selector
+    salt = body.get("cache_salt")
+    key = key_of_request(body.get("extra_key"), row.adapter)
+    key = cache.hidden_tenants.key_of(key, salt)
+    return PrefixSelector(as_tokens(row.tokens), key, salt)
+
+
+def _count(
+    worker: ThreadPoolExecutor,
+    cache: TieredRadixCache,
+    storage: TieredStorage,
+    rows: list[_ListedRow],
+    selectors: list[PrefixSelector],
+    has_more: bool,
+) -> Work:
+    """Count what memory and the tiers hold of the rows, and tell all that is known of them."""
+    in_tiers = worker.submit(_count_tiers, cache, storage, selectors)
+    in_memory: list[tuple[int, int]] = []  # device, host
+    names = ["device", "host", *(tier.value for tier in storage.pages_by_tier([]))]
+
+    def values() -> list[int]:
+        store_of(cache)
+        _match_some(cache, selectors, in_memory)
+        if len(in_memory) < len(rows) or not has_ended(in_tiers):
+            return [0] * (1 + len(rows) * len(names))
+        counts = zip(in_memory, in_tiers.result(), strict=True)
+        return [1, *(number for memory, tiers in counts for number in (*memory, *tiers))]
+
+    def answer(least: list[int]) -> Answer:
+        is_done, *counts = least
+        if not is_done:
+            return _NOT_YET
+        number, nvme = iter(counts), keepers(storage).get(Tier.NVME)
+        return {
+            "done": True,
+            "rank": _rank(),
+            "conversations": [
+                {
+                    "id": row.id,
+                    "rid": row.rid,
+                    "num_tokens": len(selector.tokens),
+                    **{name: next(number) for name in names},
+                    "last_used": row.last_used_s,
+                    "pins": row.pins,
+                }
+                for row, selector in zip(rows, selectors, strict=True)
+            ],
+            "next": rows[-1].cursor if has_more else None,
+            "pinned_bytes": 0 if nvme is None else nvme.pinned_bytes,
+            "pin_bound_bytes": 0 if nvme is None else nvme.pin_bound_bytes,
+        }
+
+    return Work(values, answer)
 
 
 def _rank() -> int:
@@ -160,17 +180,18 @@ def _newest(recents: Iterable[Recent], page_size: int) -> dict[str, Recent]:
 
 
 def _page(
-    cache: TieredRadixCache, listing: _Listing, pinned: _PinnedRows
+    cache: TieredRadixCache, body: dict[str, Any], recents: dict[str, Recent], pinned: _PinnedRows
 ) -> tuple[list[_ListedRow], bool]:
-    """Return the rows behind the cursor, and whether there are more."""
-    limit = int(listing.body["limit"])
-    after = listing.body["after"].get(str(_rank()), _RECENT)
+    """Return the rows behind the cursor, and whether there are more. Of ``recents``, by their
+    ``rid``, the newest come first."""
+    limit = int(body["limit"])
+    after = body["after"].get(str(_rank()), _RECENT)
     if after is None:  # this replica has told all
         return [], False
     rows: list[_ListedRow] = []
     shown: set[str] = set()  # cursors of pins
     lengths = {len(tokens) for _, tokens in pinned.of_prefix}
-    for recent in listing.recents.values():
+    for recent in recents.values():
         of_id = pinned.of_conversation.get(recent.conversation or "")
         its = [] if of_id is None else [of_id]
         its += [row for row in _same_prefix(cache, recent, pinned, lengths) if row is not of_id]
@@ -208,46 +229,16 @@ def _same_prefix(
     return pinned.of_prefix.get((adapter, whole_pages(packed(tokens), page_size)), [])
 
 
-def _match_some(cache: TieredRadixCache, listing: _Listing) -> None:
+def _match_some(
+    cache: TieredRadixCache, selectors: list[PrefixSelector], in_memory: list[tuple[int, int]]
+) -> None:
     """Count what memory holds of the next rows, of as many on every rank."""
     num_left = _STEP_TOKENS
-    for selector in listing.selectors[len(listing.in_memory) :][:_STEP_ROWS]:
+    for selector in selectors[len(in_memory) :][:_STEP_ROWS]:
         if num_left <= 0:
             return
         num_left -= len(selector.tokens)
-        listing.in_memory.append(tokens_in_memory(cache, selector))
-
-
-def _report(
-    cache: TieredRadixCache,
-    storage: TieredStorage,
-    listing: _Listing,
-    in_tiers: list[dict[str, int]],
-) -> dict[str, Any]:
-    held = [
-        {"device": device, "host": host, **tiers}
-        for (device, host), tiers in zip(listing.in_memory, in_tiers, strict=True)
-    ]
-    least = iter(least_on_every_rank(cache, [count for each in held for count in each.values()]))
-    nvme = keepers(storage).get(Tier.NVME)
-    return {
-        "done": True,
-        "rank": _rank(),
-        "conversations": [
-            {
-                "id": row.id,
-                "rid": row.rid,
-                "num_tokens": len(selector.tokens),
-                **{tier: next(least) for tier in each},
-                "last_used": row.last_used_s,
-                "pins": row.pins,
-            }
-            for row, selector, each in zip(listing.rows, listing.selectors, held, strict=True)
-        ],
-        "next": listing.rows[-1].cursor if listing.has_more else None,
-        "pinned_bytes": 0 if nvme is None else nvme.pinned_bytes,
-        "pin_bound_bytes": 0 if nvme is None else nvme.pin_bound_bytes,
-    }
+        in_memory.append(tokens_in_memory(cache, selector))
 
 
 def _pinned_rows(storage: TieredStorage, tenant: bytes, page_size: int) -> _PinnedRows:
@@ -291,11 +282,8 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes, page_size: int) -> _Pinn
 
 def _count_tiers(
     cache: TieredRadixCache, storage: TieredStorage, selectors: list[PrefixSelector]
-) -> list[dict[str, int]]:
+) -> list[list[int]]:
     """Count the leading tokens of each prefix by tier. On the thread."""
     page_size = int(cache.page_size)
-    found = []
-    for selector in selectors:
-        pages = storage.pages_by_tier(cache.page_hashes(key_of(cache, selector)))
-        found.append({tier.value: number * page_size for tier, number in pages.items()})
-    return found
+    hashes = (cache.page_hashes(key_of(cache, selector)) for selector in selectors)
+    return [[n * page_size for n in storage.pages_by_tier(each).values()] for each in hashes]

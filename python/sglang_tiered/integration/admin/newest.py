@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.integration.admin.bodies import CallError
+from sglang_tiered.api import CallError, LastMinute, LoggedRequest, NewestRequests
 from sglang_tiered.request_log import older
 from sglang_tiered.request_record import VERSION, RequestRecord, Sources
 from sglang_tiered.tools.explain.causes import cause
@@ -37,15 +37,9 @@ NOT_LOGGED = (
 
 def newest_requests(
     config: RequestLogConfig | None, limit: int, *, now: float | None = None
-) -> dict[str, Any]:
-    """Return ``requests`` and ``minute``. ``requests`` are the fields of the last ``limit`` lines
-    with ``why``, the newest first. ``minute`` has the sources of the prompt tokens of the requests
-    that ended in the last minute. Its ``is_whole`` is false where that minute has more lines than
-    are read.
-
-    ``now`` is Unix time. Reads at most ``TAIL_BYTES``. Raises ``CallError`` (404)
-    where no lines are written.
-    """
+) -> NewestRequests:
+    """Return the last ``limit`` requests, the newest first, and the minute before ``now`` (Unix
+    time). Reads at most ``TAIL_BYTES``. Raises ``CallError`` (404) where no lines are written."""
     if config is None:
         raise CallError(NOT_LOGGED, 404)
     since = (time.time() if now is None else now) - MINUTE_S
@@ -57,19 +51,17 @@ def newest_requests(
         is_whole &= not has_more or any(_ended_at(record) < since for record in found)
     records.sort(key=_ended_at, reverse=True)
     minute = [record for record in records if _ended_at(record) >= since]
-    return {
-        "requests": [
-            {**msgspec.to_builtins(record), "why": cause(record)} for record in records[:limit]
-        ],
-        "minute": {
-            "num_requests": len(minute),
-            "is_whole": is_whole,
-            **{
-                name: sum(getattr(record.tokens, name) for record in minute)
-                for name in Sources.__struct_fields__
-            },
-        },
+    sums = {
+        name: sum(getattr(record.tokens, name) for record in minute)
+        for name in Sources.__struct_fields__
     }
+    return NewestRequests(
+        tuple(
+            LoggedRequest(**msgspec.structs.asdict(record), why=cause(record))
+            for record in records[:limit]
+        ),
+        LastMinute(**sums, num_requests=len(minute), is_whole=is_whole),
+    )
 
 
 def _ended_at(record: RequestRecord) -> float:

@@ -7,23 +7,17 @@ It runs on any asyncio loop of the process that has SGLang's tokenizer manager. 
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from sglang_tiered.integration.admin.bodies import (
-    CallError,
-    check_num_tokens,
-    cursor_of,
-    parse_forget,
-    parse_limit,
-    parse_listing,
-    parse_pin,
-    parse_prefetch,
-    parse_purge,
-    parse_selector,
-    parse_unpin,
-)
+import msgspec
+
+from sglang_tiered import api
+from sglang_tiered.api import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +44,8 @@ UNKNOWN_PIN = "there is no such pin"
 
 Answer = dict[str, Any]
 
+_Cursor = Annotated[str, msgspec.Meta(pattern=r"^(?:r[0-9]{1,18}|p[in](?s:.)+)\Z")] | None
+
 
 class Report(NamedTuple):
     """What a call answers: 200, or where it is not done yet 503 (ask again) or 202 (it goes on)."""
@@ -59,98 +55,42 @@ class Report(NamedTuple):
 
 
 class TierService:
-    """The calls of one server. Each takes an untrusted body, answers within ``TIMEOUT_S`` and a
+    """The calls of one server that its schedulers answer. Each answers within ``TIMEOUT_S`` and a
     step of the schedulers, and raises ``CallError`` where it is refused. It keeps nothing between
     calls; the manager is the caller's."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
 
-    async def purge(self, body: Any) -> Report:
-        """Remove the pages of a tenant, or all pages, from every tier."""
-        answers = _not_failed(await self._ask("purge", parse_purge(body)))
-        durable = all(answer["durable"] for answer in answers)
-        hidden = any(answer["in_memory"] == "hidden" for answer in answers)
-        report = {"durable": durable, "in_memory": "hidden" if hidden else "gone"}
-        return Report(200 if durable else 503, report)
+    async def answer(self, call: api.Call) -> Report:
+        """Ask every scheduler, and make one answer of theirs."""
+        name = call.path.rpartition("/")[2]
+        body = await self._with_tokens(msgspec.to_builtins(call))
+        if name == "forget":
+            return await self._forget(body)
+        if name == "pin":
+            body["now"] = time.time()  # one clock for all ranks
+        elif name == "conversations":
+            body["after"] = _cursors_in(body.get("after"))
+        timeout_s = body.pop("wait_s", None)
+        return _REPORTS[name](await self._ask(name, body, timeout_s=timeout_s))
 
-    async def tenants(self, body: Any) -> Report:
-        """List the tenants with the most bytes on NVMe, a list per scheduler."""
-        answers = _not_failed(await self._ask("tenants", parse_limit(body)))
-        _check_counted(answers, "tenants")
-        return Report(200, [answer["tenants"] for answer in answers])
-
-    async def checkpoint(self, body: Any) -> Report:
-        """Make a prefix durable in a tier."""
-        body = await self._with_tokens(parse_selector(body, with_tier=True))
-        answers = await self._ask("checkpoint", body)
-        return _best(answers, lambda answer: 200 if _is_durable(answer) else 503)
-
-    async def residency(self, body: Any) -> Report:
-        """Count the leading tokens of a prefix by tier."""
-        body = await self._with_tokens(parse_selector(body, with_tier=False))
-        return _best(await self._ask("residency", body), lambda _: 200)
-
-    async def pin(self, body: Any) -> Report:
-        """Keep a prefix in a tier, and make it durable there."""
-        body = await self._with_tokens(parse_pin(body))
-        body = {**body, "now": time.time()}  # one clock for all ranks
-        answers = await self._ask("pin", body)
-        return _best(answers, lambda answer: 200 if _is_durable(answer) else 503)
-
-    async def unpin(self, body: Any) -> Report:
-        """Let a pin go."""
-        answers = await self._ask("unpin", await self._with_tokens(parse_unpin(body)))
-        known = _known(answers, UNKNOWN_PIN)
-        done = all(answer["done"] for answer in known)
-        return Report(200 if done else 503, {"unpinned": done})
-
-    async def conversations(self, body: Any) -> Report:
-        """List the conversations of one tenant, a page at a time. With data parallelism every
-        scheduler gives up to ``limit`` rows; one that has no more gives none."""
-        answers = _not_failed(await self._ask("conversations", parse_listing(body)))
-        _check_counted(answers, "conversations")
-        return Report(
-            200,
-            {
-                "conversations": [row for answer in answers for row in answer["conversations"]],
-                "next": cursor_of({str(answer["rank"]): answer["next"] for answer in answers}),
-                "pinned_bytes": sum(answer["pinned_bytes"] for answer in answers),
-                "pin_bound_bytes": sum(answer["pin_bound_bytes"] for answer in answers),
-            },
-        )
-
-    async def forget(self, body: Any) -> Report:
+    async def _forget(self, body: Answer) -> Report:
         """Forget a prefix in every tier and on every server."""
-        body, number = await self._with_tokens(parse_forget(body)), uuid.uuid4().hex
+        number = uuid.uuid4().hex
         begun = await self._ask("forget", body, number=number, timeout_s=0.0)
-        _known(begun, UNKNOWN)
+        _known(begun)
         asked = [self._ask("forget", _later(body), number=number)]
         # Other replicas may hold pages of it too. The first answer of each names those it knows.
         pages = list(dict.fromkeys(each for answer in begun for each in answer.get("hashes", ())))
         if any(len(answer.get("hashes", ())) < len(pages) for answer in begun):
             asked.append(self._ask("forget", {"hashes": pages}))
         answers, *others = await asyncio.gather(*asked)
-        known = [
-            *_known(answers, UNKNOWN),
-            *(each for told in others for each in _not_failed(told)),
-        ]
+        known = [*_known(answers), *(each for told in others for each in _not_failed(told))]
         num_tokens = max(answer["num_tokens"] for answer in known)
         if all(answer["durable"] for answer in known):
             return Report(200, {"durable": True, "num_tokens": num_tokens})
         return Report(503, {"error": NOT_FORGOTTEN, "durable": False, "num_tokens": num_tokens})
-
-    async def prefetch(self, body: Any) -> Report:
-        """Bring a prefix that is about to be used to host memory."""
-        body, wait_s = parse_prefetch(body)
-        body = await self._with_tokens(body)
-        answers = await self._ask("prefetch", body, timeout_s=wait_s)
-        # With data parallelism every replica loads what it finds, and has room for.
-        known = [a for a in answers if a.get("num_in_memory") or a.get("num_loading")]
-        known = known or list(_known(answers, UNKNOWN))
-        best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
-        is_done = all(answer["done"] for answer in known)
-        return Report(200 if is_done else 202, _without_done(best))
 
     async def _with_tokens(self, body: Answer) -> Answer:
         """Return the body with ``input_ids`` in place of ``text``. Raises ``CallError``."""
@@ -162,7 +102,10 @@ class TierService:
             raise CallError("this server has no tokenizer; pass input_ids")
         # A long text takes a second, for which it must not block the streams of other requests.
         tokens = await asyncio.to_thread(tokenizer.encode, text)
-        check_num_tokens(tokens, "text")
+        if len(tokens) > api.MAX_TOKENS:
+            raise CallError(
+                f"text has {len(tokens)} tokens, more than {api.MAX_TOKENS}; pass the beginning"
+            )
         return {**body, "input_ids": [int(token) for token in tokens]}
 
     async def _ask(
@@ -213,12 +156,7 @@ def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _check_counted(answers: Sequence[Answer], what: str) -> None:
-    if not all(answer["done"] for answer in answers):
-        raise CallError(f"{what} are still counted; ask again", 503)
-
-
-def _known(answers: Sequence[Answer], unknown: str) -> Sequence[Answer]:
+def _known(answers: Sequence[Answer], unknown: str = UNKNOWN) -> Sequence[Answer]:
     """Return the answers of schedulers that know what was named, at least one. Raises
     ``CallError``, with what a scheduler said of it if one did."""
     known = [answer for answer in _not_failed(answers) if "unknown" not in answer]
@@ -228,13 +166,71 @@ def _known(answers: Sequence[Answer], unknown: str) -> Sequence[Answer]:
     return known
 
 
-def _best(answers: Sequence[Answer], status: Callable[[Answer], int]) -> Report:
-    known = _known(answers, UNKNOWN)
-    # With data parallelism a conversation lives in one scheduler: report the best answer.
+def _counted(answers: Sequence[Answer], what: str) -> Sequence[Answer]:
+    if not all(answer["done"] for answer in _not_failed(answers)):
+        raise CallError(f"{what} are still counted; ask again", 503)
+    return answers
+
+
+def _purged(answers: Sequence[Answer]) -> Report:
+    durable = all(answer["durable"] for answer in _not_failed(answers))
+    hidden = any(answer["in_memory"] == "hidden" for answer in answers)
+    report = {"durable": durable, "in_memory": "hidden" if hidden else "gone"}
+    return Report(200 if durable else 503, report)
+
+
+def _tenants(answers: Sequence[Answer]) -> Report:
+    return Report(200, [answer["tenants"] for answer in _counted(answers, "tenants")])
+
+
+def _page(answers: Sequence[Answer]) -> Report:
+    """With data parallelism every scheduler gives up to ``limit`` rows; one that has no more gives
+    none."""
+    answers = _counted(answers, "conversations")
+    page = {
+        "conversations": [row for answer in answers for row in answer["conversations"]],
+        "next": _cursor_of({str(answer["rank"]): answer["next"] for answer in answers}),
+    }
+    for name in ("pinned_bytes", "pin_bound_bytes"):
+        page[name] = sum(answer[name] for answer in answers)
+    return Report(200, page)
+
+
+def _best(answers: Sequence[Answer]) -> Report:
+    """With data parallelism a conversation lives in one scheduler: report the best answer."""
+    known = _known(answers)
     best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
-    if any(_is_durable(answer) for answer in known):
-        best = next(answer for answer in known if _is_durable(answer))
-    return Report(status(best), _without_done(best))
+    return Report(200, _without_done(next(filter(_is_durable, known), best)))
+
+
+def _durable(answers: Sequence[Answer]) -> Report:
+    report = _best(answers)
+    return report._replace(status=200 if any(map(_is_durable, answers)) else 503)
+
+
+def _unpinned(answers: Sequence[Answer]) -> Report:
+    done = all(answer["done"] for answer in _known(answers, UNKNOWN_PIN))
+    return Report(200 if done else 503, {"unpinned": done})
+
+
+def _prefetched(answers: Sequence[Answer]) -> Report:
+    """With data parallelism every replica loads what it finds, and has room for."""
+    known = [a for a in answers if a.get("num_in_memory") or a.get("num_loading")]
+    known = known or list(_known(answers))
+    best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
+    return Report(200 if all(answer["done"] for answer in known) else 202, _without_done(best))
+
+
+_REPORTS: dict[str, Callable[[Sequence[Answer]], Report]] = {
+    "checkpoint": _durable,
+    "residency": _best,
+    "pin": _durable,
+    "unpin": _unpinned,
+    "prefetch": _prefetched,
+    "purge": _purged,
+    "tenants": _tenants,
+    "conversations": _page,
+}
 
 
 def _is_durable(answer: Answer) -> bool:
@@ -243,3 +239,21 @@ def _is_durable(answer: Answer) -> bool:
 
 def _without_done(answer: Answer) -> Answer:
     return {name: value for name, value in answer.items() if name != "done"}
+
+
+def _cursor_of(cursors: dict[str, str | None]) -> str | None:
+    """Return what is to be passed as ``after`` for the next page; None if there is none."""
+    if all(cursor is None for cursor in cursors.values()):
+        return None
+    return base64.urlsafe_b64encode(json.dumps(cursors).encode()).decode().rstrip("=")
+
+
+def _cursors_in(after: str | None) -> dict[str, str | None]:
+    """Return a cursor for each data-parallel rank, None where nothing is left. Raises
+    ``CallError``."""
+    if after is None:
+        return {}
+    with contextlib.suppress(ValueError, msgspec.DecodeError, RecursionError):
+        found = base64.urlsafe_b64decode(after + "=" * (-len(after) % 4))
+        return msgspec.json.decode(found, type=dict[str, _Cursor])
+    raise CallError(f"after {api.shown(after)} is not what an answer gave as next")

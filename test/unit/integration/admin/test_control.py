@@ -304,12 +304,12 @@ def test_purge_of_a_detached_tier_is_an_error(
     monkeypatch.setattr(scheduler.tree_cache, "config", SimpleNamespace(nvme=object()))
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
-    for _ in range(2):
-        answer = ask(scheduler, "detached", extra_key="a")
+    for number in ("detached", "still"):
+        answer = ask(scheduler, number, extra_key="a")
         assert "attach it and purge again" in answer["error"]
     assert purged.is_hidden("a", None), "memory forgets it all the same"
     controller.storage_backend = storage
-    assert ask(scheduler, "detached", extra_key="a")["durable"] is False
+    assert ask(scheduler, "attached", extra_key="a")["durable"] is False
     assert set(scheduler.purges) == {A}
 
 
@@ -404,7 +404,7 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     message = DumperControlReqInput(method="reset", body={})
     messages(message)
     assert passed == [message]
-    purge = DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x"})
+    purge = DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x", "all": True})
     messages(purge)
     assert "has no tiers" in sent[0].response[0]["error"]
     scheduler.tree_cache = Scheduler(idle=True).tree_cache

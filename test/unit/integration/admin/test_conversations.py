@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 
-from sglang_tiered.integration.admin import conversations, listing, pins
+from sglang_tiered.integration.admin import calls, conversations, listing, pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    import torch
 
     Open = Callable[[], AbstractContextManager[CacheWorld]]
 
@@ -52,7 +54,7 @@ class Caller:
         body = {"id": str(self._num_calls), **body}
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            answer = self._control._methods[method](self.cache, body["id"], body)
+            answer = self._control.calls.answer(self.cache, method, body["id"], body)
             if answer.get("done", True):
                 return answer
             assert time.monotonic() < deadline, answer
@@ -108,6 +110,18 @@ def test_failed_checkpoint_leaves_no_rank_alone(
     note(world, "1", A)
     answer = Caller(world)("checkpoint", rid="1")
     assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
+
+
+def test_uncounted_pins_are_an_error_once(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure was raised before the exchange in which the other ranks waited for this one."""
+    ask = Caller(world)
+    with monkeypatch.context() as broken:
+        broken.setattr(listing, "_pinned_rows", None)
+        with pytest.raises(TypeError):
+            ask.rows()
+    assert ask.rows() == []
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
@@ -176,7 +190,7 @@ def test_detached_tiers_can_be_attached_again(world: CacheWorld) -> None:
     assert world.cache.detach_storage_backend()[0]
     for method in ("checkpoint", "pin", "unpin", "prefetch", "conversations"):
         answer = ask(method, rid="1", now=0.0)
-        assert (answer["status"], answer["error"]) == (503, conversations.DETACHED)
+        assert (answer["status"], answer["error"]) == (503, calls.DETACHED)
 
 
 def test_pinned_request_is_one_row(world: CacheWorld) -> None:
@@ -271,14 +285,17 @@ def test_refused_on_one_rank_is_refused_on_all(
 ) -> None:
     ask = Caller(world)
     note(world, "1", A, "chat")
-    monkeypatch.setattr(
-        world.cache,
-        "_all_reduce_attn_groups",
-        lambda data, op: data.zero_() if len(data) == 1 else None,
-    )
+    told: list[int] = []  # that it is well, and that it has taken the pin
+
+    def reduce(data: torch.Tensor, _: Any) -> None:
+        if len(data) == 1:
+            told.extend(data.tolist())
+            data.fill_(len(told) < 2)
+
+    monkeypatch.setattr(world.cache, "_all_reduce_attn_groups", reduce)
     answer = ask.pin(rid="1")
     assert answer["status"] == 409 and "another rank" in answer["error"]
-    assert world.cache.storage.region_engine.pins() == []
+    assert told[:2] == [1, 1] and world.cache.storage.region_engine.pins() == []
 
 
 def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +347,7 @@ def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld) -> None
     for tokens in branches:
         held = ask("residency", input_ids=list(tokens))
         assert held["device"] == held["host"] == 2 * PAGE
-    assert selectors_of(world.cache, {"conversation_id": "chat"}) == []
+    assert selector_of(world.cache, {"conversation_id": "chat"}) is None
     other, *pins = ask.rows()
     assert other["id"] == "other"
     assert [(row["id"], row["num_tokens"]) for row in pins] == [(None, 0)] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_tiered.integration.admin import forgets
-from sglang_tiered.integration.admin.conversations import residency
+from sglang_tiered.integration.admin import conversations, forgets
+from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.forgets import Forgets
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
@@ -22,7 +23,7 @@ from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TOKENS, OTHER = prompt(1, 6), prompt(2, 2)
@@ -37,13 +38,24 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
         yield world
 
 
+def asker(
+    world: CacheWorld, forgets: Forgets | None = None
+) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """Asks a scheduler to forget, by the number of the call."""
+    return partial(Calls({"forget": (forgets or Forgets()).begin}).answer, world.cache, "forget")
+
+
+def residency(world: CacheWorld, body: dict[str, Any]) -> dict[str, Any]:
+    return Calls({"residency": conversations.residency}).answer(world.cache, "residency", "n", body)
+
+
 def answer(world: CacheWorld, **body: Any) -> dict[str, Any]:
     """The answer once it is done, as the service asks for it."""
-    asked = Forgets()
-    got = asked.answer(world.cache, "n", body)
+    ask = asker(world)
+    got = ask("n", body)
 
     def is_done() -> bool:
-        got.update(asked.answer(world.cache, "n", {}))
+        got.update(ask("n", {}))
         return bool(got.get("done"))
 
     if not got.get("done") and "error" not in got:
@@ -54,7 +66,7 @@ def answer(world: CacheWorld, **body: Any) -> dict[str, Any]:
 def held(world: CacheWorld, tokens: array[int]) -> tuple[int, int]:
     """Leading pages in memory, and on NVMe."""
     match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
-    by_tier = residency(world.cache, {"input_ids": tokens.tolist()})
+    by_tier = residency(world, {"input_ids": tokens.tolist()})
     assert by_tier["device"] <= match.device_prefix_len
     return (match.device_prefix_len + match.host_hit_length) // PAGE, by_tier["nvme"] // PAGE
 
@@ -82,7 +94,7 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     recents.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     unknown = {"done": True, "unknown": True}
     assert answer(world, rid="r", keep_tokens=0, **keys) == unknown
-    assert residency(world.cache, {"rid": "r", "cache_salt": "s"}) == unknown
+    assert residency(world, {"rid": "r", "cache_salt": "s"}) == unknown
     recents.note_request("r", PrefixSelector(TOKENS, "acme", "s"), tenant_digest("acme", "s"))
     assert answer(world, rid="r", keep_tokens=0, extra_key="acme") == unknown
     assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
@@ -92,30 +104,28 @@ def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch
     """A long conversation has megabytes of them, and is asked about every 20 ms."""
     monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=2))
     world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
-    asked, body = Forgets(), {"rid": "r", "keep_tokens": 0}
-    told = asked.answer(world.cache, "n", body)["hashes"]
+    ask, body = asker(world), {"rid": "r", "keep_tokens": 0}
+    told = ask("n", body)["hashes"]
     assert told == world.cache.page_hashes(RadixKey(TOKENS, None))
-    world.until(lambda: asked.answer(world.cache, "n", body)["durable"])
-    later = asked.answer(world.cache, "n", body)
-    assert later == {"done": True, "durable": True, "num_tokens": 6 * PAGE}
-    entry = asked._begun["n"]
-    assert not entry.hashes and not entry.selectors, "they are kept for 255 later calls"
+    world.until(lambda: ask("n", body)["done"])
+    assert ask("n", body) == {"done": True, "durable": True, "num_tokens": 6 * PAGE}
 
 
 def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tenant's would go for pages that never were."""
-    asked = Forgets()
-    monkeypatch.setattr(asked, "_allowance", ForgetAllowance(7))
+    forgets = Forgets()
+    monkeypatch.setattr(forgets, "_allowance", ForgetAllowance(7))
+    ask = asker(world, forgets)
     everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
-    assert "error" not in asked.answer(world.cache, "n", {**everything, "keep_tokens": 4 * PAGE})
+    assert "error" not in ask("n", {**everything, "keep_tokens": 4 * PAGE})
     assert held(world, TOKENS) == (4, 4)
     for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
-        got = asked.answer(world.cache, number, body)
+        got = ask(number, body)
         assert got["status"] == 503 and "or ask again after 3" in got["error"]
-    got = asked.answer(world.cache, "q", {"hashes": ["00" * 32] * 8})
+    got = ask("q", {"hashes": ["00" * 32] * 8})
     assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
     assert held(world, TOKENS) == (4, 4)
-    assert "error" not in asked.answer(world.cache, "r", {**everything, "keep_tokens": PAGE})
+    assert "error" not in ask("r", {**everything, "keep_tokens": PAGE})
 
 
 def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
@@ -154,13 +164,13 @@ def test_pages_named_before_the_weights_are_known(
     monkeypatch.setattr(storage, "_search", SimpleNamespace(answer=None))
     monkeypatch.setattr(storage.stack, "remote", {"bucket": None})
     monkeypatch.setattr(storage.stack, "erase", lambda what: told.append(what.keys) or ended(True))
-    asked = Forgets()
-    got = asked.answer(world.cache, "n", {"input_ids": TOKENS.tolist(), "keep_tokens": 0})
+    ask = asker(world)
+    got = ask("n", {"input_ids": TOKENS.tolist(), "keep_tokens": 0})
     assert not got["done"] and not told
     hashes = world.cache.page_hashes(RadixKey(TOKENS, None))
     assert not any(storage.region_engine.contains([bytes.fromhex(each) for each in hashes]))
     storage._erase_late()
-    world.until(lambda: asked.answer(world.cache, "n", {})["durable"])
+    world.until(lambda: ask("n", {})["durable"])
     assert [len(keys) for keys in told] == [6]
     monkeypatch.undo()
 
@@ -175,7 +185,3 @@ def test_pages_named_after_a_purge_are_hidden(world: CacheWorld) -> None:
     assert cache.match_visible(key).device_prefix_len == len(TOKENS)
     answer(world, hashes=hashes[3:])
     assert cache.match_visible(key).device_prefix_len == 3 * PAGE
-
-
-def test_question_that_was_dropped_is_asked_again(world: CacheWorld) -> None:
-    assert Forgets().answer(world.cache, "n", {})["status"] == 503

@@ -12,8 +12,8 @@ import pytest
 from fastapi import Request
 
 from kit.openapi import check_answer
+from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, ResidencyCall, decode
 from sglang_tiered.integration.admin import http_api
-from sglang_tiered.integration.admin.bodies import CallError, parse_selector
 from sglang_tiered.integration.admin.page import TierPage
 from sglang_tiered.request_log import RequestLogConfig
 
@@ -47,24 +47,31 @@ def test_unreadable_body_is_answered_with_one_sentence(body: bytes, sentence: st
 def test_half_a_character_is_always_refused(text: bytes) -> None:
     for body in (b'{"text": "%s"}', b'{"text": "a", "extra_key": "%s"}', b'{"%s": 1}'):
         with pytest.raises(CallError) as caught:
-            parse_selector(read_body(body % text), with_tier=True)
+            decode(CheckpointCall, read_body(body % text))
         str(caught.value).encode()  # or it could not be answered
 
 
-def test_too_many_digits_are_no_token() -> None:
-    query = "input_ids=1, 22," + "1" * 5000 + ",x,"
-    request = Request({"type": "http", "query_string": query.encode()})
-    assert http_api._query(request) == {"input_ids": [1, 22, -1, -1, -1]}
+def test_tokens_stand_between_commas() -> None:
+    def ids(query: str) -> Any:
+        request = Request({"type": "http", "query_string": f"input_ids={query}".encode()})
+        return decode(ResidencyCall, http_api._query(request), is_query=True)
+
+    assert ids("1, 22,+3").input_ids == [1, 22, 3]
+    for query in ("1,", "1,x", "1" * 5000, "-1", "", "1.5"):
+        with pytest.raises(CallError, match="input_ids .* is refused"):
+            ids(query)
 
 
 def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:
     """Or the threads that look up names would all wait for that disk."""
     os.mkfifo(tmp_path / "log")  # opening it waits for a writer
     config: Any = SimpleNamespace(request_log=RequestLogConfig(path=str(tmp_path / "log")))
-    endpoint = http_api._requests_endpoint(config)
+    endpoint = http_api._endpoint(RequestsCall, http_api._newest(config))
+
+    scope = {"type": "http", "method": "GET", "query_string": b""}
 
     async def look() -> int:
-        return (await endpoint(Request({"type": "http", "query_string": b""}))).status_code
+        return (await endpoint(Request(scope))).status_code
 
     async def looks() -> list[int]:
         hanging = asyncio.create_task(look())

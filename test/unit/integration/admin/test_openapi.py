@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 import write_openapi
 from kit.openapi import check_answer, described, is_admitted
-from sglang_tiered.integration.admin import bodies
+from sglang_tiered import api
 from sglang_tiered.integration.admin.http_api import add_routes
 
 TENANT = {"extra_key": "acme", "cache_salt": "s"}
@@ -21,15 +21,7 @@ SELECTORS: list[dict[str, Any]] = [
     {"text": "t"},
     {"input_ids": [0, 2**31 - 1]},
 ]
-PARSERS: dict[str, Any] = {
-    "checkpoint": lambda body: bodies.parse_selector(body, with_tier=True),
-    "residency": lambda body: bodies.parse_selector(body, with_tier=False),
-    "pin": bodies.parse_pin,
-    "unpin": bodies.parse_unpin,
-    "prefetch": bodies.parse_prefetch,
-    "forget": bodies.parse_forget,
-    "purge": bodies.parse_purge,
-}
+POSTED = [call for call in api.CALLS if "POST" in call.methods]
 YEARS_S = 3650 * 86_400
 # Values of each field, within and beyond what is taken.
 VALUES: dict[str, list[Any]] = {
@@ -65,10 +57,10 @@ BODIES: list[Any] = [
 ]
 
 
-def takes(name: str, body: Any) -> bool:
+def takes(call: type[api.Call], body: Any, *, is_query: bool = False) -> bool:
     try:
-        PARSERS[name](body)
-    except bodies.CallError:
+        api.decode(call, body, is_query=is_query)
+    except api.CallError:
         return False
     return True
 
@@ -88,31 +80,22 @@ def test_every_route_and_method_is_described() -> None:
     }
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_bodies_are_described_as_they_are_taken(name: str) -> None:
-    told = [body for body in BODIES if is_admitted(f"/tier/{name}", body) != takes(name, body)]
+@pytest.mark.parametrize("call", POSTED)
+def test_bodies_are_described_as_they_are_taken(call: type[api.Call]) -> None:
+    told = [body for body in BODIES if is_admitted(call.path, body) != takes(call, body)]
     assert not told
-    assert any(takes(name, body) for body in BODIES)
+    assert any(takes(call, body) for body in BODIES)
 
 
-@pytest.mark.parametrize(
-    ("path", "parse"),
-    [("conversations", bodies.parse_listing), ("tenants", bodies.parse_limit)],
-)
-def test_query_fields_are_described_as_taken(path: str, parse: Any) -> None:
-    parameters = described()["paths"][f"/tier/{path}"]["get"]["parameters"]
+@pytest.mark.parametrize("call", [api.ConversationsCall, api.TenantsCall, api.RequestsCall])
+def test_query_fields_are_described_as_taken(call: type[api.Call]) -> None:
+    parameters = described()["paths"][call.path]["get"]["parameters"]
     schemas = {one["name"]: one["schema"] for one in parameters}
     for field in ("limit", "after", *TENANT, "rid", "unheard"):
-        value = {"limit": 1000, "after": bodies.cursor_of({"0": "r1"})}.get(field, "x")
-        try:
-            parse({field: value})
-            taken = True
-        except bodies.CallError:
-            taken = False
-        assert taken == (field in schemas), field
-        assert not taken or Draft202012Validator(schemas[field]).is_valid(value)
-    with pytest.raises(bodies.CallError):
-        parse({"limit": schemas["limit"]["maximum"] + 1})
+        value: Any = 1000 if field == "limit" else "x"
+        assert takes(call, {field: str(value)}, is_query=True) == (field in schemas), field
+        assert field not in schemas or Draft202012Validator(schemas[field]).is_valid(value)
+    assert not takes(call, {"limit": str(schemas["limit"]["maximum"] + 1)}, is_query=True)
 
 
 def test_answers_with_undescribed_fields_are_caught() -> None:

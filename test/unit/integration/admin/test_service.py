@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from sglang_tiered.integration.admin import bodies, service
-from sglang_tiered.integration.admin.bodies import CallError
+from sglang_tiered import api
+from sglang_tiered.api import (
+    CallError,
+    CheckpointCall,
+    ConversationsCall,
+    ForgetCall,
+    PinCall,
+    PrefetchCall,
+    PurgeCall,
+    ResidencyCall,
+    TenantsCall,
+    UnpinCall,
+)
+from sglang_tiered.integration.admin import service
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import Report, TierService
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
 UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
@@ -40,20 +50,19 @@ class Manager:
         ]
 
 
-def call(
-    method: Callable[[TierService, Any], Awaitable[Report]], body: Any, *answers: list[Any]
-) -> tuple[Report, Manager]:
+def call(kind: type[api.Call], body: dict[str, Any], *answers: list[Any]) -> tuple[Report, Manager]:
     manager = Manager(*answers)
 
     async def ask() -> Report:
-        return await method(TierService(manager), body)  # type: ignore[arg-type] # as it is used
+        asked: Any = manager  # as it is used
+        return await TierService(asked).answer(api.decode(kind, body))
 
     return asyncio.run(ask()), manager
 
 
 def test_a_question_is_repeated_until_all_are_done() -> None:
     report, manager = call(
-        TierService.checkpoint,
+        CheckpointCall,
         {"input_ids": [1, 2]},
         [UNDER_WAY, DONE], [UNDER_WAY, DONE], [DONE, DONE],
     )  # fmt: skip
@@ -65,19 +74,19 @@ def test_a_question_is_repeated_until_all_are_done() -> None:
 
 def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "TIMEOUT_S", 0.0)
-    report, _ = call(TierService.checkpoint, {"rid": "r"}, [UNDER_WAY])
+    report, _ = call(CheckpointCall, {"rid": "r"}, [UNDER_WAY])
     assert report == Report(503, {"num_tokens": 64, "num_missing": 64})
     with pytest.raises(CallError, match="ask again") as caught:
-        call(TierService.tenants, {}, [{"done": False}])
+        call(TenantsCall, {}, [{"done": False}])
     assert caught.value.status == 503
 
 
 def test_the_replica_that_holds_it_answers() -> None:
     unknown = {"done": True, "unknown": True}
     missing = {"done": True, "num_tokens": 64, "num_missing": 64}
-    report, _ = call(TierService.checkpoint, {"rid": "r"}, [unknown, missing, DONE])
+    report, _ = call(CheckpointCall, {"rid": "r"}, [unknown, missing, DONE])
     assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
-    report, _ = call(TierService.unpin, {"name": "n"}, [unknown, {"done": True, "name": "n"}])
+    report, _ = call(UnpinCall, {"name": "n"}, [unknown, {"done": True, "name": "n"}])
     assert report == Report(200, {"unpinned": True})
 
 
@@ -85,14 +94,14 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
     forgotten = {"done": True, "durable": True, "num_tokens": 64}
     unknown = {"done": True, "unknown": True}
     report, manager = call(
-        TierService.forget,
+        ForgetCall,
         {"rid": "r"},
         [unknown, {**forgotten, "hashes": ["ab"]}],
         [{**forgotten, "durable": False}, forgotten],
     )
     assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
     assert report.status == 503 and report.body["durable"] is False
-    report, _ = call(TierService.forget, {"input_ids": [1]}, [forgotten])
+    report, _ = call(ForgetCall, {"input_ids": [1]}, [forgotten])
     assert report == Report(200, {"durable": True, "num_tokens": 64})
 
 
@@ -102,7 +111,7 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
     done = {"done": True, "durable": True, "num_tokens": 128}
     unknown = {"done": True, "unknown": True}
     report, manager = call(
-        TierService.forget,
+        ForgetCall,
         {"rid": "r"},
         [{**under_way, "hashes": ["a"]}, {**under_way, "hashes": ["a", "b"]}, unknown],
         [under_way, done, unknown],
@@ -118,58 +127,51 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
     )
 
 
-@pytest.mark.parametrize("method", [TierService.checkpoint, TierService.pin, TierService.prefetch])
-def test_rid_is_repeated_for_replicas_without_it(method: Any) -> None:
+@pytest.mark.parametrize("kind", [CheckpointCall, PinCall, PrefetchCall])
+def test_rid_is_repeated_for_replicas_without_it(kind: Any) -> None:
     unknown = {"done": True, "unknown": True}
     under_way = {**UNDER_WAY, "num_in_memory": 0, "num_loading": 64}
     done = {**DONE, "num_in_memory": 128, "num_loading": 0}
-    body = {"rid": "r", **({"wait_s": 30} if method is TierService.prefetch else {})}
-    report, manager = call(method, body, [under_way, unknown], [done, unknown])
+    body = {"rid": "r", **({"wait_s": 30} if kind is PrefetchCall else {})}
+    report, manager = call(kind, body, [under_way, unknown], [done, unknown])
     assert report.status == 200
     assert [message.body["rid"] for message in manager.asked] == ["r", "r"]
 
 
 @pytest.mark.parametrize(
-    ("method", "body", "answers", "status", "sentence"),
+    ("kind", "body", "answers", "status", "sentence"),
     [
-        (TierService.residency, {}, [DONE], 400, "exactly one of"),
-        (TierService.pin, {"rid": "r", "ttl": -1}, [DONE], 400, "ttl -1"),
-        (TierService.conversations, [], [DONE], 400, "JSON object"),
-        (TierService.tenants, {"limit": "x"}, [DONE], 400, "a number"),
-        (TierService.purge, {}, [DONE], 400, "pass extra_key"),
-        (TierService.checkpoint, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
-        (TierService.unpin, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
-        (TierService.pin, {"rid": "r"}, [{"unknown": True}, {"unknown": "why"}], 404, "^why$"),
-        (TierService.forget, {"rid": "r"}, [{"unknown": True}], 404, "no recent request"),
-        (TierService.forget, {"rid": "r", "keep_tokens": -1}, [DONE], 400, "keep_tokens -1"),
-        (TierService.forget, {"rid": "r", "keep_tokens": True}, [DONE], 400, "keep_tokens True"),
-        (TierService.pin, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
-        (TierService.purge, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
-        (TierService.residency, {"rid": "r"}, [REFUSED, "KeyError: 7"], 500, "KeyError: 7"),
-        (TierService.tenants, {}, ["KeyError: 7"], 500, "KeyError: 7"),
-        (TierService.unpin, {"rid": "r"}, [{"unknown": True}, "KeyError: 7"], 500, "KeyError"),
+        (CheckpointCall, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
+        (UnpinCall, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
+        (PinCall, {"rid": "r"}, [{"unknown": True}, {"unknown": "why"}], 404, "^why$"),
+        (ForgetCall, {"rid": "r"}, [{"unknown": True}], 404, "no recent request"),
+        (PinCall, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
+        (PurgeCall, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
+        (ResidencyCall, {"rid": "r"}, [REFUSED, "KeyError: 7"], 500, "KeyError: 7"),
+        (TenantsCall, {}, ["KeyError: 7"], 500, "KeyError: 7"),
+        (UnpinCall, {"rid": "r"}, [{"unknown": True}, "KeyError: 7"], 500, "KeyError"),
     ],
 )
 def test_every_refusal_has_its_status(
-    method: Any, body: Any, answers: list[Any], status: int, sentence: str
+    kind: Any, body: Any, answers: list[Any], status: int, sentence: str
 ) -> None:
     with pytest.raises(CallError, match=sentence) as caught:
-        call(method, body, answers)
+        call(kind, body, answers)
     assert caught.value.status == status
 
 
 def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_MAX_TOKENS", 8)
-    _, manager = call(TierService.residency, {"text": "ääää"}, [DONE])
+    monkeypatch.setattr(api, "MAX_TOKENS", 8)
+    _, manager = call(ResidencyCall, {"text": "ääää"}, [DONE])
     assert manager.asked[0].body["input_ids"] == list("ääää".encode())
     with pytest.raises(CallError, match="text has 9 tokens, more than 8"):
-        call(TierService.residency, {"text": "ääääa"}, [DONE])
+        call(ResidencyCall, {"text": "ääääa"}, [DONE])
 
 
 def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Manager, "tokenizer", None)
     with pytest.raises(CallError, match="has no tokenizer; pass input_ids"):
-        call(TierService.residency, {"text": "a"}, [DONE])
+        call(ResidencyCall, {"text": "a"}, [DONE])
 
 
 def test_pages_of_replicas_make_one() -> None:
@@ -183,18 +185,16 @@ def test_pages_of_replicas_make_one() -> None:
             "pin_bound_bytes": 100,
         }
 
-    report, _ = call(
-        TierService.conversations, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")]
-    )
+    report, _ = call(ConversationsCall, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")])
     assert report.body["conversations"] == ["b", "a"]
     assert (report.body["pinned_bytes"], report.body["pin_bound_bytes"]) == (20, 200)
     _, manager = call(
-        TierService.conversations,
+        ConversationsCall,
         {"after": report.body["next"], "limit": 1},
         [answer(0, ["c"], None), answer(1, [], None)],
     )
     assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
-    last, _ = call(TierService.conversations, {}, [answer(0, ["c"], None), answer(1, [], None)])
+    last, _ = call(ConversationsCall, {}, [answer(0, ["c"], None), answer(1, [], None)])
     assert last.body["next"] is None
 
 
@@ -202,9 +202,9 @@ def test_a_hint_lasts_as_its_caller_waits() -> None:
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
     loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
     body = {"input_ids": [1, 2]}
-    report, manager = call(TierService.prefetch, body, [loading])
+    report, manager = call(PrefetchCall, body, [loading])
     assert report.status == 202 and len(manager.asked) == 1
-    report, manager = call(TierService.prefetch, {**body, "wait_s": 30}, [loading], [loaded])
+    report, manager = call(PrefetchCall, {**body, "wait_s": 30}, [loading], [loaded])
     assert report == Report(200, {key: loaded[key] for key in loaded if key != "done"})
     assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
 
@@ -212,10 +212,10 @@ def test_a_hint_lasts_as_its_caller_waits() -> None:
 def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
     nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-    report, _ = call(TierService.prefetch, {"rid": "r"}, [nothing, loading, {"unknown": True}])
+    report, _ = call(PrefetchCall, {"rid": "r"}, [nothing, loading, {"unknown": True}])
     assert report.status == 202 and report.body["num_in_memory"] == 64
     with pytest.raises(CallError, match="no recent request") as caught:
-        call(TierService.prefetch, {"rid": "r"}, [{"done": True, "unknown": True}])
+        call(PrefetchCall, {"rid": "r"}, [{"done": True, "unknown": True}])
     assert caught.value.status == 404
 
 
@@ -223,8 +223,29 @@ def test_full_replica_hides_no_other_ones_hint() -> None:
     full = {"error": "full", "status": 503}
     nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
     loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-    report, _ = call(TierService.prefetch, {"rid": "r"}, [full, loading])
+    report, _ = call(PrefetchCall, {"rid": "r"}, [full, loading])
     assert report.status == 202 and report.body["num_loading"] == 64
     for other in (nothing, {"done": True, "unknown": True}):
         with pytest.raises(CallError, match="full"):
-            call(TierService.prefetch, {"rid": "r"}, [full, other])
+            call(PrefetchCall, {"rid": "r"}, [full, other])
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["%", "\N{SNOWMAN}", "e30x", *map(service._cursor_of, [{"0": "r-1"}, {"0": "q"}, {"0": "pn"}])],
+)
+def test_cursor_of_nobody_is_refused(after: str) -> None:
+    with pytest.raises(CallError, match="after '.*' is not what an answer gave as next"):
+        call(ConversationsCall, {"after": after}, [DONE])
+
+
+def test_a_cursor_comes_back_as_it_went() -> None:
+    cursors: dict[str, str | None] = {"0": "r17", "1": None, "2": "pi\N{SNOWMAN}\n"}
+    assert service._cursors_in(service._cursor_of(cursors)) == cursors
+    assert service._cursor_of({"0": None, "1": None}) is None
+
+
+def test_every_call_is_answered() -> None:
+    names = {kind.path.rpartition("/")[2] for kind in api.CALLS}
+    assert set(Control().calls._begins) == names - {"costs", "requests"}
+    assert set(service._REPORTS) == names - {"costs", "requests", "forget"}

@@ -13,8 +13,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
+from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.admin.hints import Prefetches
+from sglang_tiered.integration.admin.hints import prefetch
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
@@ -43,7 +44,7 @@ class HintWorld:
 
     def __init__(self, world: CacheWorld) -> None:
         self.world, self.cache = world, world.cache
-        self.prefetches = Prefetches()
+        self._calls = Calls({"prefetch": prefetch})
         self.clock = Clock()
         tiering = self.cache.tiering
         tiering.hints._clock = self.clock
@@ -55,11 +56,12 @@ class HintWorld:
         """A new call, as an HTTP client makes one."""
         self._num_asked += 1
         body = {"input_ids": list(tokens), **keys}
-        return self.prefetches.answer(self.cache, str(self._num_asked), body)
+        return self._calls.answer(self.cache, "prefetch", str(self._num_asked), body)
 
     def poll(self, number: int = 0) -> dict[str, Any]:
         """The same call asks again, by default the last one."""
-        return self.prefetches.answer(self.cache, str(number or self._num_asked), {"id": "x"})
+        number = number or self._num_asked
+        return self._calls.answer(self.cache, "prefetch", str(number), {"id": "x"})
 
     def wait(self) -> dict[str, Any]:
         """The call's last answer."""
@@ -293,7 +295,7 @@ def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     hinting._num_asked = 1
     assert hinting.wait() == DONE
     assert hinting.hint(SHORT)["status"] == 503, "nobody has used the first yet"
-    last = hinting.hints.get(hinting.prefetches._asked["1"].chain)
+    last = hinting.hints._hinted.get(hashes_of(LONG)[-1])
     assert last is not None
     hinting.hints.note_use(last.chain.hashes[-1:])
     hinting.hint(SHORT)
@@ -326,12 +328,6 @@ def test_prompt_used_while_it_loads_holds_no_room(
     assert hinting.wait() == DONE
     assert hinting.hints._queue.num_tokens == 0
     hinting.hints._queue.check_integrity()
-
-
-def test_calls_with_nothing_to_load_keep_no_prompt(hinting: HintWorld) -> None:
-    assert hinting.hint(prompt(7, 60))["done"]
-    kept = hinting.prefetches._asked["1"].chain
-    assert len(kept.tokens) == 0 and len(kept.hashes) == 1
 
 
 def test_piece_looks_up_no_more_than_itself(
@@ -400,7 +396,7 @@ def test_what_takes_its_pages_ends_a_hint(
         "detach": module.EMPTIED,
         "weights": module.WEIGHTS,
     }[how]
-    found = hinting.hints.get(hinting.prefetches._asked["1"].chain)
+    found = hinting.hints._hinted.get(hashes_of(LONG)[-1])
     assert found is not None and found.why_dropped == why
     hold()
     if how != "detach":
@@ -472,7 +468,7 @@ def test_tenants_hint_touches_no_other(hinting: HintWorld) -> None:
     hinting.hint(LONG, extra_key="acme")
     assert hinting.wait() == {**DONE, "num_in_memory": 0}
     assert hinting.num_in_host(LONG) == 0
-    assert hinting.prefetches.answer(hinting.cache, "n", {"rid": "nobody"}) == {
+    assert hinting._calls.answer(hinting.cache, "prefetch", "n", {"rid": "nobody"}) == {
         "done": True,
         "unknown": True,
     }

@@ -4,15 +4,17 @@ nodes."""
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
-import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_tiered.integration.admin.bodies import CallError, parse_purge
 from sglang_tiered.integration.identity import tenants
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, HiddenTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
+
+if TYPE_CHECKING:
+    import pytest
 
 A = tenant_digest("a", "salt")
 
@@ -87,24 +89,6 @@ def test_user_key_is_never_read_as_mark() -> None:
     other.quarantine(A)
     forged = other.key_of("a", "salt")
     assert purged.tenant_of(forged, "salt") != A
-
-
-@pytest.mark.parametrize(
-    "body",
-    [None, [], "all", {}, {"all": False}, {"all": 1, "extra_key": "a"}, {"extra_key": 5},
-     {"cache_salt": ""}, {"tenant": "a"}],
-)  # fmt: skip
-def test_ambiguous_purge_is_refused(body: object) -> None:
-    with pytest.raises(CallError):
-        parse_purge(body)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [{"all": True}, {"extra_key": "a"}, {"cache_salt": "s"}, {"extra_key": "a", "cache_salt": "s"}],
-)
-def test_unambiguous_purge_is_accepted_unchanged(body: dict[str, object]) -> None:
-    assert parse_purge(body) == body
 
 
 def test_marks_are_no_part_of_a_page_hash() -> None:
