@@ -57,6 +57,7 @@ def test_hybrid_model_in_little_host_memory_comes_back(
 ) -> None:
     arguments = (
         *("--max-total-tokens", "2048", "--hicache-ratio", "0.8", "--enable-metrics", *ALWAYS),
+        "--enable-streaming-session",
         *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "256MiB"),
     )
     path = write_sliding_window(model, tmp_path / "model")
@@ -92,6 +93,13 @@ def test_hybrid_model_in_little_host_memory_comes_back(
         after = server.generate(PROMPTS[0], **HERS)
         assert after.cached["storage"] == WHOLE and after.output_ids == hers[0].output_ids
 
+    # A session's second turn, whose first is no node of the tree.
+    session = server.request("/open_session", {"capacity_of_str_len": 4096, "streaming": True})
+    turn: dict[str, Any] = {"session_params": {"id": session}}
+    first = server.generate(PROMPTS[1], **turn)
+    server.generate(make_prompts(15, 1, 200)[0], **turn)
+    assert first.output_ids == computed[1].output_ids
+
     code, answer = ask(server, "/tier/prefetch", {"input_ids": PROMPTS[0]})
     assert code == 400 and "hybrid" in answer["error"]
     server.flush()
@@ -105,3 +113,27 @@ def test_hybrid_model_in_little_host_memory_comes_back(
     assert restarted.request("/update_weights_from_disk", update)["success"]
     assert outputs(restarted.generate_all(PROMPTS, concurrency=2)) == outputs(computed)
     restarted.kill()
+
+
+def test_what_nvme_evicts_of_a_hybrid_model_is_stored_again(
+    launch: Launch, model: Path, tmp_path: Path
+) -> None:
+    """SGLang believes it to be there, and asks for none of it."""
+    server = launch(
+        *("--max-total-tokens", "2048", "--hicache-ratio", "0.8", *ALWAYS),
+        *("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "8MiB"),
+        *("--tier-region-bytes", "1MiB"),
+        model_path=write_sliding_window(model, tmp_path / "model"),
+    )
+    for prompt in make_prompts(16, 16, LENGTH):
+        server.generate(prompt)
+    expected = server.generate(PROMPTS[0]).output_ids
+    for seed in (17, 18):  # it goes, and what comes next is computed and stored
+        for prompt in make_prompts(seed, 16, LENGTH):
+            server.generate(prompt)
+        assert server.generate(PROMPTS[0]).num_cached == 0
+        wait_until_stored(server, PROMPTS[0])
+        refill_device(server, 19)
+        again = server.generate(PROMPTS[0])
+        assert again.cached["storage"] == WHOLE and again.output_ids == expected
+    server.kill()

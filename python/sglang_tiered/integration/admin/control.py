@@ -112,6 +112,8 @@ class Control:
         cache.tiering.hints.end_all(EMPTIED)
         cache.tiering.warm.rest()
         paused = scheduler._engine_paused  # noqa: SLF001
+        if paused:  # what waits in a buffer goes when its request is admitted
+            cache.drop_loads(all_of_them=True)
         if scheduler.is_fully_idle(for_health_check=True, ignore_waiting=paused):
             wait_for_loads(cache, lambda: cache.has_loads_under_way)
 

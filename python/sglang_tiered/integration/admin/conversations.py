@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.calls import UNKNOWN, Work, has_ended, store_of
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
+from sglang_tiered.integration.cache.host_buffer import is_storing
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.storage.host_pages import page_bytes
@@ -28,6 +29,7 @@ from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
@@ -211,16 +213,23 @@ class Checkpoints:
         _store_soon(cache, located.path)
         num_known_pages = num_known(cache, storage, located)
         tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-        durable = self._workers.submit(
-            _durable_pages, storage, located.hashes[:num_known_pages], tier, tenant
-        )
+
+        def submit() -> Future[int]:
+            return self._workers.submit(
+                _durable_pages, storage, located.hashes[:num_known_pages], tier, tenant
+            )
+
+        durable = None if is_storing(cache, located.path) else submit()
         last_node = located.path[-1].node_id if located.path else None
         num_pages, page_size = len(located.hashes), int(cache.page_size)
         offered_at = time.monotonic()
 
         def values() -> list[int]:
-            nonlocal offered_at
+            nonlocal durable, offered_at
             store_of(cache)
+            if durable is None:
+                durable = None if is_storing(cache, located.path) else submit()
+                return [0, 0]
             if has_ended(durable):
                 return [1, durable.result()]
             if time.monotonic() - offered_at >= _OFFER_AGAIN_S and last_node is not None:

@@ -158,9 +158,17 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         hashes: list[str] = get_storage_hash_str(aligned, last_hash, page_size=self.page_size)
         return hashes
 
-    def drop_loads(self) -> None:
-        """Have requests compute what waits in host memory that is a buffer: it may be erased."""
-        host_buffer.drop_loads(self, super().release_aborted_request)
+    def drop_loads(self, *, all_of_them: bool = False) -> None:
+        """Have requests compute what waits in host memory that is a buffer, and was erased."""
+        host_buffer.drop_loads(self, super().release_aborted_request, all_of_them=all_of_them)
+
+    def get_last_hash_value(self, node_id: int) -> str | None:
+        """Return None for the node that stands for a streaming session's own pages: where host
+        memory is a buffer, SGLang asks for it without asking first whether it is backed up."""
+        if is_virtual_node(node_id):
+            return None
+        value: str | None = super().get_last_hash_value(node_id)
+        return value
 
     # ---- What is kept of them ----
 
@@ -172,7 +180,9 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         return self.hidden_pages.num_visible(hashes) < len(hashes)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        if not write_back and any(map(self.holds_hidden, action.node_ids)):
+        # Where host memory is a buffer whole paths come, again and again; the gate refuses pages.
+        is_buffer = self.buffer_pipeline is not None
+        if not write_back and not is_buffer and any(map(self.holds_hidden, action.node_ids)):
             return 0
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         return written

@@ -21,16 +21,19 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.storage.controller import NextStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
 __all__ = [
     "checked_size",
     "describe_store",
     "drop_loads",
+    "is_storing",
     "loads_on_the_way",
+    "note_absent",
     "reason_against",
     "store_again",
     "stores_under_way",
@@ -94,23 +97,52 @@ def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:
     return [*staged, *cache.ongoing_prefetch]
 
 
-def drop_loads(cache: Any, release: Callable[[CacheRequestHandle], None]) -> None:
-    """Have requests compute what is in the buffer, which may be erased, and believe nothing of the
-    storage. ``release``: SGLang's, of a request that was aborted."""
-    if cache.buffer_pipeline is None:
+def drop_loads(
+    cache: Any, release: Callable[[CacheRequestHandle], None], *, all_of_them: bool
+) -> None:
+    """Have requests compute what was erased and is in the buffer, or on its way there; with
+    ``all_of_them`` whatever is. Believe nothing of the storage. ``release``: SGLang's, of a request
+    that was aborted."""
+    buffer = cache.buffer_pipeline
+    if buffer is None:
         return
     for request in loads_on_the_way(cache):
-        release(request)
-        if cache.tiering is not None:
-            cache.tiering.loads.revoked(request)
+        staged, info = buffer.staged_prefetches.get(request), cache.ongoing_prefetch.get(request)
+        key = staged if info is None else info.prefetch_key
+        hashes = staged.hash_values if info is None else info.operation.hash_value or ()
+        if all_of_them or _is_hidden(cache, key, hashes):
+            release(request)
+            if cache.tiering is not None:
+                cache.tiering.loads.revoked(request)
     cache.storage_existence_cache.clear()
 
 
-def store_again(cache: Any, node_id: int) -> None:
-    """Have SGLang store a node on the device, whatever it believes. Raises ``KeyError`` if the node
-    is gone."""
-    for node in cache.tree_core.collect_path_info([node_id])[0]:
-        hashes = cache.tree_core.get_hash_values(node.node_id)
+def _is_hidden(cache: Any, key: Any, hashes: Sequence[str]) -> bool:
+    tenants, pages = cache.hidden_tenants, cache.hidden_pages
+    if tenants and tenants.is_hidden(key.extra_key, key.cache_salt):
+        return True
+    return bool(pages) and pages.num_visible(hashes) < len(hashes)
+
+
+def note_absent(cache: Any, hashes: Sequence[str], num_held: int) -> None:
+    """Have SGLang store the pages behind the first ``num_held`` again once they are computed: the
+    tiers lack them, or the states at their ends. SGLang finds that out by a question that is not
+    asked where the tiers hold too little. All ranks call it with the same."""
+    if cache.buffer_pipeline is not None:
         for beliefs in cache.storage_existence_cache._pools.values():  # noqa: SLF001
-            beliefs.invalidate_beyond(hashes, 0)
+            beliefs.invalidate_beyond(hashes, num_held)
+
+
+def is_storing(cache: Any, path: Sequence[TreePathNodeInfo]) -> bool:
+    """Whether a pool of one of these nodes is not stored yet: SGLang stores KV, and then windows
+    and states. The same on all ranks."""
+    buffer = cache.buffer_pipeline
+    return buffer is not None and any(map(buffer.backup_pending, (each.node_id for each in path)))
+
+
+def store_again(cache: Any, node_id: int) -> None:
+    """Have SGLang store all pools of a path on the device, whatever it believes. Raises
+    ``KeyError`` if the node is gone."""
+    for node in cache.tree_core.collect_path_info([node_id])[0]:
+        note_absent(cache, cache.tree_core.get_hash_values(node.node_id), 0)
     cache.request_buffer_backup(node_id)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-from sglang_tiered.integration.cache.host_buffer import store_again
 from sglang_tiered.integration.cache.loads import State
 
 if TYPE_CHECKING:
@@ -83,9 +82,6 @@ class HostCopies:
         the node is gone."""
         cache, core = self._cache, self._cache.tree_core
         if core.is_backuped(node_id):
-            return True
-        if cache.buffer_pipeline is not None:
-            store_again(cache, node_id)
             return True
         if cache.has_small_host:
             for part in core.parts_to_copy(node_id):

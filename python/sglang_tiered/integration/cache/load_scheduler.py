@@ -29,6 +29,7 @@ from sglang_tiered.integration.cache.declined_loads import (
     DeclinedLoads,
     told_end,
 )
+from sglang_tiered.integration.cache.host_buffer import note_absent
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.loads import (
     Planned,
@@ -134,12 +135,10 @@ class LoadScheduler:
         self._withdraw(request)
         self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
-        hashes = cache.page_hashes(call.new_key, call.last_hash)
-        spans = storage.lookup_spans(hashes)
-        hashes = hashes[: sum(span.num_pages for span in spans)]
-        num_new = len(tokens) + 1
+        spans = storage.lookup_spans(chain := cache.page_hashes(call.new_key, call.last_hash))
+        hashes = chain[: sum(span.num_pages for span in spans)]
         self._notes.looked_up(
-            request, began_at, num_before=call.num_before, num_new=num_new, spans=spans
+            request, began_at, num_before=call.num_before, num_new=len(tokens) + 1, spans=spans
         )
         ends = restorable_ends(cache, call.last_host_node_id, hashes, storage)
         if ends is not None:
@@ -149,7 +148,7 @@ class LoadScheduler:
         num_planned = self.planner.arrives(
             request,
             num_held=num_held,
-            num_new=num_new,
+            num_new=len(tokens) + 1,
             num_before=call.num_before,
             num_ahead=num_ahead,
             spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
@@ -167,6 +166,7 @@ class LoadScheduler:
         end, has_back = agreed
         num_agreed = self._num_agreed(request, end, call.num_before, len(tokens))
         is_load = num_agreed >= cache.prefetch_threshold
+        self._note_absent(end, chain, num_held if cache.decides_alone else num_agreed)
         num_back = self._backs.num_loaded(call, num_agreed) if has_back else 0
         has_back, num_loaded = num_back > 0, (num_back or num_agreed) * is_load
         self.planner.agreed(request, num_loaded, num_ahead=num_ahead, is_back=has_back)
@@ -201,6 +201,11 @@ class LoadScheduler:
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
         held = hashes[: num_agreed // cache.page_size]
         return Planned(call._replace(new_input_tokens=tokens), is_new, held)
+
+    def _note_absent(self, end: int, chain: list[str], num_held: int) -> None:
+        """Have what the tiers lack of a prefix stored again, unless a load of it was declined."""
+        if end != DECLINED:
+            note_absent(self._cache, chain, num_held // self._cache.page_size)
 
     def _chain(self, call: PrefetchArguments, hashes: list[str], num_tokens: int) -> list[str]:
         """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
@@ -287,7 +292,8 @@ class LoadScheduler:
     def _make_room(self, num_tokens: int) -> None:
         """Have ended loads of requests that nobody can admit give way. What they brought may be
         evicted, and if so is loaded again once its request could start."""
-        for request in reversed(list(self._locks)):
+        buffer = self._cache.buffer_pipeline
+        for request in reversed(list(self._locks if buffer is None else buffer.staged_prefetches)):
             if self._window.has_room(num_tokens, self.num_tokens()):
                 return
             record = self._requests.get(request)
@@ -296,6 +302,8 @@ class LoadScheduler:
             if is_recent or record.state in (State.LOADING, State.BOTH_ENDS):
                 continue
             self.unlock_loaded(request)
+            if buffer is not None:
+                buffer.release_staged_hold(request)
             self._cache.pop_prefetch_loaded_span(request)
             if record.state is State.WAITING and not record.is_last_attempt:
                 self._defer(request, record.num_landed, rests=True)
@@ -517,6 +525,9 @@ class LoadScheduler:
         record = self._requests.get(request)
         key, record.key = record.key, None
         if key is None or num_loaded == 0:
+            return
+        if self._cache.buffer_pipeline is not None:
+            record.num_landed, record.landed_at = num_loaded, self._num_steps
             return
         node_id = self._cache.match_prefix(MatchPrefixParams(key=key)).best_match_node
         core = self._cache.tree_core

@@ -44,6 +44,7 @@ class LoadsUnderWay:
 
     def __init__(self) -> None:
         self._operations: set[Any] = set()
+        self._parked: set[Any] = set()  # of these, that wait for memory of a buffer
 
     def __bool__(self) -> bool:
         return bool(self._operations)
@@ -53,22 +54,26 @@ class LoadsUnderWay:
 
     @contextmanager
     def noting_ends(
-        self, controller: Any, num_answered: int | None, num_acks: int | None
+        self, cache: UnifiedRadixCache, num_answered: int | None, num_acks: int | None
     ) -> Iterator[None]:
         """Note the ends among the items that SGLang takes of the controller's queues within this
         context: so many, or all of them for None."""
+        controller, buffer = cache.cache_controller, cache.buffer_pipeline
         answered = _first(controller.prefetch_hit_queue, num_answered)
         acks = _first(controller.ack_prefetch_queue, num_acks)
         yield
+        asked = self._parked.union(answered)
+        self._parked = set() if buffer is None else set(buffer.pending_hit_allocs)
         self._operations.difference_update(
             (ack.operation for ack in acks if ack.completed_req),
             # No thread reads what got no host memory.
-            (operation for operation in answered if operation.host_indices is None),
+            (each for each in asked - self._parked if each.host_indices is None),
         )
 
     def clear(self) -> None:
         """Drop all loads: SGLang has waited for its threads."""
         self._operations.clear()
+        self._parked.clear()
 
 
 def is_under_way(cache: UnifiedRadixCache) -> bool:

@@ -126,7 +126,7 @@ class TieredRadixCache(HidingCache):
         if storage is None:
             self._observer = TierObserver(self, None, params, exports=exports)
             return
-        storage.use_hidden(self.hidden_pages)
+        storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
         if self.pp_size == 1:
             self.tiering = self._make_tiering(storage)
         else:
@@ -149,7 +149,8 @@ class TieredRadixCache(HidingCache):
         """Return who may take how much of the host tier."""
         host_tokens: int = self.cache_controller.mem_pool_host.logical_size
         device_tokens: int = self.token_to_kv_pool_allocator.size_full
-        return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host)
+        is_buffer = self.buffer_pipeline is not None
+        return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host or is_buffer)
 
     def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
         """Give SGLang the size in bytes: its flag counts whole gigabytes."""
@@ -276,7 +277,7 @@ class TieredRadixCache(HidingCache):
         num_loaded = self.prefetch_loaded_tokens_by_reqid.get(request, 0)
         if self.tiering is not None:
             self.tiering.loads.ended(request, num_loaded)
-        if self.storage is not None and num_loaded > 0 and self.buffer_pipeline is None:
+        if self.storage is not None and num_loaded > 0 and self.storage.counts_pages:
             self.storage.accounting.note_loaded(host_indices[end - num_loaded : end])
 
     def revoke_pending_prefetch(self, request: CacheRequestHandle) -> None:
@@ -362,9 +363,7 @@ class TieredRadixCache(HidingCache):
         **kwargs: Any,
     ) -> None:
         before = {} if n_backup == 0 else host_buffer.stores_under_way(self)
-        with self._loads_under_way.noting_ends(
-            self.cache_controller, n_storage_hit, n_ack_prefetch
-        ):
+        with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
@@ -540,7 +539,7 @@ class TieredRadixCache(HidingCache):
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
         """Hand the storage that an operator attached to every part that used the one before."""
-        storage.use_hidden(self.hidden_pages)
+        storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
         self.storage_existence_cache.clear()
         if self.tiering is not None:
             self.tiering.attached(storage)
@@ -552,6 +551,7 @@ class TieredRadixCache(HidingCache):
     def reset(self) -> None:
         super().reset()
         self._loads_under_way.clear()  # SGLang has waited for its threads
+        self.storage_existence_cache.clear()
         self._holds_old_kv = False
         if self.tiering is not None:
             self.tiering.tree_was_reset()
@@ -580,7 +580,7 @@ class TieredRadixCache(HidingCache):
         if self.tiering is not None:
             self.tiering.returns.drop_all()
             self.tiering.hints.end_all(WEIGHTS)
-        self.drop_loads()
+        self.drop_loads(all_of_them=True)
         self._holds_old_kv = not tree_is_empty
         if self.storage is not None:
             self.storage.change_weights(tree_is_empty=tree_is_empty)

@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from sglang_tiered.integration.cache.host_buffer import store_again
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
@@ -138,6 +139,9 @@ class Spiller:
         and bring the store with them. The disk's index is asked only where no other rank must queue
         the same stores; queueing a store twice costs nothing."""
         core = self._cache.tree_core
+        if self._cache.buffer_pipeline is not None:
+            store_again(self._cache, path[-1].node_id)
+            return
         for node in path:
             node_id = node.node_id
             hashes = core.get_hash_values(node_id)

@@ -170,6 +170,8 @@ class TierEvents:
                 tokens: Sequence[int] = (0, 0)  # placeholders: the recorder does not read them
             elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
                 tokens, end = spec.token_ids, None
+            elif (held := core.snapshot_buffer_backup(node.node_id, False)) is not None:
+                tokens, end = held.key.token_ids, None
             else:
                 return
             key = RadixKey(

@@ -42,6 +42,7 @@ class QueuedStore:
     prefix_tokens: int  # of the chain that it ends
     tenant: bytes
     since: float
+    kv: QueuedStore | None = None  # of the same pages, where another pool goes by itself
     num_admitted: int | None = None  # leading pages; None: it has not begun
     dropped_as: Outcome = Outcome.DROPPED_FIRST_TOUCH  # if not all were admitted
 
@@ -101,9 +102,11 @@ class StoreGate:
         num_tokens: int,
         prefix_tokens: int = 0,
         tenant: bytes = UNKNOWN_TENANT,
+        kv: QueuedStore | None = None,
     ) -> QueuedStore:
-        """Queue the store of a node's pages, which end a chain of ``prefix_tokens``."""
-        store = QueuedStore(hashes, num_tokens, prefix_tokens, tenant, self._clock())
+        """Queue the store of a node's pages, which end a chain of ``prefix_tokens``. ``kv``: of
+        another pool alone, whose pages are of use with these."""
+        store = QueuedStore(hashes, num_tokens, prefix_tokens, tenant, self._clock(), kv)
         with self._table:
             self._stores[store] = None
             self._waiting_tokens += num_tokens
@@ -191,6 +194,11 @@ class StoreGate:
     def _decide(self, store: QueuedStore) -> None:
         self._begin(store)
         self.waited_s = self._clock() - store.since
+        kv = store.kv
+        if kv is not None and kv.num_admitted is not None and store.hashes[0] in kv.hashes:
+            start = kv.hashes.index(store.hashes[0])
+            store.num_admitted = min(len(store.hashes), max(0, kv.num_admitted - start))
+            return
         keys = [bytes.fromhex(text) for text in store.hashes]
         num_unwritten = self._charge()
         store.num_admitted = self._admission.decide(

@@ -131,6 +131,7 @@ class TieredStorage(TierQueries):
         # Of what a load's reads are told, by its handle.
         self.meter_of: Callable[[Any], Meter | None] = lambda _: None
         self.accounting: PageAccounting  # from when the host pools are registered
+        self.counts_pages = True
         self._num_updates = 0  # of the weights, in this process
         self._is_nameless = False  # no other process will have this namespace
 
@@ -414,8 +415,10 @@ class TieredStorage(TierQueries):
             self.stack.erase(what).add_done_callback(partial(keep_as, late))
         self._late.clear()
 
-    def use_hidden(self, pages: HiddenPages) -> None:
-        """Store none of the pages that are hidden in memory."""
+    def use_hidden(self, pages: HiddenPages, *, counts_pages: bool) -> None:
+        """Store none of the pages that are hidden in memory. ``counts_pages``: host memory keeps
+        pages, so those that leave it are counted."""
+        self.counts_pages = counts_pages
         if self._gate is not None:
             self._gate.hidden = pages
 
@@ -530,7 +533,8 @@ class TieredStorage(TierQueries):
                 job = self.stack.submit_store(run)
                 self._storing.add(job)
             # A flush counts them itself.
-            counts = pool == PoolName.KV and not self._dropping_stores
+            is_counted = pool == PoolName.KV and self.counts_pages
+            counts = is_counted and not self._dropping_stores
             why = None if suspended else store.dropped_as
         return BegunStore(job, host_indices, num_pages, admitted, why, counts)
 

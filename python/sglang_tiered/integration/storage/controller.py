@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+    from sglang_tiered.integration.storage.admission_gate import QueuedStore
+
 __all__ = ["NextLoad", "NextStore", "TieredController", "use_tiered_controller"]
 
 
@@ -65,6 +67,7 @@ class TieredController(HybridCacheController):  # type: ignore[misc]
     joined by SGLang, at a stop after what they have begun."""
 
     next_store, next_load = NextStore(), NextLoad()
+    _last_kv: QueuedStore | None = None
 
     @property
     def _tiers(self) -> TieredStorage | None:
@@ -158,12 +161,16 @@ class TieredController(HybridCacheController):  # type: ignore[misc]
             return operation_id
         # SGLang stores each pool of a node by itself where host memory is a buffer.
         others = () if hash_value else [each.keys for each in extra_pools or () if each.keys]
+        kv = None if hash_value else self._last_kv
         queued = tiers.gate.queue_store(
             hash_value or next(iter(others), ()),
             num_tokens=len(host_indices),
             prefix_tokens=self.next_store.chain_tokens,
             tenant=self.next_store.tenant,
+            kv=kv,
         )
+        if hash_value:
+            self._last_kv = queued
         if self.next_store.is_refused:
             with tiers.gate.lock:
                 tiers.gate.refuse(queued)
