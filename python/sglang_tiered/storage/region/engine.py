@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.reader import OwnersMemory
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
 __all__ = [
@@ -334,6 +335,12 @@ class RegionEngine(TierEngine):
                 state.jobs.finish(job)
         return job
 
+    def use_memory(self, memory: OwnersMemory) -> None:
+        """Copy what is not loaded for requests out of the owner's memory from now on, where that
+        has it, in place of reading it. It is verified like what is read. The owner frees that
+        memory after ``close``."""
+        self._reader.memory = memory
+
     def stats(self) -> TierStats:
         health = self.health
         reason = "" if health is Health.RUNNING else self._health.diagnosis()[1] or "closed"
@@ -354,6 +361,7 @@ class RegionEngine(TierEngine):
                 bytes_loaded=state.bytes_loaded,
                 num_pages_copied=state.num_pages_copied,
                 bytes_copied=state.bytes_copied,
+                num_pages_from_memory=state.num_pages_from_memory,
                 num_pages_reinserted=state.num_pages_reinserted,
                 bytes_reinserted=state.bytes_reinserted,
                 queued_store_bytes=state.queued_store_bytes,

@@ -102,6 +102,7 @@ class StoreState:
         self.bytes_loaded = 0
         self.num_pages_copied = 0
         self.bytes_copied = 0
+        self.num_pages_from_memory = 0  # of those copied
         self.bytes_written = 0
         self.num_pages_erased = 0
         self.erased_ids: set[int] = set()  # digests of names of erasures that are durable
