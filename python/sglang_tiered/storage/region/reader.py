@@ -14,12 +14,17 @@ from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer, copy_page
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import page_bytes, stored_blocks, stored_bytes
+from sglang_tiered.storage.region.pending import (
+    is_encoded,
+    page_bytes,
+    stored_blocks,
+    stored_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Meter, Page
+    from sglang_tiered.storage.base import Meter, Page, Run
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import LoadSpan, Wanted
 
@@ -93,6 +98,10 @@ class RegionReader(StorePart):
         self.unpin(span.wanted[0].region)
         self._settle(span, reasons)
 
+    def may_copy(self, run: Run) -> bool:
+        """Whether the owner's memory seems to have all pages of a run. Memory only."""
+        return self.memory is not None and self.memory.find(run.keys) is not None
+
     def _copy(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
         """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
         if not they are to be read, whatever was filled.
@@ -104,7 +113,7 @@ class RegionReader(StorePart):
         weights, another page, or computed once more with other rounding is read instead.
         """
         memory = self.memory
-        if memory is None or any(_is_encoded(item) or len(item.page) > 1 for item in wanted):
+        if memory is None or any(is_encoded(item) or len(item.page) > 1 for item in wanted):
             return False
         found = memory.find([item.key for item in wanted])
         if found is None:
@@ -120,7 +129,7 @@ class RegionReader(StorePart):
 
     def _staged(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
         """Return what to read where: an encoded page into memory of this thread."""
-        lengths = [padded(item.length) if _is_encoded(item) else 0 for item in wanted]
+        lengths = [padded(item.length) if is_encoded(item) else 0 for item in wanted]
         if not any(lengths):
             return wanted
         memory = getattr(self._staging, "memory", memoryview(b""))
@@ -246,10 +255,6 @@ def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list
         filled -= padded(item.length)
         verified.append(filled >= 0 and _verifies(namespace, item))
     return verified
-
-
-def _is_encoded(item: Wanted) -> bool:
-    return item.length < page_bytes(item.page)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

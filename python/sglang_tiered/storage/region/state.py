@@ -435,12 +435,20 @@ class StoreState:
             self.regions.use({item.region for item in wanted})
         return wanted
 
-    def queue_load(self, job: Job, spans: Sequence[list[Wanted]], *, for_request: bool) -> None:
+    def queue_load(
+        self,
+        job: Job,
+        spans: Sequence[list[Wanted]],
+        *,
+        for_request: bool,
+        goes_first: bool = False,
+    ) -> None:
+        queue = self.loads.appendleft if goes_first else self.loads.append
         ticket = LoadTicket(job, self.namespace, len(spans), for_request)
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)
-            self.loads.append(LoadSpan(ticket, wanted))
+            queue(LoadSpan(ticket, wanted))
         self.io_ready.notify(len(spans))
 
     def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:

@@ -16,7 +16,7 @@ from host_pools import PAGE_SIZE, Pool, make_pool, slots
 
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, of, page_data, soft_encoding
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.integration.storage.held_pages import HeldPages
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
@@ -27,14 +27,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.encoding import PageEncoding
 
 pytestmark = pytest.mark.timeout(120)
 
 HALF = 100_000  # bytes of K, and of V, of a page
 TENANT = b"a" * 16
-NUM_SLOTS, NUM_PAGES = 8, 20
+NUM_SLOTS, NUM_PAGES, NUM_THREADS = 8, 20, 4
 MANY = 200
+
+
+class Reads:
+    """Of a device, counted; while it is slow each waits to be let through."""
+
+    def __init__(self) -> None:
+        self.number, self.is_slow, self.let_through = 0, False, threading.Semaphore(0)
+
+    def __call__(self, operation: str) -> None:
+        if operation == "readv":
+            self.number += 1
+            assert not self.is_slow or self.let_through.acquire(timeout=TIMEOUT_S)
 
 
 @dataclass
@@ -43,7 +56,7 @@ class Server:
 
     region: RegionEngine
     run: Run
-    reads: list[str]
+    reads: Reads
     pool: Pool = field(default_factory=lambda: make_pool(None, HALF, NUM_SLOTS))
 
     def __post_init__(self) -> None:
@@ -61,16 +74,18 @@ class Server:
         self.write(slot, self.pages[number])
         self.held.note([self.run.keys[number]], slots(slot), [True])
 
+    def begin(self, *numbers: int, for_request: bool = False) -> Job:
+        """Begin to read the pages with these numbers."""
+        keys = tuple(self.run.keys[number] for number in numbers)
+        pages = tuple((memoryview(bytearray(2 * HALF)),) for _ in numbers)
+        return self.region.submit_load(Run(keys, pages), for_request=for_request)
+
     def read(self, *numbers: int, for_request: bool = False) -> list[bytes | None]:
-        """What others are given of the pages with these numbers."""
-        some = Run(
-            tuple(self.run.keys[number] for number in numbers),
-            tuple((memoryview(bytearray(2 * HALF)),) for _ in numbers),
-        )
-        reasons = finished(self.region.submit_load(some, for_request=for_request))
+        """What others are given of them."""
+        job = self.begin(*numbers, for_request=for_request)
         return [
             data if reason is Reason.OK else None
-            for reason, data in zip(reasons, page_data(some), strict=True)
+            for reason, data in zip(finished(job), page_data(job.run), strict=True)
         ]
 
     @property
@@ -83,18 +98,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     opened: list[RegionEngine] = []
 
     def serve(run: Run | None = None, encoding: PageEncoding | None = None) -> Server:
-        reads: list[str] = []
+        reads = Reads()
         (tmp_path / "store").mkdir()
-        device = FaultyDevice(
-            FileDevice(tmp_path / "store"),
-            before=lambda operation: reads.append(operation) if operation == "readv" else None,
-        )
+        device = FaultyDevice(FileDevice(tmp_path / "store"), before=reads)
         region = RegionEngine(
             tmp_path / "store",
             namespace=NAMESPACE,
             capacity_bytes=1 << 25,
             region_bytes=1 << 23,
-            num_threads=4,
+            num_threads=NUM_THREADS,
             device=device,
             encoding=encoding,
         )
@@ -110,14 +122,30 @@ def test_pages_in_memory_are_copied_not_read(serve: Callable[..., Server]) -> No
     server = serve()
     for number, slot in ((3, 5), (4, 0), (9, 7)):
         server.hold(number, slot)
-    server.reads.clear()
+    before = server.reads.number
     assert server.read(3, 4, 9) == [server.pages[number] for number in (3, 4, 9)]
-    assert not server.reads
+    assert server.reads.number == before
     stats = server.region.stats()
     assert (stats.num_pages_from_memory, stats.num_pages_copied) == (3, 3)
     assert server.read(3, for_request=True) == [server.pages[3]]
-    assert server.reads, "a load of the server's own goes to what it wants to have read"
+    assert server.reads.number > before, "a load of its own came from there"
     assert server.num_from_memory == 3
+
+
+def test_a_copy_waits_for_no_queued_read(serve: Callable[..., Server]) -> None:
+    server = serve()
+    server.hold(3, 5)
+    server.reads.number, server.reads.is_slow = 0, True
+    own = [server.begin(number, for_request=True) for number in range(4, 14)]
+    eventually(lambda: server.reads.number == NUM_THREADS)
+    copied, read = server.begin(3), server.begin(2)
+    server.reads.let_through.release()  # one thread is free, and has these to choose from
+    assert finished(copied) == [Reason.OK]
+    eventually(lambda: server.reads.number == NUM_THREADS + 1)
+    assert [job.done for job in own].count(True) == 1
+    assert not read.done
+    server.reads.let_through.release(len(own))
+    assert {reason for job in (*own, read) for reason in finished(job)} == {Reason.OK}
 
 
 @pytest.mark.parametrize("what", ["page", "tenant", "weights", "closed"])
