@@ -24,6 +24,7 @@ from object_bench import resume
 from peer_bench.redis_process import find_redis, run_redis
 from peer_bench.sides import (
     LOCAL,
+    PEER_HOST,
     PEER_KEYS,
     PEER_MEMORY,
     PEER_PLAIN,
@@ -40,6 +41,8 @@ PAGE_SIZES = (256 << 10, 1 << 20, 8 << 20)
 FIGURES = {
     "peer_over_raw_tcp": (PEER_PLAIN, RAW),
     "peer_memory_over_raw_tcp": (PEER_MEMORY, RAW),
+    "peer_host_memory_over_raw_tcp": (PEER_HOST, RAW),
+    "peer_host_memory_over_peer": (PEER_HOST, PEER_PLAIN),
     "peer_over_raw_tcp_from_disk": (PEER_PLAIN, RAW_DISK),
     "peer_over_local": (PEER_PLAIN, LOCAL),
     "peer_encrypted_over_raw_tcp": (PEER_KEYS, RAW),
@@ -47,6 +50,7 @@ FIGURES = {
 }
 CPU_FIGURES = {  # of processor seconds
     "peer_memory_cpu_over_raw_tcp": (PEER_MEMORY, RAW),
+    "peer_host_memory_cpu_over_peer": (PEER_HOST, PEER_PLAIN),
     "peer_cpu_over_raw_tcp_from_disk": (PEER_PLAIN, RAW_DISK),
 }
 

@@ -208,6 +208,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ('sum (rate(tiered:stored_pages_total{tier="nvme"}[]))', "stored"),
             ('sum (rate(tiered:loaded_pages_total{tier="nvme"}[]))', "loaded"),
             ('sum (rate(tiered:copied_pages_total{tier="nvme"}[]))', "copied"),
+            ("sum (rate(tiered:copied_from_memory_pages_total[]))", "copied from memory"),
             ('sum (rate(tiered:evicted_pages_total{tier="nvme"}[]))', "evicted"),
             ("sum (rate(tiered:reinserted_pages_total[]))", "reinserted"),
             ("sum (rate(tiered:purged_pages_total[]))", "purged"),

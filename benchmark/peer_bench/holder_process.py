@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from sglang_tiered.storage.base import Run
+    from sglang_tiered.storage.base import Page, Run
 
 __all__ = ["cpu_seconds", "serve"]
 
@@ -68,6 +68,20 @@ class MemoryReader:
         done(MemoryPages(self._run.pages[0][0].obj, places))
 
 
+class HostMemory:
+    """Where a server has the pages in host memory, while ``is_on``."""
+
+    def __init__(self, run: Run) -> None:
+        self.is_on = False
+        self._pages = dict(zip(run.keys, run.pages, strict=True))
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[Page] | None:
+        return [self._pages[key] for key in keys] if self.is_on else None
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        raise AssertionError("a page in memory did not verify")
+
+
 class MemoryPages:
     def __init__(self, memory: Any, places: Sequence[Place | None]) -> None:
         self.data = memoryview(memory)
@@ -88,6 +102,8 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
         job = engine.submit_store(run)
         if not job.wait(TIMEOUT_S) or not all(job.ok) or not engine.flush(TIMEOUT_S):
             raise RuntimeError("the pages could not be stored")
+        memory = HostMemory(run)
+        engine.use_memory(memory)
         source = PageSource.of_region(engine, max_free_bytes=32 << 20)
         encrypted = load_keys(keys, PEER)
         servers = [
@@ -109,6 +125,8 @@ def serve(pipe: Connection, directory: Path, keys: Path, page_bytes: int, num_by
                 _send(connection, run)
             elif order == "disk":
                 _send_from(plain_file, connection, num_bytes)
+            elif order.startswith("memory"):
+                memory.is_on = order == "memory on"
             elif order == "local":
                 pipe.send(_load(engine, local, run))
             elif order == "cpu":

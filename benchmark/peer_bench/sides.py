@@ -31,11 +31,21 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Run
 
-__all__ = ["LOCAL", "PEER_KEYS", "PEER_MEMORY", "PEER_PLAIN", "RAW", "RAW_DISK", "measure"]
+__all__ = [
+    "LOCAL",
+    "PEER_HOST",
+    "PEER_KEYS",
+    "PEER_MEMORY",
+    "PEER_PLAIN",
+    "RAW",
+    "RAW_DISK",
+    "measure",
+]
 
 RAW, RAW_DISK, LOCAL = "raw tcp", "raw tcp, from disk", "holder's own loads"
 ORDERS = {RAW: "raw", RAW_DISK: "disk"}
 PEER_PLAIN, PEER_KEYS, PEER_MEMORY = "peer", "peer, encrypted", "peer, from memory"
+PEER_HOST = "peer, from host memory"
 
 
 class Both:
@@ -62,6 +72,7 @@ class Both:
         self._connection = held.enter_context(socket.create_connection(("127.0.0.1", raw)))
         clients = {
             PEER_PLAIN: (PageClient(), plain),
+            PEER_HOST: (PageClient(), plain),
             PEER_MEMORY: (PageClient(), memory),
             PEER_KEYS: (PageClient(keys=load_keys(keys, PEER)), encrypted),
         }
@@ -85,6 +96,7 @@ class Both:
                 raise DifferentBytesError("the holder's own loads")
             return float(found[0]), float(found[1])
         fill_with(self.target, 0)
+        self.pipe.send("memory on" if side == PEER_HOST else "memory off")
         theirs = self._holder_cpu()
         begun, cpu = time.perf_counter(), cpu_seconds()
         if side in ORDERS:
@@ -132,7 +144,8 @@ def measure(
     first turn of each, which connects, is not counted."""
     keep_freed_memory()  # as in a server
     samples = {
-        name: Samples() for name in (PEER_PLAIN, RAW, LOCAL, PEER_MEMORY, RAW_DISK, PEER_KEYS)
+        name: Samples()
+        for name in (PEER_PLAIN, RAW, LOCAL, PEER_MEMORY, RAW_DISK, PEER_HOST, PEER_KEYS)
     }
     with ExitStack() as held:
         both = Both(held, directory, keys, page_bytes, num_bytes)

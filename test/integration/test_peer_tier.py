@@ -130,6 +130,7 @@ class TestLife:
         fetched = b.tier_state()["loaded_pages:peer"]
         assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
         assert a.tier_state()["peer_served_pages"] >= fetched
+        assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
         for prompt, first, whole in zip(
             MOVED[:2], self.opened["moved"], uninterrupted, strict=False
         ):

@@ -54,6 +54,7 @@ ENGINE = TierStats(
     bytes_loaded=70,
     num_pages_copied=8,
     bytes_copied=80,
+    num_pages_from_memory=2,
     num_pages_reinserted=1,
     bytes_reinserted=10,
     num_inflight_jobs=1,

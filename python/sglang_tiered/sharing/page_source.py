@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages.server import Place
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
-from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.device import aligned_buffer, copy_page
 from sglang_tiered.storage.region.format import padded
 
 if TYPE_CHECKING:
@@ -284,12 +282,9 @@ class PageSource:
         at = {key: position for position, key in enumerate(job.run.keys)}
         for position, ((key, _), spot) in enumerate(zip(read.results, read.spots, strict=True)):
             assert spot is not None
-            start = spot[0]
             read.results[position] = (key, job.reasons[at[key]])
-            for part in job.run.pages[at[key]] if job.reasons[at[key]] is Reason.OK else ():
-                # numpy lets other threads run meanwhile.
-                np.copyto(np.frombuffer(read.data[start:], np.uint8, part.nbytes), part)
-                start += part.nbytes
+            if job.reasons[at[key]] is Reason.OK:
+                copy_page(job.run.pages[at[key]], read.data[spot[0] :])
 
     def _finish(self, own: _Own) -> None:
         own.job.finish()  # the pages may change from now on

@@ -353,6 +353,7 @@ class TierStats:
     reasons: dict[tuple[JobKind, Reason], int] = field(default_factory=dict)  # pages by outcome
     num_pages_copied: int = 0  # read for the bucket or other servers, and not loaded
     bytes_copied: int = 0
+    num_pages_from_memory: int = 0  # of those copied: the owner had them there, none was read
     store_durations: DurationCounts = DurationCounts()  # of jobs that made a page durable
     verification_durations: DurationCounts = DurationCounts()  # of the pages of one read
 

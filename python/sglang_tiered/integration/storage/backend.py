@@ -35,6 +35,7 @@ from sglang_tiered.integration.identity.namespace_search import NamespaceSearch,
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.held_pages import HeldPages
 from sglang_tiered.integration.storage.host_pages import (
     check_codec,
     engine_keys,
@@ -127,6 +128,7 @@ class TieredStorage(TierQueries):
         self._dropping_stores = False  # memory is about to be emptied
         self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
+        self._held_pages: HeldPages | None = None  # where anyone copies pages
         self.transfers: TierTransfers  # from when the host pools are registered
         # Of what a load's reads are told, by its handle.
         self.meter_of: Callable[[Any], Meter | None] = lambda _: None
@@ -206,6 +208,9 @@ class TieredStorage(TierQueries):
             order=lambda: REMOTE_TIERS if self._planner is None else self._planner.far_order(),
             on_told=self.remote_erasures,
         )
+        if self.stack.remote:
+            self._held_pages = HeldPages(self.mem_pool_host, self._page_size())
+            region.use_memory(self._held_pages)
         if self.knows_namespace:
             if search.is_nameless:
                 self.stack.set_namespace(self._namespace)  # of which nothing goes down
@@ -512,6 +517,11 @@ class TieredStorage(TierQueries):
         submit = partial(self.transfers.begin_load, tenant=tenant)
         return submit(run) if self._lender is None else self._lender.load(run, submit)
 
+    def note_loaded(self, job: Job, host_indices: torch.Tensor) -> None:
+        """Note where the KV pages of a load lie, once that is done."""
+        if self._held_pages is not None:
+            self._held_pages.note(job.run.keys, host_indices, job.ok)
+
     def begin_store(
         self,
         pool: PoolName,
@@ -549,6 +559,8 @@ class TieredStorage(TierQueries):
         if begun.counts:
             outcomes = store_outcomes(stored, begun.num_admitted, begun.why)
             self.accounting.note_stored(begun.host_indices, outcomes)
+            if self._held_pages is not None and begun.job is not None:
+                self._held_pages.note(begun.job.run.keys, begun.host_indices, stored)
         return stored
 
     def _pool(self, name: PoolName) -> Any:

@@ -50,10 +50,13 @@ class LoadOperation(PrefetchOperation):  # type: ignore[misc]
 
 
 class _LoadedPart:
-    """Pages of one load that are read at once: of KV up to page ``end``, or (0) of other pools."""
+    """Pages of one load that are read at once: of KV up to page ``end``, into ``slots``, or (0) of
+    other pools."""
 
-    def __init__(self, load: LoadOperation, num_pages: int, end: int) -> None:
-        self.load, self.num_pages, self.end = load, num_pages, end
+    def __init__(
+        self, load: LoadOperation, num_pages: int, end: int, slots: torch.Tensor | None = None
+    ) -> None:
+        self.load, self.num_pages, self.end, self.slots = load, num_pages, end, slots
         self.is_whole = True  # all of its jobs could begin
         self.jobs: dict[PoolName, Job] = {}
         self.num_left = 0  # jobs that have not ended
@@ -119,6 +122,8 @@ class LoadWorker:
             if not item.num_left:
                 self._num_pages -= item.num_pages
                 item.load.is_cut |= item.num_arrived < item.num_pages
+                if item.slots is not None and PoolName.KV in item.jobs:
+                    self._tiers.note_loaded(item.jobs[PoolName.KV], item.slots)
         elif item is not None:  # None: SGLang wakes the thread
             self._loads.append(item)
             self._to_begin.append(item)
@@ -152,7 +157,7 @@ class LoadWorker:
         hashes = load.hash_value[start:end]
         slots = load.host_indices[start * page_size : end * page_size]
         pools = [each.name for each in load.pool_transfers or () if _is_like_kv(each)]
-        part = _LoadedPart(load, end - start, end)
+        part = _LoadedPart(load, end - start, end, slots)
         self._num_pages += part.num_pages
         self._begin(part, [(pool, hashes, slots) for pool in (PoolName.KV, *pools)])
 

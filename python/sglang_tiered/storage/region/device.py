@@ -18,6 +18,8 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from sglang_tiered.storage.filesystem import (
     FULL_ERRNOS,
     NOT_OFFERED_ERRNOS,
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from sglang_tiered.storage.base import Page
+
 __all__ = [
     "Device",
     "FileDevice",
     "Files",
     "aligned_buffer",
     "batches",
+    "copy_page",
     "write_fully",
 ]
 
@@ -58,6 +63,15 @@ def aligned_buffer(nbytes: int) -> memoryview:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+def copy_page(page: Page, into: memoryview) -> None:
+    """Copy the bytes of a page to the begin of ``into``; other threads run meanwhile."""
+    at = 0
+    for segment in page:
+        # By numpy, which lets go of the interpreter for it; an assignment would not.
+        np.copyto(np.asarray(into[at : at + segment.nbytes]), segment)
+        at += segment.nbytes
 
 
 def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:

@@ -48,7 +48,13 @@ from sglang_tiered.storage.region.health import Barrier, HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
-from sglang_tiered.storage.region.pending import Note, PinOrder, page_bytes, plan_spans
+from sglang_tiered.storage.region.pending import (
+    Note,
+    PinOrder,
+    is_encoded,
+    page_bytes,
+    plan_spans,
+)
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
@@ -68,6 +74,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.reader import OwnersMemory
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
 __all__ = [
@@ -319,6 +326,8 @@ class RegionEngine(TierEngine):
         ``for_request``: of this server, which times it; what else is read counts as copied."""
         health = self.health
         state = self._state
+        # A copy takes a thread for a moment only: it waits for none of the reads that are queued.
+        goes_first = not for_request and self._reader.may_copy(run)
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
             if state.closed:
@@ -329,10 +338,19 @@ class RegionEngine(TierEngine):
             if wanted:
                 # The spans pin their regions from now on: a hit at submission is not evicted
                 # before it is read.
-                state.queue_load(job, plan_spans(wanted), for_request=for_request)
+                goes_first = goes_first and not any(map(is_encoded, wanted))
+                state.queue_load(
+                    job, plan_spans(wanted), for_request=for_request, goes_first=goes_first
+                )
             else:
                 state.jobs.finish(job)
         return job
+
+    def use_memory(self, memory: OwnersMemory) -> None:
+        """Copy what is not loaded for requests out of the owner's memory from now on, where that
+        has it, in place of reading it. It is verified like what is read. The owner frees that
+        memory after ``close``."""
+        self._reader.memory = memory
 
     def stats(self) -> TierStats:
         health = self.health
@@ -354,6 +372,7 @@ class RegionEngine(TierEngine):
                 bytes_loaded=state.bytes_loaded,
                 num_pages_copied=state.num_pages_copied,
                 bytes_copied=state.bytes_copied,
+                num_pages_from_memory=state.num_pages_from_memory,
                 num_pages_reinserted=state.num_pages_reinserted,
                 bytes_reinserted=state.bytes_reinserted,
                 queued_store_bytes=state.queued_store_bytes,

@@ -37,6 +37,7 @@ __all__ = [
     "StoreTicket",
     "Wanted",
     "hashed_writes",
+    "is_encoded",
     "is_one_write",
     "page_bytes",
     "packed_header",
@@ -172,6 +173,10 @@ class Wanted(NamedTuple):
     length: int  # bytes, without padding
     checksum: int
     page: Page  # perhaps with room for the rest of its last block
+
+
+def is_encoded(item: Wanted) -> bool:
+    return item.length < page_bytes(item.page)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,29 +1,34 @@
 """Reads pages straight into the caller's buffers, verifies each and settles the outcome: what the
-reader threads do."""
+reader threads do. What others get is copied out of the owner's memory where that has it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Reason, Tier
-from sglang_tiered.storage.region.device import aligned_buffer
+from sglang_tiered.storage.region.device import aligned_buffer, copy_page
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import page_bytes, stored_blocks, stored_bytes
+from sglang_tiered.storage.region.pending import (
+    is_encoded,
+    page_bytes,
+    stored_blocks,
+    stored_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.storage.base import Meter
+    from sglang_tiered.storage.base import Meter, Page, Run
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import LoadSpan, Wanted
 
-__all__ = ["RegionReader", "SpanResult"]
+__all__ = ["OwnersMemory", "RegionReader", "SpanResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +38,27 @@ class SpanResult(NamedTuple):
     error: OSError | None
 
 
+class OwnersMemory(Protocol):
+    """Where the owner of a store has pages in memory, as far as it knows. Any thread, memory
+    only."""
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[Page] | None:
+        """Return where these pages were last seen, or None unless all were seen. What lies there
+        now may be another page, or half of one."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Take note that these pages are not where they were."""
+        ...
+
+
 class RegionReader(StorePart):
-    """Reads spans, on any thread of the store. It has no state beyond a block of scratch."""
+    """Reads spans, on any thread of the store. It has no state beyond a block of scratch.
+    ``memory`` is looked at for what is not loaded for requests of this server."""
 
     def __init__(self, common: Common) -> None:
         super().__init__(common)
+        self.memory: OwnersMemory | None = None
         self.verifications = Durations()  # of the pages of one span, for statistics
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
@@ -47,18 +68,23 @@ class RegionReader(StorePart):
         """Read a span of a load and settle it. Raises nothing: a job that is never finished would
         keep the caller's memory forever."""
         if not self.is_ours():  # who has it now may have erased the pages
-            self._skip(span)
+            self._finish(span, Reason.IO_ERROR)
             return
         try:
             ticket = span.ticket
-            stored = self._staged(span.wanted)
-            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter, span.wanted)
-            self._decode(span.wanted, stored, reasons)
+            is_copied = not ticket.for_request and self._copy(ticket.namespace, span.wanted)
+            if not is_copied:
+                stored, meter = self._staged(span.wanted), ticket.job.run.meter
+                reasons, error = self.read(ticket.namespace, stored, meter, span.wanted)
+                self._decode(span.wanted, stored, reasons)
         except Exception:
             logger.exception(
                 "%s: internal error while loading pages; they are computed again", self._directory
             )
-            self._skip(span)
+            self._finish(span, Reason.IO_ERROR)
+            return
+        if is_copied:
+            self._finish(span, Reason.OK, from_memory=True)
             return
         if error is None:
             self._log.settle("read")
@@ -72,9 +98,38 @@ class RegionReader(StorePart):
         self.unpin(span.wanted[0].region)
         self._settle(span, reasons)
 
+    def may_copy(self, run: Run) -> bool:
+        """Whether the owner's memory seems to have all pages of a run. Memory only."""
+        return self.memory is not None and self.memory.find(run.keys) is not None
+
+    def _copy(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
+        """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
+        if not they are to be read, whatever was filled.
+
+        The owner gives that memory to other pages as it likes, and writes it while it is copied:
+        nobody asks before, and no lock or order of writes is relied on. So it is the copy that is
+        verified, where nobody else writes, and exactly as what the device brings: by the checksum
+        of namespace, key and bytes with which the page was stored. What is half written, of other
+        weights, another page, or computed once more with other rounding is read instead.
+        """
+        memory = self.memory
+        if memory is None or any(is_encoded(item) or len(item.page) > 1 for item in wanted):
+            return False
+        found = memory.find([item.key for item in wanted])
+        if found is None:
+            return False
+        for item, page in zip(wanted, found, strict=True):
+            if page_bytes(page) != item.length:
+                return False  # it is stored encoded, and wanted as it is stored
+            copy_page(page, item.page[0])
+            if not _verifies(namespace, item):
+                memory.forget([item.key])
+                return False
+        return True
+
     def _staged(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
         """Return what to read where: an encoded page into memory of this thread."""
-        lengths = [padded(item.length) if _is_encoded(item) else 0 for item in wanted]
+        lengths = [padded(item.length) if is_encoded(item) else 0 for item in wanted]
         if not any(lengths):
             return wanted
         memory = getattr(self._staging, "memory", memoryview(b""))
@@ -99,11 +154,12 @@ class RegionReader(StorePart):
                 (data,) = stored_bytes(read.page, item.length)
                 reasons[position] = encoding.decode(data, item.page)
 
-    def _skip(self, span: LoadSpan) -> None:
-        """Finish a span that was not tried; its pages stay indexed."""
+    def _finish(self, span: LoadSpan, reason: Reason, *, from_memory: bool = False) -> None:
+        """Finish a span that the device was not asked for; its pages stay indexed."""
         self.unpin(span.wanted[0].region)
         with self._state.lock:
-            self._state.finish_span(span, [Reason.IO_ERROR] * len(span.wanted))
+            self._state.num_pages_from_memory += len(span.wanted) if from_memory else 0
+            self._state.finish_span(span, [reason] * len(span.wanted))
 
     def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
         state = self._state
@@ -199,10 +255,6 @@ def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list
         filled -= padded(item.length)
         verified.append(filled >= 0 and _verifies(namespace, item))
     return verified
-
-
-def _is_encoded(item: Wanted) -> bool:
-    return item.length < page_bytes(item.page)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

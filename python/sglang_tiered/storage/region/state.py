@@ -102,6 +102,7 @@ class StoreState:
         self.bytes_loaded = 0
         self.num_pages_copied = 0
         self.bytes_copied = 0
+        self.num_pages_from_memory = 0  # of those copied
         self.bytes_written = 0
         self.num_pages_erased = 0
         self.erased_ids: set[int] = set()  # digests of names of erasures that are durable
@@ -434,12 +435,20 @@ class StoreState:
             self.regions.use({item.region for item in wanted})
         return wanted
 
-    def queue_load(self, job: Job, spans: Sequence[list[Wanted]], *, for_request: bool) -> None:
+    def queue_load(
+        self,
+        job: Job,
+        spans: Sequence[list[Wanted]],
+        *,
+        for_request: bool,
+        goes_first: bool = False,
+    ) -> None:
+        queue = self.loads.appendleft if goes_first else self.loads.append
         ticket = LoadTicket(job, self.namespace, len(spans), for_request)
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)
-            self.loads.append(LoadSpan(ticket, wanted))
+            queue(LoadSpan(ticket, wanted))
         self.io_ready.notify(len(spans))
 
     def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:

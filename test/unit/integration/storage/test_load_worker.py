@@ -46,6 +46,7 @@ class Disk(TieredStorage):
         self._to_finish: deque[Job] = deque()  # who takes one out finishes it: two threads do
         self.missing: set[tuple[str, str]] = set()  # pool and page
         self.refused: str | None = None  # a page of which no read can begin
+        self.noted: dict[str, int] = {}  # the first slots of pages that were loaded
         self.is_open = False
         self.begins: Callable[[], object] = lambda: None
         self.meter_of = lambda handle: None
@@ -74,6 +75,12 @@ class Disk(TieredStorage):
         if self.is_open:
             self.finish()
         return job
+
+    def note_loaded(self, job: Job, host_indices: torch.Tensor) -> None:
+        assert len(host_indices) == job.run.num_pages * PAGE
+        for key, is_ok, first in zip(job.run.keys, job.ok, host_indices[::PAGE], strict=True):
+            if is_ok:
+                self.noted[key.decode().split()[1]] = int(first)
 
     # What SGLang's own controller asks for.
 
@@ -251,6 +258,7 @@ def test_each_page_is_read_once_in_order(num_pages: int, part_pages: int) -> Non
     loads.end()
     assert [loads.num_arrived(load)[-1] for load in given] == [num_pages, num_pages, 1]
     asked = [page for pages in disk.asked for page in pages]
+    assert disk.noted == {page: int(page) * PAGE for page in asked}
     assert asked == [page for load in given for page in load.hash_value]
     assert all(len(pages) <= min(part_pages, STORAGE_BATCH_SIZE) for pages in disk.asked)
 

@@ -119,6 +119,22 @@ def test_every_pool_comes_from_peers_bit_for_bit(
     assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
     assert stats.tier.num_peers == 1
     assert process_stats(a.storage).peer.tier.num_served == 6
+    assert process_stats(a.storage).nvme.num_pages_from_memory == 3, "KV was read from NVMe"
+
+
+def test_what_was_in_memory_before_is_not_given(
+    open_side: Callable[[str, int | None], Side],
+) -> None:
+    """Its slots have been given to other pages, of which nothing here was told."""
+    a, b = open_side("a", 7), open_side("b", None)
+    keys = hashes("x", "y")
+    store(a, keys, slots(3, 1))
+    expected = a.pools[PoolName.KV].buffer[:, [3, 1]].clone()
+    a.pools[PoolName.KV].buffer[:, 1] = a.pools[PoolName.KV].buffer[:, 3]
+    until(lambda: b.storage.lookup_leading(keys) == 2, "not found")
+    assert load_pages(b.storage, keys, slots(8, 9), tenant=TENANT) == [True] * 2
+    assert torch.equal(b.pools[PoolName.KV].buffer[:, [8, 9]], expected)
+    assert process_stats(a.storage).nvme.num_pages_from_memory == 0
 
 
 def test_what_the_other_holds_is_not_kept_here(
