@@ -140,7 +140,8 @@ class Spiller:
         the same stores; queueing a store twice costs nothing."""
         core = self._cache.tree_core
         if self._cache.buffer_pipeline is not None:
-            store_again(self._cache, path[-1].node_id)
+            if path:
+                store_again(self._cache, path[-1].node_id)
             return
         for node in path:
             node_id = node.node_id
