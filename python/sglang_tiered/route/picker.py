@@ -23,6 +23,7 @@ from sglang_tiered.policy.routing import (
     choose_server,
     least_ttft,
 )
+from sglang_tiered.policy.server_costs import ROLES
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
 from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
@@ -83,6 +84,12 @@ class Picked:
         return told
 
 
+def _untried(ready: list[Member], role: str, tried: Collection[str]) -> list[Member]:
+    """Of a role those that a request was not sent to, or all where it was sent to each."""
+    those = [one for one in ready if one.role == role]
+    return [one for one in those if one.address not in tried] or those
+
+
 def _replicas(members: Iterable[Member]) -> dict[int, Replica]:
     return {one.place: one for member in members for one in member.replicas.values()}
 
@@ -125,22 +132,25 @@ class Picker:
             one for one in among if one.is_ready(now, MAYBE_S)
         ]
         tried = self._tried.get(request, set()) if is_retry else set()
-        ready = [one for one in ready if one.address not in tried] or ready
-        whole = [one for one in ready if one.role == "aggregated"]
-        if whole:
-            picked = self._pick_among(whole, prompt, klass, now)
+        whole, prefills, decodes = (_untried(ready, role, tried) for role in ROLES)
+        is_pair = not whole or (prefills and decodes and whole[0].address in tried)
+        if is_pair:
+            picked = self._pick_pair(prompt, klass, prefills, decodes, now)
         else:
-            picked = self._pick_pair(prompt, klass, ready, now)
+            picked = self._pick_among(whole, prompt, klass, now)
         if isinstance(picked, Picked):
             self._sent(picked, request, is_awaited)
         return picked
 
     def _pick_pair(
-        self, prompt: Prompt, klass: RequestClass, ready: list[Member], now: float
+        self,
+        prompt: Prompt,
+        klass: RequestClass,
+        prefills: list[Member],
+        decodes: list[Member],
+        now: float,
     ) -> Picked | Refused:
         """Of servers with one half of the work each: who computes the prompt, and who answers."""
-        decodes = [one for one in ready if one.role == "decode"]
-        prefills = [one for one in ready if one.role == "prefill"]
         decode = self._decode_among(decodes, prompt)
         if decode is None or not prefills:
             return Refused(503, "no server is ready", 1, klass.name)

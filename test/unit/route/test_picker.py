@@ -193,6 +193,26 @@ def test_a_retry_goes_where_it_was_not(world: World) -> None:
     assert world.pick(prompt_of(), request="a", is_retry=True), "all were tried: any may be again"
 
 
+@pytest.mark.parametrize(("num_prefills", "num_decodes"), [(1, 2), (2, 1), (1, 3), (1, 1)])
+def test_a_retry_takes_a_scarce_half_again(
+    world: World, num_prefills: int, num_decodes: int
+) -> None:
+    """Nobody knows which half failed: each is passed over as long as its role has another."""
+    prefills = [world.add(role="prefill", bootstrap_port=8998) for _ in range(num_prefills)]
+    decodes = [world.add(role="decode") for _ in range(num_decodes)]
+    tries = [world.pick(prompt_of(), request="a", is_retry=number > 0) for number in range(3)]
+    assert {one.prefill for one in tries} == set(prefills)
+    assert {one.targets[0] for one in tries} == set(decodes)
+
+
+def test_pairs_stand_in_where_the_rest_failed(world: World) -> None:
+    world.add()
+    prefill, decode = world.add(role="prefill", bootstrap_port=8998), world.add(role="decode")
+    assert world.pick(prompt_of(), request="a").prefill is None
+    again = world.pick(prompt_of(), request="a", is_retry=True)
+    assert (again.prefill, again.targets) == (prefill, [decode])
+
+
 def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
     first, second = world.add(), world.add()
     assert world.pick(prompt_of(), subset={second.address}).targets == [second]
