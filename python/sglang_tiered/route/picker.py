@@ -159,16 +159,16 @@ class Picker:
             return picked
         picked.prefill = prefill = picked.targets[0]
         picked.targets = [decode.member if isinstance(decode, Replica) else decode]
+        room = secrets.randbits(62)
+        if picked.replica is not None:
+            # By the remainder SGLang finds the replica. What names one would reach both halves.
+            room += picked.replica.record.rank - room % len(prefill.replicas)
         picked.more = {
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
             "x-override-bootstrap-port": str(prefill.bootstrap_port),
-            ROOM: str(secrets.randbits(62)),
+            ROOM: str(room),
         }
-        if isinstance(decode, Replica) and len(decode.member.replicas) > 1:
-            picked.more[RANK] = str(decode.record.rank)
-        if picked.replica is not None and len(prefill.replicas) > 1:
-            picked.more["x-override-disagg-prefill-dp-rank"] = str(picked.replica.record.rank)
         return picked
 
     def _decode_among(self, members: list[Member], prompt: Prompt) -> Replica | Member | None:

@@ -270,6 +270,17 @@ def test_pair_computes_and_answers(world: World) -> None:
     assert again.headers()[room] != told[room]
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_room_leads_to_the_picked_replica(world: World, rank: int) -> None:
+    """A header that names a replica of one half is mirrored to the other."""
+    prefill = world.add(role="prefill", bootstrap_port=8998, num_ranks=4)
+    world.add(role="decode", num_ranks=2)
+    world.fleet.index.store(prefill.replicas[rank].place, DEVICE, prompt_of().keys(PAGE))
+    told = [world.pick(prompt_of()).headers() for _ in range(20)]
+    assert {int(one["x-override-bootstrap-room"]) % 4 for one in told} == {rank}
+    assert not any("dp-rank" in name for one in told for name in one)
+
+
 def test_halves_without_costs_are_a_pair(world: World) -> None:
     """Each was sent requests by itself, which it cannot answer."""
     prefill, decode = world.add(is_priced=False), world.add(is_priced=False)
