@@ -151,14 +151,13 @@ class Picker:
         now: float,
     ) -> Picked | Refused:
         """Of servers with one half of the work each: who computes the prompt, and who answers."""
-        decode = self._decode_among(decodes, prompt)
-        if decode is None or not prefills:
+        if not (prefills and decodes):
             return Refused(503, "no server is ready", 1, klass.name)
         picked = self._pick_among(prefills, prompt, klass, now)
         if isinstance(picked, Refused):
             return picked
         picked.prefill = prefill = picked.targets[0]
-        picked.targets = [decode.member if isinstance(decode, Replica) else decode]
+        picked.targets = [self._decode_among(decodes, prompt, now)]
         room = secrets.randbits(62)
         if picked.replica is not None:
             # By the remainder SGLang finds the replica. What names one would reach both halves.
@@ -171,13 +170,15 @@ class Picker:
         }
         return picked
 
-    def _decode_among(self, members: list[Member], prompt: Prompt) -> Replica | Member | None:
+    def _decode_among(self, members: list[Member], prompt: Prompt, now: float) -> Member:
         """Where one tells no costs, any of them will do."""
         if not all(one.replicas for one in members):
             return min(members, key=lambda _: self._draw())
         replicas, states = _replicas(members), self._fleet.view.decode_states
         place = choose_decode(states, replicas, prompt.num_tokens, prompt.max_new, draw=self._draw)
-        return None if place is None else replicas[place]
+        assert place is not None
+        states[place].reserve(now, prompt.num_tokens + prompt.max_new)
+        return replicas[place].member
 
     def _pick_among(
         self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float

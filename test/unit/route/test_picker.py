@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held
-from sglang_tiered.policy.server_costs import Room
+from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
 from sglang_tiered.policy.shedding import RequestClass
 from sglang_tiered.route.fleet import Fleet, Member, Replica
 from sglang_tiered.route.numbers import Numbers
@@ -268,6 +269,17 @@ def test_pair_computes_and_answers(world: World) -> None:
     assert (again.prefill, again.targets) == (prefills[0], [full])
     room = "x-override-bootstrap-room"
     assert again.headers()[room] != told[room]
+
+
+def test_decode_servers_are_taken_in_turn(world: World) -> None:
+    """Between two records one is not sent all that comes; who waits for its handoff counts."""
+    world.add(role="prefill", bootstrap_port=8998)
+    steps, room = (100, 500, 1e6, 2600, 5.1e6, 500), Room(0, 1 << 20)
+    for number in range(4):
+        waiting = Waiting(0 if number else 7, 0)
+        world.add(role="decode", decode=DecodeLoad(5, 64, steps), waiting=waiting, device=room)
+    counts = Counter(world.pick(prompt_of()).destination for _ in range(21))
+    assert list(counts.values()) == [7, 7, 7]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
