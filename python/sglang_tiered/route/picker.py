@@ -56,7 +56,8 @@ class Refused:
 @dataclass(eq=False, slots=True)
 class Picked:
     """``targets``: in the order in which they are to be tried. ``by``: ``cost`` or
-    ``least-tokens``. ``replica``: whose first token is awaited, if it is known."""
+    ``least-tokens``. ``replica``: whose first token is awaited, of a pick by cost. ``predicted_s``:
+    when it was expected, 0 where the prompt's length is guessed."""
 
     targets: list[Member]
     prompt: Prompt
@@ -187,27 +188,18 @@ class Picker:
             order = sorted(ready, key=lambda one: (one.tokens_sent, self._draw()))
             return Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
         replicas, states = _replicas(ready), self._fleet.view.states
-        is_known = prompt.ids is not None
-        held = self._held(replicas, prompt) if is_known else dict.fromkeys(replicas, NOTHING_HELD)
+        held = self._held(replicas, prompt)
         refused = self._refusal(klass, held, prompt, now)
         if refused is not None:
             return refused
-
-        def load(place: int) -> tuple[int, float]:
-            queue_s = states[place].queue_s(now)
-            return 0 if is_known else replicas[place].member.tokens_sent, queue_s
-
-        places = sorted(replicas, key=load)
-        picked = Picked([], prompt, klass, "cost" if is_known else "least-tokens", now)
-        if is_known:
-            choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
-            assert choice is not None
-            place, work_s = choice.server, choice.estimate.work_s
+        places = sorted(replicas, key=lambda place: states[place].queue_s(now))
+        choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
+        assert choice is not None
+        place = choice.server
+        states[place].reserve(now, choice.estimate.work_s)
+        picked = Picked([], prompt, klass, "cost", now)
+        if prompt.ids is not None:  # or else the length is guessed, and teaches nothing
             picked.predicted_s = choice.estimate.ttft_s
-        else:
-            place = places[0]
-            work_s = states[place].costs.prefill.seconds(prompt.num_tokens, 0)
-        states[place].reserve(now, work_s)
         picked.replica = replica = replicas[place]
         picked.held, picked.keys = held[place], prompt.keys(replica.record.page_tokens)
         targets = dict.fromkeys([replica.member, *(replicas[one].member for one in places)])
@@ -280,7 +272,7 @@ class Picker:
         if picked.is_open:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)
-            replica = picked.replica if picked.by == "cost" else None
+            replica = picked.replica
             if picked.prompt.is_stream and is_as_picked and replica and replica.place != NOWHERE:
                 state = self._fleet.view.states[replica.place]
                 state.answered(picked.predicted_s, seen_s)

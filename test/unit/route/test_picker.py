@@ -1,4 +1,4 @@
-"""One decision: by seconds where there are prices and tokens, else by tokens that wait."""
+"""One decision: by seconds where there are prices, else by tokens that wait."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ MODEL = CostModel(
     page_tokens=PAGE,
     bytes_per_token=1000,
     prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
+)
+SLOW = CostModel(
+    page_tokens=PAGE,
+    bytes_per_token=1000,
+    prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
 )
 PLAIN = RequestClass("plain")
 
@@ -101,13 +106,8 @@ def test_a_long_queue_outweighs_pages(world: World) -> None:
 
 def test_cpu_server_is_taken_by_price_alone(world: World) -> None:
     """As any server, where waiting for the fast ones takes longer; and counted."""
-    slow = CostModel(
-        page_tokens=PAGE,
-        bytes_per_token=1000,
-        prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
-    )
     gpu = world.add(queue_wait_s=5.0, computes_on="cuda")
-    cpu = world.add(costs=slow, computes_on="cpu")
+    cpu = world.add(costs=SLOW, computes_on="cpu")
     numbers = Numbers()
     for num_tokens, expected in ((4 * PAGE, cpu), (20 * PAGE, gpu)):
         picked = world.pick(prompt_of(num_tokens))
@@ -175,9 +175,22 @@ def test_requests_that_were_sent_count_before_reports(world: World) -> None:
     assert len(set(picked)) == 3
 
 
-@pytest.mark.parametrize("is_priced", [True, False])
-def test_unknown_tokens_go_where_fewest_wait(world: World, is_priced: bool) -> None:
-    first, second = world.add(), world.add(is_priced=is_priced)
+@pytest.mark.parametrize("ids", [None, array("I", range(100 * PAGE))])
+def test_a_guessed_length_has_a_price_too(world: World, ids: array[int] | None) -> None:
+    """What nobody reads in time is the longest: a slow server has the fewest tokens waiting."""
+    fast = world.add(queue_wait_s=0.5)
+    world.add(costs=SLOW, computes_on="cpu")
+    prompt = Prompt(100 * PAGE, ids, is_stream=True)
+    picked = world.pick(prompt)
+    assert (picked.by, picked.targets[0]) == ("cost", fast)
+    world.clock.now += 9.0
+    world.picker.answered(picked, True, fast.address)
+    state = world.fleet.view.states[fast.replicas[0].place]
+    assert (state.slowdown > 1.0) is (ids is not None), "a guess teaches nothing"
+
+
+def test_without_prices_the_fewest_tokens_decide(world: World) -> None:
+    first, second = world.add(), world.add(is_priced=False)
     long = world.pick(Prompt(5000))
     assert long.by == "least-tokens"
     others = [world.pick(Prompt(100)).targets[0] for _ in range(3)]
