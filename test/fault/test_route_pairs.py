@@ -123,3 +123,16 @@ def test_pairs_are_refused_without_a_picker(front: Front) -> None:
     eventually(lambda: front.chat().status == 503, "it is gone")
     eventually(lambda: front.chat().status == 200, "it is back")
     assert front.picker_pid() != pid
+
+
+def test_idle_halves_say_why(front: Front, mocks: Mocks) -> None:
+    """A server that does both gets all requests, however slow it is."""
+
+    def problems() -> list[bool]:
+        rows = {row["address"]: row["problem"] for row in front.servers()}
+        return ["does both halves" in (rows[mock.address] or "") for mock in mocks]
+
+    assert not any(problems())
+    mocks[0].costs = {"role": "aggregated"}
+    eventually(lambda: problems() == [False, True, True, True], "it is known")
+    eventually(lambda: front.chat().served_by == mocks[0].address, "Envoy knows it too")
