@@ -85,10 +85,14 @@ class Picked:
         return told
 
 
-def _untried(ready: list[Member], role: str, tried: Collection[str]) -> list[Member]:
+def _ready(among: list[Member], role: str, tried: Collection[str], now: float) -> list[Member]:
     """Of a role those that a request was not sent to, or all where it was sent to each."""
-    those = [one for one in ready if one.role == role]
-    return [one for one in those if one.address not in tried] or those
+    those = [one for one in among if one.role == role]
+    # At overload all may be late with their costs; that is no reason to refuse.
+    ready = [one for one in those if one.is_ready(now)] or [
+        one for one in those if one.is_ready(now, MAYBE_S)
+    ]
+    return [one for one in ready if one.address not in tried] or ready
 
 
 def _replicas(members: Iterable[Member]) -> dict[int, Replica]:
@@ -128,14 +132,10 @@ class Picker:
         will say when it was answered."""
         now = self._clock()
         among = [one for one in self._fleet.members.values() if not subset or one.address in subset]
-        # At overload all may be late with their costs; that is no reason to refuse.
-        ready = [one for one in among if one.is_ready(now)] or [
-            one for one in among if one.is_ready(now, MAYBE_S)
-        ]
         tried = self._tried.get(request, set()) if is_retry else set()
-        whole, prefills, decodes = (_untried(ready, role, tried) for role in ROLES)
-        is_pair = not whole or (prefills and decodes and whole[0].address in tried)
-        if is_pair:
+        whole, prefills, decodes = (_ready(among, role, tried, now) for role in ROLES)
+        can_pair = bool(prefills and decodes)
+        if not whole or (can_pair and (whole[0].address in tried or not whole[0].is_ready(now))):
             picked = self._pick_pair(prompt, klass, prefills, decodes, now)
         else:
             picked = self._pick_among(whole, prompt, klass, now)

@@ -348,3 +348,13 @@ def test_servers_that_are_all_late_are_picked(world: World) -> None:
     ready.is_up = False
     world.clock.now += 60.0
     assert isinstance(world.picker.pick(prompt_of(), PLAIN), Refused)
+
+
+@pytest.mark.parametrize("late", ["prefill", "decode"])
+def test_a_half_that_is_late_is_picked(world: World, late: str) -> None:
+    """Where it is the only one of its role, and before a late server that does both."""
+    prefill, decode = world.add(role="prefill", bootstrap_port=8998), world.add(role="decode")
+    for member in (prefill if late == "prefill" else decode, world.add()):
+        member.seen_s -= 10.0
+    picked = world.pick(prompt_of())
+    assert (picked.prefill, picked.targets) == (prefill, [decode])
