@@ -51,7 +51,7 @@ class Kind:
 
 
 TWO_CONNECTIONS = ("--transfer-connections", "2")  # prefill opens them, where it sends
-RANKS = ("--tp", "2")
+RANKS, REPLICAS = ("--tp", "2"), ("--dp-size", "2")
 STAGES = ("--pp-size", "2", "--disable-overlap-schedule")
 PAGE_16, PAGE_64 = ("--page-size", "16"), ("--page-size", "64")
 SECURE = (*SENT_ON_ONE_HOST, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
@@ -62,6 +62,7 @@ KINDS = {
     "two_ranks_each": Kind(RANKS, RANKS),
     "prefill_of_two_ranks": Kind(RANKS),
     "two_pipeline_stages_of_prefill": Kind(STAGES),
+    "two_replicas_of_prefill": Kind(REPLICAS),
     "compressed_then_encrypted": Kind(SECURE, SECURE),
     "received_into_host_memory": Kind(PAGE_64, HOST),
     "page_size_16": Kind(PAGE_16, PAGE_16),

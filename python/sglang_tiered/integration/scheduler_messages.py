@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerMessages"]
 
+_CAN, _CAN_SOON = 2, 1
+"""Of a rank that is to switch its role: at once, or once it is idle. 0: never."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -238,13 +241,14 @@ class SchedulerMessages:
                 safe_to_restore=True,
             )
         result = self._dispatch(msgspec.structs.replace(message, prepare_only=True))
-        can_switch = result.success
         if cache is not None:
-            (least,) = least_on_every_rank(cache, [int(can_switch)])
-            if can_switch and not least:
-                result.success = can_switch = False
-                result.message = f"{NOT_IDLE}, or another rank cannot switch; its log says why"
-        if message.prepare_only or not can_switch or result.old_role == result.new_role:
+            can_switch = _CAN if result.success else int(NOT_IDLE in result.message)
+            (least,) = least_on_every_rank(cache, [can_switch])
+            if least < can_switch:
+                result.success = False
+                problem = "cannot switch" if least < _CAN_SOON else NOT_IDLE
+                result.message = f"{problem}: another rank's log says why"
+        if message.prepare_only or not result.success or result.old_role == result.new_role:
             return result
         result = self._dispatch(message)
         if cache is not None:

@@ -67,7 +67,8 @@ LEVEL = 1.05
 """Decode's load moves where the halves of the time differ by more."""
 WAIT_S = 1.0
 HUNG_S = 10.0
-"""An idle scheduler tells of itself every second, a busy one after each batch."""
+"""Longer than it was expected to compute: an idle scheduler tells of itself every second, a busy
+one before and after each batch."""
 MAX_DOUBLED = 5
 """How often the time between orders doubles, while servers keep their roles or turn back."""
 SOON = 8
@@ -193,7 +194,7 @@ class RoleBalance:
         servers = {
             one: records
             for one, records in servers.items()
-            if all(record.age_s <= HUNG_S for record in records)
+            if all(record.age_s <= HUNG_S + record.running_prefill_s for record in records)
         }
         roles = {one: records[0].role if records else "" for one, records in servers.items()}
         if (asked := self._asked) is not None and roles.get(asked.server) == asked.role:

@@ -67,9 +67,13 @@ class RouterView:
         )
         decode = self.decode_states[server]
         decode.prices = step_prices(record.decode.moments)
-        decode.num_running = record.decode.requests
-        decode.num_tokens = record.device.held_tokens
         decode.max_tokens = max(1, record.device.capacity_tokens)
+        decode.reported(
+            now_s,
+            num_running=record.decode.requests + record.waiting.requests,
+            num_tokens=record.device.held_tokens,
+            age_s=record.age_s,
+        )
 
     def _model(self, record: RankCosts) -> CostModel:
         tiers = tuple(record.tiers[name].prices for name in TIERS)

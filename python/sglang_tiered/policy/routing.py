@@ -343,8 +343,22 @@ class DecodeState:
 
     prices: tuple[float, float]
     max_tokens: int  # of keys and values that fit
-    num_running: int = 0
+    num_running: int = 0  # or about to, once they are handed over
     num_tokens: int = 0  # of what runs, at its end
+    sent: list[tuple[float, int]] = field(default_factory=list)
+    """When requests were sent that no report contains, and their tokens at their end."""
+
+    def reserve(self, now_s: float, num_tokens: int) -> None:
+        """Count a request that was sent and is not in a report yet."""
+        self.num_running += 1
+        self.num_tokens += num_tokens
+        self.sent.append((now_s, num_tokens))
+
+    def reported(self, now_s: float, *, num_running: int, num_tokens: int, age_s: float) -> None:
+        """Take in what the server had to decode ``age_s`` ago. What was sent since comes on top."""
+        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
+        self.num_running = num_running + len(self.sent)
+        self.num_tokens = num_tokens + sum(tokens for _, tokens in self.sent)
 
     @property
     def next_step_s(self) -> float:

@@ -22,6 +22,7 @@ from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 __all__ = [
     "ABANDONED",
     "COSTS_CALL",
+    "FRESH_S",
     "IN_PROGRESS",
     "NOT_IDLE",
     "ROLES",
@@ -47,6 +48,9 @@ VERSION = 1
 
 COSTS_CALL, SWITCH_CALL = "GET /tier/costs", "POST /pd_role_switch"
 """Those that take a key of their own."""
+
+FRESH_S = 2.5
+"""For so long a router counts on what a server said last."""
 
 NOT_IDLE = "instance is not idle"
 """Begins SGLang's refusal to switch the role of a server with requests, and ours for what is not

@@ -127,6 +127,7 @@ class Balancer:
     async def _switch(self, switch: RoleSwitch, member: Member) -> None:
         logger.info("%s is to take the role %s: %s", member.url, switch.role, switch.reason)
         self._told = "switching"
+        member.is_draining = True  # it tells that itself once the order has come
         end, said = "lost", ""
         try:
             end, said = await self._order(switch, member)

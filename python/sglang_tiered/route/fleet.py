@@ -23,6 +23,7 @@ import zmq.asyncio
 from sglang_tiered.policy.router_view import RouterView
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
+    FRESH_S,
     SWITCH_CALL,
     EventSource,
     RankCosts,
@@ -50,9 +51,9 @@ LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0
 ANSWER_S = 5.0
 MAX_COSTS_BYTES, MAX_INFO_BYTES, MAX_TOKENS_BYTES = 2 << 20, 4 << 20, 8 << 20
-FRESH_S, MAYBE_S = 2.5, 60.0
-"""A server that was silent for longer is not ready, and for how long it may be slow only: then it
-is picked where none is ready."""
+MAYBE_S = 60.0
+"""A server that was silent for longer than ``FRESH_S`` is not ready. For so long it may only be
+slow: then it is picked where none is ready."""
 EVENTS_AGAIN_S = 5.0
 ABANDONED_S, MAX_ABANDONED = 2.0, 256
 """For how long a server is told of a request that nobody will ask it for, and of how many."""

@@ -23,6 +23,7 @@ from sglang_tiered.policy.routing import (
     choose_server,
     least_ttft,
 )
+from sglang_tiered.policy.server_costs import ROLES
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
 from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
@@ -55,7 +56,8 @@ class Refused:
 @dataclass(eq=False, slots=True)
 class Picked:
     """``targets``: in the order in which they are to be tried. ``by``: ``cost`` or
-    ``least-tokens``. ``replica``: whose first token is awaited, if it is known."""
+    ``least-tokens``. ``replica``: whose first token is awaited, of a pick by cost. ``predicted_s``:
+    when it was expected, 0 where the prompt's length is guessed."""
 
     targets: list[Member]
     prompt: Prompt
@@ -81,6 +83,16 @@ class Picked:
         if self.klass.priority is not None:
             told["x-override-priority"] = str(self.klass.priority)
         return told
+
+
+def _ready(among: list[Member], role: str, tried: Collection[str], now: float) -> list[Member]:
+    """Of a role those that a request was not sent to, or all where it was sent to each."""
+    those = [one for one in among if one.role == role]
+    # At overload all may be late with their costs; that is no reason to refuse.
+    ready = [one for one in those if one.is_ready(now)] or [
+        one for one in those if one.is_ready(now, MAYBE_S)
+    ]
+    return [one for one in ready if one.address not in tried] or ready
 
 
 def _replicas(members: Iterable[Member]) -> dict[int, Replica]:
@@ -120,54 +132,54 @@ class Picker:
         will say when it was answered."""
         now = self._clock()
         among = [one for one in self._fleet.members.values() if not subset or one.address in subset]
-        # At overload all may be late with their costs; that is no reason to refuse.
-        ready = [one for one in among if one.is_ready(now)] or [
-            one for one in among if one.is_ready(now, MAYBE_S)
-        ]
         tried = self._tried.get(request, set()) if is_retry else set()
-        ready = [one for one in ready if one.address not in tried] or ready
-        whole = [one for one in ready if one.role == "aggregated"]
-        if whole:
-            picked = self._pick_among(whole, prompt, klass, now)
+        whole, prefills, decodes = (_ready(among, role, tried, now) for role in ROLES)
+        can_pair = bool(prefills and decodes)
+        if not whole or (can_pair and (whole[0].address in tried or not whole[0].is_ready(now))):
+            picked = self._pick_pair(prompt, klass, prefills, decodes, now)
         else:
-            picked = self._pick_pair(prompt, klass, ready, now)
+            picked = self._pick_among(whole, prompt, klass, now)
         if isinstance(picked, Picked):
             self._sent(picked, request, is_awaited)
         return picked
 
     def _pick_pair(
-        self, prompt: Prompt, klass: RequestClass, ready: list[Member], now: float
+        self,
+        prompt: Prompt,
+        klass: RequestClass,
+        prefills: list[Member],
+        decodes: list[Member],
+        now: float,
     ) -> Picked | Refused:
         """Of servers with one half of the work each: who computes the prompt, and who answers."""
-        decodes = [one for one in ready if one.role == "decode"]
-        prefills = [one for one in ready if one.role == "prefill"]
-        decode = self._decode_among(decodes, prompt)
-        if decode is None or not prefills:
+        if not (prefills and decodes):
             return Refused(503, "no server is ready", 1, klass.name)
         picked = self._pick_among(prefills, prompt, klass, now)
         if isinstance(picked, Refused):
             return picked
         picked.prefill = prefill = picked.targets[0]
-        picked.targets = [decode.member if isinstance(decode, Replica) else decode]
+        picked.targets = [self._decode_among(decodes, prompt, now)]
+        room = secrets.randbits(62)
+        if picked.replica is not None:
+            # By the remainder SGLang finds the replica. What names one would reach both halves.
+            room += picked.replica.record.rank - room % len(prefill.replicas)
         picked.more = {
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
             "x-override-bootstrap-port": str(prefill.bootstrap_port),
-            ROOM: str(secrets.randbits(62)),
+            ROOM: str(room),
         }
-        if isinstance(decode, Replica) and len(decode.member.replicas) > 1:
-            picked.more[RANK] = str(decode.record.rank)
-        if picked.replica is not None and len(prefill.replicas) > 1:
-            picked.more["x-override-disagg-prefill-dp-rank"] = str(picked.replica.record.rank)
         return picked
 
-    def _decode_among(self, members: list[Member], prompt: Prompt) -> Replica | Member | None:
+    def _decode_among(self, members: list[Member], prompt: Prompt, now: float) -> Member:
         """Where one tells no costs, any of them will do."""
         if not all(one.replicas for one in members):
             return min(members, key=lambda _: self._draw())
         replicas, states = _replicas(members), self._fleet.view.decode_states
         place = choose_decode(states, replicas, prompt.num_tokens, prompt.max_new, draw=self._draw)
-        return None if place is None else replicas[place]
+        assert place is not None
+        states[place].reserve(now, prompt.num_tokens + prompt.max_new)
+        return replicas[place].member
 
     def _pick_among(
         self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float
@@ -176,27 +188,18 @@ class Picker:
             order = sorted(ready, key=lambda one: (one.tokens_sent, self._draw()))
             return Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
         replicas, states = _replicas(ready), self._fleet.view.states
-        is_known = prompt.ids is not None
-        held = self._held(replicas, prompt) if is_known else dict.fromkeys(replicas, NOTHING_HELD)
+        held = self._held(replicas, prompt)
         refused = self._refusal(klass, held, prompt, now)
         if refused is not None:
             return refused
-
-        def load(place: int) -> tuple[int, float]:
-            queue_s = states[place].queue_s(now)
-            return 0 if is_known else replicas[place].member.tokens_sent, queue_s
-
-        places = sorted(replicas, key=load)
-        picked = Picked([], prompt, klass, "cost" if is_known else "least-tokens", now)
-        if is_known:
-            choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
-            assert choice is not None
-            place, work_s = choice.server, choice.estimate.work_s
+        places = sorted(replicas, key=lambda place: states[place].queue_s(now))
+        choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
+        assert choice is not None
+        place = choice.server
+        states[place].reserve(now, choice.estimate.work_s)
+        picked = Picked([], prompt, klass, "cost", now)
+        if prompt.ids is not None:  # or else the length is guessed, and teaches nothing
             picked.predicted_s = choice.estimate.ttft_s
-        else:
-            place = places[0]
-            work_s = states[place].costs.prefill.seconds(prompt.num_tokens, 0)
-        states[place].reserve(now, work_s)
         picked.replica = replica = replicas[place]
         picked.held, picked.keys = held[place], prompt.keys(replica.record.page_tokens)
         targets = dict.fromkeys([replica.member, *(replicas[one].member for one in places)])
@@ -269,7 +272,7 @@ class Picker:
         if picked.is_open:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)
-            replica = picked.replica if picked.by == "cost" else None
+            replica = picked.replica
             if picked.prompt.is_stream and is_as_picked and replica and replica.place != NOWHERE:
                 state = self._fleet.view.states[replica.place]
                 state.answered(picked.predicted_s, seen_s)

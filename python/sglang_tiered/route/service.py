@@ -15,6 +15,7 @@ import grpc
 from aiohttp import web
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.policy.server_costs import ROLES
 from sglang_tiered.route.balancer import Balancer
 from sglang_tiered.route.classes import Classes
 from sglang_tiered.route.ext_proc import (
@@ -41,6 +42,7 @@ __all__ = ["PickerService", "read_key", "run_picker"]
 
 PARENT_S = 0.5
 MAX_BODY_BYTES = 64 << 20
+IDLE = "is sent nothing: a server that does both halves is ready, and gets all requests"
 
 
 class PickerService:
@@ -128,7 +130,13 @@ class PickerService:
 
     async def _servers(self, _: web.Request) -> web.Response:
         members = sorted(self.fleet.members.values(), key=lambda one: one.url)
-        return web.json_response({"servers": [self._row(one, time.monotonic()) for one in members]})
+        now = time.monotonic()
+        rows = [self._row(one, now) for one in members]
+        if any(row["ready"] and row["role"] == ROLES[0] for row in rows):
+            for row in rows:
+                if row["role"] != ROLES[0]:
+                    row["problem"] = row["problem"] or IDLE
+        return web.json_response({"servers": rows})
 
     def _row(self, member: Member, now: float) -> dict[str, Any]:
         view, index = self.fleet.view, self.fleet.index

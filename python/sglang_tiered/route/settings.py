@@ -141,7 +141,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--pick-timeout",
             TIME,
             "How long Envoy waits for the picker before it chooses by itself. Half of it may go "
-            "into tokens; without them in time the server with the fewest tokens is picked.",
+            "into tokens; without them in time the prompt's length is guessed by its bytes.",
             default="`0.3s`",
         ),
     ] = DEFAULT_PICK_S

@@ -28,6 +28,7 @@ from sglang_tiered.integration.attention import pod
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
+from sglang_tiered.policy.server_costs import NOT_IDLE
 
 if TYPE_CHECKING:
     from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
@@ -280,13 +281,27 @@ def test_switch_ends_what_a_flush_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.said == ["rest", "prepare", "sglang", "tenants", "handoff", "costs"]
 
 
-def test_no_rank_switches_while_another_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each looks at its own device's memory. Ranks of two roles wait for each other for ever."""
+@pytest.mark.parametrize("own", ["ready", f"{NOT_IDLE}; drain", "too little memory"])
+@pytest.mark.parametrize("other", [2, 1, 0])
+def test_no_rank_switches_while_another_refuses(
+    monkeypatch: pytest.MonkeyPatch, own: str, other: int
+) -> None:
+    """Each looks at its own device's memory. Ranks of two roles wait for each other for ever. What
+    one can never do no other makes a refusal that passes: for that the server would be drained."""
     server = Switching(monkeypatch)
-    monkeypatch.setattr(scheduler_messages, "least_on_every_rank", lambda *_: [0])
-    refused = server.send(PdRoleSwitchReqInput(new_role="decode"))
-    assert not refused.success and refused.safe_to_restore and "another rank" in refused.message
-    assert server.said == ["rest", "prepare"]
+    server.result.success, server.result.message = own == "ready", own
+    told = {"ready": 2, "too little memory": 0}.get(own, 1)
+
+    def least(_: Any, values: list[int]) -> list[int]:
+        return [min(*values, other)]
+
+    monkeypatch.setattr(scheduler_messages, "least_on_every_rank", least)
+    answer = server.send(PdRoleSwitchReqInput(new_role="decode"))
+    assert answer.success is (min(told, other) == 2) and answer.safe_to_restore
+    if not answer.success:
+        assert (NOT_IDLE in answer.message) is (min(told, other) == 1)
+        assert ("another rank" in answer.message) is (other < told)
+        assert server.said == ["rest", "prepare"]
 
 
 @pytest.mark.parametrize("kept", ["prepare", "refused", "same role"])

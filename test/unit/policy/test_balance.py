@@ -128,6 +128,15 @@ def test_a_hung_scheduler_is_no_server(hung: list[RankCosts], role: str | None) 
     assert (switch and switch.role) == role
 
 
+@pytest.mark.parametrize("age_s", [49.0, 51.0])
+def test_a_long_batch_is_no_hang(age_s: float) -> None:
+    """A slow server tells nothing while it computes what it said that it would."""
+    slow = prefill(1.0, age_s=age_s, running_prefill_s=40.0)
+    switch = watch(balance(), {"a": slow, "b": decode(0.1), "c": decode(0.1)}, 2 * COOLDOWN_S)
+    expected = "has work for 1.00 of 1" if age_s < 50.0 else "has work for 0.00 of 0"
+    assert switch and switch.role == "prefill" and expected in switch.reason
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_a_role_below_its_floor_gets_a_server(half: str) -> None:
     """Even if nobody of it is left, and whatever the load."""

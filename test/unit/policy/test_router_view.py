@@ -21,6 +21,7 @@ from sglang_tiered.policy.server_costs import (
     Room,
     ServerCosts,
     TierPrices,
+    Waiting,
     parse_server_costs,
 )
 
@@ -52,6 +53,7 @@ def view_of(*records: RankCosts) -> RouterView:
 
 def test_a_record_says_what_choices_need() -> None:
     decoding = {"decode": DecodeLoad(3, 8, (0,) * 6), "device": Room(1024, 4096)}
+    decoding["waiting"] = Waiting(2, 500)  # for their handoffs
     view = view_of(record_of(**decoding), record_of(always_loads=True))
     state, always = view.states
     assert (state.busy, state.service_s, state.num_others) == (0.5, 0.125, 7)
@@ -59,7 +61,18 @@ def test_a_record_says_what_choices_need() -> None:
     assert (state.always_loads, always.always_loads) == (False, True)
     assert state.queue_s(100.0) == pytest.approx(0.75), "the prefill that runs counts once"
     decode = view.decode_states[0]
-    assert (decode.num_running, decode.num_tokens, decode.max_tokens) == (3, 1024, 4096)
+    assert (decode.num_running, decode.num_tokens, decode.max_tokens) == (5, 1024, 4096)
+
+
+def test_what_was_sent_counts_until_snapshots_have_it() -> None:
+    """Of decode too: a router asks for one snapshot several times."""
+    view = view_of(record_of())
+    (decode,) = view.decode_states
+    decode.reserve(100.5, 700)
+    for age_s, expected in ((0.75, (3, 1724)), (0.25, (2, 1024))):
+        busy = {"decode": DecodeLoad(2, 8, (0,) * 6), "device": Room(1024, 4096)}
+        view.report(0, record_of(age_s=age_s, **busy), 101.0)
+        assert (decode.num_running, decode.num_tokens) == expected
 
 
 def test_a_queue_ages_by_what_runs_alone() -> None:

@@ -16,8 +16,8 @@ from route_mocks import Mocks
 
 from server_process import free_port
 from sglang_tiered.policy.balance import RoleBalance
-from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
-from sglang_tiered.route.fleet import FRESH_S, ORDER_S, Fleet, Member
+from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
+from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
 from sglang_tiered.route.service import PickerService
 from sglang_tiered.route.settings import RouteConfig
 from sglang_tiered.route.source import Source
@@ -248,6 +248,19 @@ def test_nobody_is_asked_while_another_drains(
     serve(mocks, tmp_path, looks)
     assert time.monotonic() - began >= 6 * COOLDOWN_S
     assert any(seen[:-1]) and not mocks[3].orders
+
+
+def test_who_is_ordered_is_picked_no_more(mocks: Mocks, tmp_path: Path) -> None:
+    """From then on, not from when it says so: of a refused half of a pair nobody hears."""
+
+    async def drains(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.json_response({"success": False, "message": NOT_IDLE}, status=400)
+
+    for mock in mocks:
+        mock.switch = drains
+    one_less = 'sglang_tiered_route_servers{state="ready"} 3.0'
+    serve(mocks, tmp_path, lambda metrics: bool(sum(asked(mocks))) and one_less in metrics)
 
 
 def test_a_silent_server_keeps_no_floor(mocks: Mocks, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""One decision: by seconds where there are prices and tokens, else by tokens that wait."""
+"""One decision: by seconds where there are prices, else by tokens that wait."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held
-from sglang_tiered.policy.server_costs import Room
+from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
 from sglang_tiered.policy.shedding import RequestClass
 from sglang_tiered.route.fleet import Fleet, Member, Replica
 from sglang_tiered.route.numbers import Numbers
@@ -30,6 +31,11 @@ MODEL = CostModel(
     page_tokens=PAGE,
     bytes_per_token=1000,
     prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
+)
+SLOW = CostModel(
+    page_tokens=PAGE,
+    bytes_per_token=1000,
+    prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
 )
 PLAIN = RequestClass("plain")
 
@@ -100,13 +106,8 @@ def test_a_long_queue_outweighs_pages(world: World) -> None:
 
 def test_cpu_server_is_taken_by_price_alone(world: World) -> None:
     """As any server, where waiting for the fast ones takes longer; and counted."""
-    slow = CostModel(
-        page_tokens=PAGE,
-        bytes_per_token=1000,
-        prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
-    )
     gpu = world.add(queue_wait_s=5.0, computes_on="cuda")
-    cpu = world.add(costs=slow, computes_on="cpu")
+    cpu = world.add(costs=SLOW, computes_on="cpu")
     numbers = Numbers()
     for num_tokens, expected in ((4 * PAGE, cpu), (20 * PAGE, gpu)):
         picked = world.pick(prompt_of(num_tokens))
@@ -174,9 +175,22 @@ def test_requests_that_were_sent_count_before_reports(world: World) -> None:
     assert len(set(picked)) == 3
 
 
-@pytest.mark.parametrize("is_priced", [True, False])
-def test_unknown_tokens_go_where_fewest_wait(world: World, is_priced: bool) -> None:
-    first, second = world.add(), world.add(is_priced=is_priced)
+@pytest.mark.parametrize("ids", [None, array("I", range(100 * PAGE))])
+def test_a_guessed_length_has_a_price_too(world: World, ids: array[int] | None) -> None:
+    """What nobody reads in time is the longest: a slow server has the fewest tokens waiting."""
+    fast = world.add(queue_wait_s=0.5)
+    world.add(costs=SLOW, computes_on="cpu")
+    prompt = Prompt(100 * PAGE, ids, is_stream=True)
+    picked = world.pick(prompt)
+    assert (picked.by, picked.targets[0]) == ("cost", fast)
+    world.clock.now += 9.0
+    world.picker.answered(picked, True, fast.address)
+    state = world.fleet.view.states[fast.replicas[0].place]
+    assert (state.slowdown > 1.0) is (ids is not None), "a guess teaches nothing"
+
+
+def test_without_prices_the_fewest_tokens_decide(world: World) -> None:
+    first, second = world.add(), world.add(is_priced=False)
     long = world.pick(Prompt(5000))
     assert long.by == "least-tokens"
     others = [world.pick(Prompt(100)).targets[0] for _ in range(3)]
@@ -191,6 +205,26 @@ def test_a_retry_goes_where_it_was_not(world: World) -> None:
     tried += [world.pick(prompt_of(), request="a", is_retry=True).targets[0] for _ in range(2)]
     assert set(tried) == set(servers)
     assert world.pick(prompt_of(), request="a", is_retry=True), "all were tried: any may be again"
+
+
+@pytest.mark.parametrize(("num_prefills", "num_decodes"), [(1, 2), (2, 1), (1, 3), (1, 1)])
+def test_a_retry_takes_a_scarce_half_again(
+    world: World, num_prefills: int, num_decodes: int
+) -> None:
+    """Nobody knows which half failed: each is passed over as long as its role has another."""
+    prefills = [world.add(role="prefill", bootstrap_port=8998) for _ in range(num_prefills)]
+    decodes = [world.add(role="decode") for _ in range(num_decodes)]
+    tries = [world.pick(prompt_of(), request="a", is_retry=number > 0) for number in range(3)]
+    assert {one.prefill for one in tries} == set(prefills)
+    assert {one.targets[0] for one in tries} == set(decodes)
+
+
+def test_pairs_stand_in_where_the_rest_failed(world: World) -> None:
+    world.add()
+    prefill, decode = world.add(role="prefill", bootstrap_port=8998), world.add(role="decode")
+    assert world.pick(prompt_of(), request="a").prefill is None
+    again = world.pick(prompt_of(), request="a", is_retry=True)
+    assert (again.prefill, again.targets) == (prefill, [decode])
 
 
 def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
@@ -250,6 +284,28 @@ def test_pair_computes_and_answers(world: World) -> None:
     assert again.headers()[room] != told[room]
 
 
+def test_decode_servers_are_taken_in_turn(world: World) -> None:
+    """Between two records one is not sent all that comes; who waits for its handoff counts."""
+    world.add(role="prefill", bootstrap_port=8998)
+    steps, room = (100, 500, 1e6, 2600, 5.1e6, 500), Room(0, 1 << 20)
+    for number in range(4):
+        waiting = Waiting(0 if number else 7, 0)
+        world.add(role="decode", decode=DecodeLoad(5, 64, steps), waiting=waiting, device=room)
+    counts = Counter(world.pick(prompt_of()).destination for _ in range(21))
+    assert list(counts.values()) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_room_leads_to_the_picked_replica(world: World, rank: int) -> None:
+    """A header that names a replica of one half is mirrored to the other."""
+    prefill = world.add(role="prefill", bootstrap_port=8998, num_ranks=4)
+    world.add(role="decode", num_ranks=2)
+    world.fleet.index.store(prefill.replicas[rank].place, DEVICE, prompt_of().keys(PAGE))
+    told = [world.pick(prompt_of()).headers() for _ in range(20)]
+    assert {int(one["x-override-bootstrap-room"]) % 4 for one in told} == {rank}
+    assert not any("dp-rank" in name for one in told for name in one)
+
+
 def test_halves_without_costs_are_a_pair(world: World) -> None:
     """Each was sent requests by itself, which it cannot answer."""
     prefill, decode = world.add(is_priced=False), world.add(is_priced=False)
@@ -292,3 +348,13 @@ def test_servers_that_are_all_late_are_picked(world: World) -> None:
     ready.is_up = False
     world.clock.now += 60.0
     assert isinstance(world.picker.pick(prompt_of(), PLAIN), Refused)
+
+
+@pytest.mark.parametrize("late", ["prefill", "decode"])
+def test_a_half_that_is_late_is_picked(world: World, late: str) -> None:
+    """Where it is the only one of its role, and before a late server that does both."""
+    prefill, decode = world.add(role="prefill", bootstrap_port=8998), world.add(role="decode")
+    for member in (prefill if late == "prefill" else decode, world.add()):
+        member.seen_s -= 10.0
+    picked = world.pick(prompt_of())
+    assert (picked.prefill, picked.targets) == (prefill, [decode])

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_tiered.integration.admin.keys import ordered_role
-from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE
+from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 __all__ = ["ClosedDoor", "around_switch", "is_draining", "refuse_while_closed"]
 
-TOLD_S = 1.5
-"""After that every picker knows: it asks each of many servers a second after the last answer."""
+TOLD_S = FRESH_S + 0.5
+"""After that every picker knows, or takes the server for silent: nobody tells it that a mirrored
+request was refused."""
 DRAINED_S = 120.0
 LOOK_S = 0.1  # SGLang logs each refusal
 

@@ -124,8 +124,7 @@ def make_manager(
 
 
 class KVManagerRole:
-    """What both roles share: one rank's endpoint, and the status of its rooms. Before SGLang's
-    class."""
+    """What both roles share: one rank's endpoint, its rooms' status. Before SGLang's class."""
 
     reports_transfer_latency = True
     supports_role_switch = True
@@ -251,6 +250,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
         super().__init__(handoffs, *of_sglang)
+        if self.system_dp_size > 1:  # the sender goes by a rank that is 0 in each of --dp-size
+            self.attn_dp_rank = self.system_dp_rank
         self.handed = self._hand(self.endpoint.set_model)
 
     def end_rooms(self, reason: str) -> None:
@@ -299,8 +300,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         trace_ctx: Any = None,
     ) -> None:
         """Send pages that are computed, or will be when ``wait_event`` says so. With
-        ``indices_event``, ``kv_indices`` is a host tensor of this call's own, filled when that says
-        so."""
+        ``indices_event``, ``kv_indices`` is a host tensor of this call's own, filled by then."""
         if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
             return
         if not isinstance(index_slice, slice):

@@ -35,7 +35,11 @@ from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch.flags import NVME_FLAGS, TIER_FLAGS, without_our_flags
 from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
-from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
+from sglang_tiered.integration.launch.transfer_flags import (
+    isolation,
+    resolve_transfer,
+    transfer_arguments,
+)
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.tiers import rank_settings
 from sglang_tiered.request_log import RequestLogConfig
@@ -125,6 +129,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         # An idle scheduler polls without a pause: a core that other servers could compute on.
         added["--sleep-on-idle"] = None
     notes: list[str] = []
+    if (warning := isolation(explicit, transfer)) is not None:
+        notes.append(warning)
     if on_cpu and "mem_fraction_static" in explicit:
         notes.append(
             "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "

@@ -6,6 +6,7 @@ because it runs anywhere.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TransferConfig
@@ -19,7 +20,7 @@ from sglang_tiered.wire.keys import load_keys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["resolve_transfer", "transfer_arguments"]
+__all__ = ["isolation", "resolve_transfer", "transfer_arguments"]
 
 ROLES = ("prefill", "decode")
 
@@ -53,6 +54,28 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)
     return config
+
+
+def isolation(explicit: Mapping[str, Any], config: TransferConfig | None) -> str | None:
+    """Return a sentence for the operator of a server that may come to decode, and would take no KV
+    from the machines that reach it."""
+    if config is None or config.keys_path is not None or config.allowed_networks:
+        return None
+    host = explicit.get("host") or "127.0.0.1"
+    if not explicit.get("enable_pd_role_switch") or _is_loopback(host):
+        return None
+    return (
+        "with --enable-pd-role-switch this server may come to decode, and then fails all requests "
+        "whose prefill is on another machine; name those in --transfer-allow, or pass "
+        "--transfer-keys."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def transfer_arguments(

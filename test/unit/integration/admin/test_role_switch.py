@@ -14,11 +14,12 @@ from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqO
 
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import (
+    TOLD_S,
     around_switch,
     is_draining,
     refuse_while_closed,
 )
-from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
+from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,10 @@ class Server:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_switch, "TOLD_S", 0.02)
     monkeypatch.setattr(role_switch, "DRAINED_S", 0.5)
+
+
+def test_door_shuts_when_every_picker_knows() -> None:
+    assert TOLD_S > FRESH_S, "or counts no more on what the server said before"
 
 
 def test_switch_waits_for_the_last_request() -> None:

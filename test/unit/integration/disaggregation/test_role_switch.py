@@ -30,8 +30,9 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.disaggregation.handoffs import Handoffs
-from sglang_tiered.integration.disaggregation.manager import make_manager
+from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
 from sglang_tiered.integration.hooks import _after_decode_queue
+from sglang_tiered.transfer.messages import Asked
 from sglang_tiered.wire.keys import make_keys
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Rank:
         make_keys(folder / "keys")
         self.handoffs = Handoffs(TieredConfig(mode=TierMode.NVME, nvme=nvme, transfer=transfer))
 
-    def make(self, role: DisaggregationMode) -> Any:
+    def make(self, role: DisaggregationMode, replica: int = 0) -> Any:
         args = SimpleNamespace(
             page_size=4,
             kv_cache_dtype_str="bfloat16",
@@ -71,7 +72,7 @@ class Rank:
             kv_head_num=4,
             gpu_id=0,
             engine_rank=0,
-            system_dp_rank=0,
+            system_dp_rank=replica,
             pp_rank=0,
             mla_compression_ratios=None,
         )
@@ -168,6 +169,24 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         eventually(lambda: not threads() - before)
         num_open.append(num_files())
     eventually(lambda: num_files() <= num_open[1], f"{num_open} files were open after each role")
+
+
+@pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
+def test_a_replica_knows_its_own_number(rank: Rank, method: str) -> None:
+    """SGLang's sender asks for that of DP attention, which is 0 in each replica of ``--dp-size``. A
+    server that began as decode tells decode who has the room."""
+    address, room = f"127.0.0.1:{rank.bootstrap_port}", 7
+    with get_parallel().override(dp_size=2, num_dp_ranks=2, load_balance_method=method):
+        manager = rank.make(PREFILL, replica=1)
+        manager.arriving = Asked(b"", b"")
+        try:
+            ZmqKVSender(manager, address, room)
+            assert not manager.failure_records
+            asked = {"bootstrap_rooms": [room]}
+            told = requests.post(f"http://{address}/query_dp_ranks", json=asked, timeout=5).json()
+            assert told == ({str(room): 1} if method == "round_robin" else {})
+        finally:
+            manager.teardown()
 
 
 def test_other_role_begins_where_the_first_ended(rank: Rank) -> None:

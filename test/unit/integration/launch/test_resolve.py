@@ -271,6 +271,9 @@ def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None
     (note,) = resolve(shared).notes  # whoever writes to that Redis
     assert "--tier-peer-keys" in note
     assert resolve(shared.replace("192.0.2.1", "127.0.0.1")).notes == ()
+    switching = "--tier-mode off --disaggregation-mode prefill --enable-pd-role-switch"
+    (note,) = resolve(f"{switching} --host 0.0.0.0").notes
+    assert "--transfer-allow" in note and resolve(switching).notes == ()
 
 
 def test_unknown_flag_ends_with_code_2(resolve: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,11 @@ import pytest
 
 from sglang_tiered.config import MiB, TransferConfig
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch.transfer_flags import resolve_transfer, transfer_arguments
+from sglang_tiered.integration.launch.transfer_flags import (
+    isolation,
+    resolve_transfer,
+    transfer_arguments,
+)
 from sglang_tiered.wire.keys import make_keys
 
 if TYPE_CHECKING:
@@ -99,6 +103,27 @@ def test_server_of_both_roles_needs_both_keys(tmp_path: Path) -> None:
     (tmp_path / "prefill.key_secret").unlink()
     with pytest.raises(ConfigError, match="has no prefill.key_secret"):
         resolve(**switches)
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "is_noted"),
+    [
+        ("192.0.2.1", {}, True),
+        ("0.0.0.0", {}, True),
+        ("192.0.2.1", {"transfer_allow": "192.0.2.0/24"}, False),
+        ("192.0.2.1", {"enable_pd_role_switch": False}, False),
+        ("::1", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_who_may_decode_alone_is_noted(
+    host: str | None, more: dict[str, Any], is_noted: bool
+) -> None:
+    """Prefill needs no ``--transfer-allow``, until it decodes and fails all."""
+    explicit = {"disaggregation_mode": "prefill", "enable_pd_role_switch": True, "host": host}
+    explicit |= more
+    note = isolation(explicit, resolve_transfer(explicit))
+    assert (note is not None and "--transfer-allow" in note) is is_noted
 
 
 def test_flags_of_another_role_or_backend_are_refused() -> None:
