@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import zstandard
 
 from sglang_tiered.errors import CodecError
 
 if TYPE_CHECKING:
-    import zstandard
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -39,13 +39,10 @@ bytes are worth."""
 
 
 class _Contexts(threading.local):
-    """This thread's zstd context: one serves one thread at a time. Imports the library on first
-    use."""
+    """This thread's zstd context: one serves one thread at a time."""
 
     @cached_property
     def compressor(self) -> zstandard.ZstdCompressor:
-        import zstandard
-
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVEL, strategy=zstandard.STRATEGY_FAST, **_PARAMETERS
         )
@@ -53,8 +50,6 @@ class _Contexts(threading.local):
 
     @cached_property
     def decompressor(self) -> zstandard.ZstdDecompressor:
-        import zstandard
-
         return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
 
@@ -85,8 +80,6 @@ class ChunkReader:
             if length != num_bytes:
                 raise CodecError(f"a chunk has {length} bytes, expected {num_bytes}")
             return np.frombuffer(self.take(length), np.uint8)
-        import zstandard
-
         stored = self.take(length & ~_IS_COMPRESSED)
         try:
             content_bytes = zstandard.frame_content_size(stored)

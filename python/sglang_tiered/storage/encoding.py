@@ -96,7 +96,7 @@ def _encoded_from(stored: memoryview) -> int:
 
 def page_alone(stored: memoryview) -> tuple[memoryview, str | None]:
     """Return a page by its stored bytes alone, and the lossy codec that it is still encoded by,
-    which takes the layout. Raises ``ImportError``."""
+    which takes the layout."""
     if _encoded_from(stored) <= stored.nbytes:
         return stored, None
     lossy = _LOSSY_METHODS.get(unpack_header(stored).method)

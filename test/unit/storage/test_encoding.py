@@ -100,7 +100,7 @@ def test_a_page_that_would_grow_is_stored_plain(open_region: OpenRegion) -> None
 
 
 def test_a_server_without_a_decoder_misses_them(open_region: OpenRegion) -> None:
-    run = make_soft_run(5, [8192] * 2)
+    run = make_soft_run(5, [16_384] * 2)
     store(open_region(soft_encoding()), run)
     engine = open_region(None)
     target = blank(run)
@@ -112,10 +112,10 @@ def test_a_server_without_a_decoder_misses_them(open_region: OpenRegion) -> None
 def test_a_page_of_another_length_stays_a_miss(open_region: OpenRegion) -> None:
     """And is not dropped for it: it was not damaged."""
     engine = open_region(soft_encoding())
-    soft, hard = make_soft_run(6, [8192]), make_run(7, [4096])
+    soft, hard = make_soft_run(6, [16_384]), make_run(7, [4096])
     for run in (soft, hard):
         store(engine, run)
-    for key, num_bytes in ((soft.keys[0], 9000), (soft.keys[0], 1000), (hard.keys[0], 5000)):
+    for key, num_bytes in ((soft.keys[0], 17_000), (soft.keys[0], 1000), (hard.keys[0], 5000)):
         other = Run((key,), ((memoryview(bytearray(b"\xa5" * num_bytes)),),))
         assert finished(engine.submit_load(other)) == [Reason.MISS]
         assert bytes(other.pages[0][0]) == b"\xa5" * num_bytes
@@ -151,7 +151,7 @@ def test_damage_of_encoded_bytes_reaches_no_codec(
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(CodecError, Reason.CORRUPT), (ImportError, Reason.IO_ERROR), (MemoryError, Reason.IO_ERROR)],
+    [(CodecError, Reason.CORRUPT), (MemoryError, Reason.IO_ERROR)],
 )
 def test_verified_bytes_that_do_not_decode_are_hidden(
     open_region: OpenRegion,
@@ -160,27 +160,27 @@ def test_verified_bytes_that_do_not_decode_are_hidden(
     error: type[Exception],
     reason: Reason,
 ) -> None:
-    """Or they were found and missed for ever, and never stored again. Without the library they are
-    not damaged."""
+    """Or they were found and missed for ever, and never stored again. Without memory they are not
+    damaged."""
     encoding = soft_encoding()
     engine = open_region(encoding)
-    run = make_soft_run(9, [8192])
+    run = make_soft_run(9, [16_384])
     store(engine, run)
 
     def fail(*_: object) -> None:
-        raise error("no library")
+        raise error("no memory")
 
     with monkeypatch.context() as patched:
         patched.setattr(encoding._codec, "decode", fail)
         assert finished(engine.submit_load(blank(run))) == [reason]
         patched.setattr(encoding._codec, "encode", fail)
         store(engine, run)
-    assert caplog.text.count("no library") == 1
+    assert caplog.text.count("no memory") == 1
     loads(engine, run)
 
 
 def test_a_rounded_page_is_never_an_exact_one(open_region: OpenRegion) -> None:
-    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=16)
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
     page = make_soft_run(10, [layout.page_bytes]).pages[0]
     run = Run((b"k" * 32,), (page,))
     engine = open_region(PageEncoding("int8", layout))
@@ -217,7 +217,7 @@ def test_what_a_load_takes_includes_decoding(
     """Or it would be taken for cheaper than it is."""
     encoding = soft_encoding()
     engine = open_region(encoding)
-    run = make_soft_run(13, [8192])
+    run = make_soft_run(13, [16_384])
     store(engine, run)
     decode, reached, goes_on = encoding._codec.decode, threading.Event(), threading.Event()
 
@@ -330,7 +330,7 @@ def test_pages_of_an_extent_are_encoded_at_once(
 
     monkeypatch.setattr(encoding._codec, "encode", meet)
     engine = open_region(encoding)
-    run = make_soft_run(15, [8192] * 2)
+    run = make_soft_run(15, [16_384] * 2)
     store(engine, run)
     assert encoding.stats().num_encoded == 2
     loads(engine, run)
@@ -376,7 +376,7 @@ engine = RegionEngine(
 
 @atexit.register
 def end():
-    print(*finished(engine.submit_store(make_soft_run(20, [8192] * 2))))
+    print(*finished(engine.submit_store(make_soft_run(20, [16_384] * 2))))
     engine.close()
 """
 
@@ -431,7 +431,7 @@ def test_an_erasure_during_encoding_hides_the_page(
 
     monkeypatch.setattr(encoding._codec, "encode", slowly)
     engine = open_region(encoding)
-    run = make_soft_run(17, [8192] * 2)
+    run = make_soft_run(17, [16_384] * 2)
     job = engine.submit_store(run)
     assert reached.wait(TIMEOUT_S)
     erased = engine.erase(Erasure.of(run.keys[:1]))
