@@ -90,9 +90,13 @@ class QuantizingCodec(ABC):
 
     def __init__(self, layout: PageLayout, channel_group: int) -> None:
         if not layout.is_known or layout.dtype not in FLOAT_DTYPES:
+            is_float = layout.dtype in FLOAT_DTYPES
+            lacks = (
+                "that of this one is not known" if is_float else f"this one holds {layout.dtype}"
+            )
             raise ConfigError(
                 f"the codec {self.name} needs a KV cache of {', '.join(FLOAT_DTYPES)} in a known "
-                f"layout, and this one holds {layout.dtype}; use zstd or none."
+                f"layout, and {lacks}; use zstd or none."
             )
         self._layout = layout
         self._lossless = ZstdCodec(layout)

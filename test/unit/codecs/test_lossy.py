@@ -259,16 +259,23 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "reason"),
     [
-        PageLayout.unknown(),
-        PageLayout.unknown("bfloat16"),
-        PageLayout.kv(dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64),
+        (PageLayout.unknown(), "this one holds uint8"),
+        (PageLayout.unknown("bfloat16"), "layout, and that of this one is not known;"),
+        (
+            PageLayout.kv(
+                dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64
+            ),
+            "this one holds float8_e4m3fn",
+        ),
     ],
     ids=["bytes", "unknown", "fp8"],
 )
-def test_lossy_codec_refuses_layout_it_cannot_read(name: str, layout: PageLayout) -> None:
-    with pytest.raises(ConfigError):
+def test_lossy_codec_refuses_layout_it_cannot_read(
+    name: str, layout: PageLayout, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
         make_codec(name, layout)
 
 
