@@ -19,6 +19,8 @@ from sglang_tiered.errors import CodecError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from sglang_tiered.codecs.base import Segments
+
     Bytes = NDArray[np.uint8]
 
 __all__ = ["ChunkReader", "pack_chunk"]
@@ -56,13 +58,13 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def pack_chunk(array: Bytes) -> list[bytes | memoryview]:
+def pack_chunk(array: Bytes) -> Segments:
     """Length and bytes of a chunk, compressed if that pays; else they are not copied."""
-    plain = array.data
-    compressed = _contexts.compressor.compress(plain)
-    if len(compressed) <= plain.nbytes * (1 - MIN_SAVED_SHARE):
-        return [_CHUNK.pack(len(compressed) | _IS_COMPRESSED), compressed]
-    return [_CHUNK.pack(plain.nbytes), plain]
+    plain, flag = array.data, 0
+    compressed = memoryview(_contexts.compressor.compress(plain))
+    if compressed.nbytes <= plain.nbytes * (1 - MIN_SAVED_SHARE):
+        plain, flag = compressed, _IS_COMPRESSED
+    return memoryview(_CHUNK.pack(plain.nbytes | flag)), plain
 
 
 class ChunkReader:

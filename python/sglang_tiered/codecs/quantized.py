@@ -107,7 +107,7 @@ class QuantizingCodec(ABC):
             Header(self.method, layout.item_bytes, layout.digest, layout.page_bytes)
         )
 
-    def encode(self, page: Segments) -> bytes:
+    def encode(self, page: Segments) -> Segments:
         plain = joined(page)
         if plain.nbytes != self._layout.page_bytes:
             return self._lossless.encode_bytes(plain)
@@ -127,7 +127,7 @@ class QuantizingCodec(ABC):
                 position = end
         except UnfitPageError:
             return self._lossless.encode_bytes(plain)
-        return b"".join([self._header, *pack_chunk(scales), *pack_chunk(codes)])
+        return (memoryview(self._header), *pack_chunk(scales), *pack_chunk(codes))
 
     def decode(self, data: memoryview, page: Segments) -> None:
         if unpack_header(data).method != self.method:

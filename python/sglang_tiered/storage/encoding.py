@@ -146,28 +146,29 @@ class PageEncoding:
         return self.name != NO_CODEC
 
     def encode(self, page: Page, *, is_full: bool = False) -> Page:
-        """Return what to store of a page: fewer bytes, or the page itself. ``is_full``: for it
-        others must go."""
+        """Return what to store of a page: fewer bytes, in parts of which some may be its own
+        memory, or the page itself. ``is_full``: for it others must go."""
         if not self._wants(is_full=is_full):
             return page
         page_bytes = sum(segment.nbytes for segment in page)
         began = self._clock()
         try:
-            data = memoryview(self._codec.encode(page))
+            encoded = self._codec.encode(page)
         except Exception as error:
             self._tell(error)
             return page
         took_s = self._clock() - began
-        is_shorter = data.nbytes <= page_bytes * (1 - MIN_SAVED_SHARE)
+        stored_bytes = sum(part.nbytes for part in encoded)
+        is_shorter = stored_bytes <= page_bytes * (1 - MIN_SAVED_SHARE)
         with self._lock:
             self._encoding.note(took_s, page_bytes)
-            self._saving.note(page_bytes - data.nbytes if is_shorter else 0, page_bytes)
+            self._saving.note(page_bytes - stored_bytes if is_shorter else 0, page_bytes)
             self._stats.encode_s += took_s
             if is_shorter:
                 self._stats.num_encoded += 1
                 self._stats.encoded_page_bytes += page_bytes
-                self._stats.encoded_bytes += data.nbytes
-        return (data,) if is_shorter else page
+                self._stats.encoded_bytes += stored_bytes
+        return encoded if is_shorter else page
 
     def decode(self, stored: memoryview, page: Page) -> Reason:
         """Fill a page from verified bytes that are fewer, and return ``OK``. ``MISS`` for those of
@@ -182,7 +183,7 @@ class PageEncoding:
         except CodecError as error:
             self._tell(error)
             return Reason.CORRUPT
-        except Exception as error:  # without the library, say: no damage, what pins want is kept
+        except Exception as error:  # of memory, say: no damage, what pins want is kept
             self._tell(error)
             return Reason.IO_ERROR
         took_s = self._clock() - began

@@ -41,7 +41,7 @@ def column(dtype: str, num_tokens: int, num_channels: int) -> PageLayout:
 def through(codec: PageCodec, values: torch.Tensor, *, expect_lossy: bool = True) -> torch.Tensor:
     """Values of a page, encoded and decoded."""
     plain = values.contiguous().view(torch.uint8).numpy().reshape(-1)
-    data = codec.encode((memoryview(plain),))
+    data = b"".join(codec.encode((memoryview(plain),)))
     is_lossy = unpack_header(memoryview(data)).method == METHODS[codec.name]
     assert is_lossy is expect_lossy
     back = bytearray(b"\xa5" * plain.nbytes)
@@ -188,7 +188,7 @@ def test_bytes_never_written_do_not_decode(name: str, place: int, value: int) ->
     codec = make_codec(name, column("bfloat16", 1, 16))
     # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
     page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
-    data = bytearray(codec.encode((memoryview(page),)))
+    data = bytearray(b"".join(codec.encode((memoryview(page),))))
     back = memoryview(bytearray(page.nbytes))
     codec.decode(memoryview(data), (back,))
     data[place] = value
@@ -210,7 +210,7 @@ def test_page_of_another_pool_stays_exact(name: str) -> None:
     """State pages and drafts of another length go through the same engine."""
     codec = make_codec(name, column("bfloat16", 64, 16))
     page = np.random.default_rng(0).bytes(1000)
-    data = codec.encode((memoryview(page),))
+    data = b"".join(codec.encode((memoryview(page),)))
     back = bytearray(1000)
     codec.decode(memoryview(data), (memoryview(back),))
     assert back == page

@@ -20,12 +20,14 @@ from kit.runs import (
     page_data,
     soft_encoding,
 )
+from kit.stalls import least_stall
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
+from sglang_tiered.storage.region.encoders import Encoders
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 from sglang_tiered.storage.stack import TierStack
 
@@ -130,7 +132,7 @@ def test_damage_of_encoded_bytes_reaches_no_codec(
     encoding = soft_encoding()
     run = make_soft_run(8, [65_536])
     (page,) = run.pages
-    stored = bytes(encoding.encode(page)[0])
+    stored = b"".join(encoding.encode(page))
     assert len(stored) < 50_000
     places = [0, 1, 2, 8, 12, len(stored) - 1, *range(100, len(stored), 4096)]
     monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
@@ -360,6 +362,14 @@ def test_pages_are_left_before_a_store_fails(
     threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
     assert finished(job) == [Reason.IO_ERROR] * 2
     assert seen == [False]
+
+
+def test_others_run_while_an_extent_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding, memory = soft_encoding(), memoryview(bytearray(64 * MiB))
+    monkeypatch.setattr(encoding, "encode", lambda *_, **__: (memory[16:],))
+    threads = Encoders(encoding)
+    assert least_stall(lambda: threads.encode([(memory,)], is_full=False), 0.5) <= 0.5
+    threads.close()
 
 
 _STORES_AT_EXIT = """
