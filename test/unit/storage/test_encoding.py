@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
-from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import RegionEngine, encoders
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
 from sglang_tiered.storage.region.encoders import Encoders
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
@@ -360,8 +361,39 @@ def test_pages_are_left_before_a_store_fails(
     engine = open_region(encoding)
     job = engine.submit_store(make_soft_run(19, [8192, 16_384]))
     threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
-    assert finished(job) == [Reason.IO_ERROR] * 2
+    assert finished(job) == [Reason.OK] * 2
     assert seen == [False]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
+def test_what_cannot_be_encoded_is_stored_plain(
+    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """And neither is the next store dropped, nor does the disk count as sick."""
+
+    def fail(num_bytes: int) -> memoryview:
+        raise error
+
+    engine = open_region(soft_encoding())
+    runs = [make_soft_run(22, [16_384] * 2), make_soft_run(23, [16_384] * 2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(encoders, "aligned_buffer", fail)
+        for job in [engine.submit_store(run) for run in runs]:
+            assert finished(job) == [Reason.OK] * 2
+    assert engine.stats().stored_bytes == sum(run.num_bytes for run in runs)
+    store(engine, make_soft_run(24, [16_384]))
+    for run in runs:
+        loads(engine, run)
+
+
+def test_pages_that_save_no_block_stay_plain(open_region: OpenRegion) -> None:
+    """They would only cost a decoding."""
+    encoding = soft_encoding()
+    engine = open_region(encoding)
+    store(engine, make_soft_run(25, [4096, 8192]))
+    assert encoding.stats().num_encoded == 0
+    store(engine, make_soft_run(26, [12_288]))
+    assert encoding.stats().num_encoded == 1
 
 
 def test_others_run_while_an_extent_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,11 +45,16 @@ class Encoders:
         self._workers.start("tier-encoder", self._run, _NUM_THREADS)
 
     def encode(self, pages: list[Page], *, is_full: bool) -> Stored:
-        """Return what to store of pages, and of how many bytes. Where that fails, no thread is at
-        work on them any more."""
+        """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
+        they came, for which there is always memory."""
 
         def encoded(some: list[Page]) -> Stored:
-            return _in_blocks([self._encoding.encode(page, is_full=is_full) for page in some], some)
+            try:
+                stored = [self._encoding.encode(page, is_full=is_full) for page in some]
+                return _in_blocks(stored, some)
+            except Exception as error:
+                self._encoding.tell(error)
+                return [(page, page_bytes(page)) for page in some]
 
         size = max(1, -(-len(pages) // _NUM_THREADS))
         under_way: list[Future[Stored]] = []

@@ -138,7 +138,7 @@ def test_extract_says_what_it_cannot_decode(
     cli: Cli, tier: Path, open_engine: Open, store: Store
 ) -> None:
     """The store does not know the model's layout."""
-    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=16)
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
     engine = open_engine(shard_path(tier, "a"), encoding=PageEncoding("int8", layout))
     run = make_soft_run(4, [layout.page_bytes])
     outcome, output = extract_encoded(cli, tier, engine, run, store)
