@@ -521,6 +521,44 @@ def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None
     assert not seen[-1], "there is room again"
 
 
+class FullDisk(FileDevice):
+    """Has room for a few regions, whatever the cap is."""
+
+    def create(self, name: str, nbytes: int) -> int:
+        if sum(each.startswith("region-") for each in self.list_names()) >= 3:
+            raise OSError(errno.ENOSPC, "no space left")
+        return super().create(name, nbytes)
+
+
+@pytest.mark.parametrize("bound", ["disk", "share"])
+def test_a_full_disk_or_share_counts_as_full(
+    open_region: OpenRegion, tmp_path: Path, bound: str
+) -> None:
+    """Region after region, or the codec would go on and off."""
+    encoding, seen = soft_encoding(), list[bool]()
+    encode = encoding.encode
+
+    def watched(page: Page, *, is_full: bool = False) -> Page:
+        seen.append(is_full)
+        return encode(page, is_full=is_full)
+
+    encoding.encode = watched  # type: ignore[method-assign]
+    options: dict[str, Any] = {"max_tenant_bytes": 3 * MiB}
+    if bound == "disk":
+        (tmp_path / "store").mkdir()
+        options = {"device": FullDisk(tmp_path / "store")}
+    engine = open_region(encoding, region_bytes=MiB, **options)
+    evicted_at = 0
+    for seed in range(200, 260):
+        run = make_soft_run(seed, [65_536] * 4)
+        store(engine, Run(run.keys, run.pages, b"t" * 16))
+        evicted_at = evicted_at or (len(seen) if engine.stats().num_pages_evicted else 0)
+    assert engine.stats().physical_bytes < engine.stats().capacity_bytes // 2
+    assert not seen[0]
+    assert 0 < evicted_at < len(seen) // 2
+    assert all(seen[evicted_at:])
+
+
 def test_reads_and_writes_are_judged_by_memory(
     open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
