@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from shared_tier import SharedTier
 
 from kit.runs import (
     NAMESPACE,
@@ -22,7 +23,7 @@ from kit.runs import (
     soft_encoding,
 )
 from kit.stalls import least_stall
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
@@ -318,6 +319,29 @@ def test_encoded_pages_leave_neighbours_their_direct_path(
     assert page_data(target) == page_data(run)
     for found in (device.writes, device.reads):
         assert found and all(found)
+
+
+def test_demotion_reads_encoded_pages_without_a_copy(
+    open_region: OpenRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it known what they take in memory, by which a codec is judged."""
+    encoding, device, bucket = soft_encoding(), watched_device(tmp_path), SharedTier()
+    noted: list[object] = []
+    monkeypatch.setattr(encoding, "note_read", lambda *figures: noted.append(figures))
+    engine = open_region(encoding, device=device)
+    stack = TierStack(engine, [bucket])
+    run = make_soft_run(27, [262_144] * 3)
+    assert finished(stack.submit_store(run)) == [Reason.OK] * 3
+    eventually(lambda: stack.stack_stats().num_demoted == 3, "they went nowhere")
+    assert device.reads and all(device.reads)
+    assert not noted
+    (below,) = bucket.stored_runs
+    assert below.num_bytes == engine.stats().stored_bytes < run.num_bytes
+    target = blank(run)
+    for (stored,), page in zip(below.pages, target.pages, strict=True):
+        assert encoding.decode(stored, page) is Reason.OK
+    assert page_data(target) == page_data(run)
+    stack.close()
 
 
 def test_pages_of_an_extent_are_encoded_at_once(

@@ -51,8 +51,9 @@ class RegionReader(StorePart):
             return
         try:
             ticket = span.ticket
-            stored = self._staged(span.wanted)
-            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter, span.wanted)
+            asked = () if ticket.is_as_stored else span.wanted
+            stored = self._staged(asked) or span.wanted
+            reasons, error = self.read(ticket.namespace, stored, ticket.job.run.meter, asked)
             self._decode(span.wanted, stored, reasons)
         except Exception:
             logger.exception(
