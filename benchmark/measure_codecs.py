@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_tiered.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES, NO_CODEC, PageLayout, make_codec
+from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.integration.cpu import torchvision_operators
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
@@ -138,9 +139,9 @@ def through(codec: PageCodec | None, pages: Sequence[np.ndarray]) -> tuple[list[
             decoded[:] = page
             num_bytes += page.nbytes
         else:
-            data = codec.encode((memoryview(page),))
-            codec.decode(memoryview(data), (memoryview(decoded),))
-            num_bytes += len(data)
+            data = copied(codec.encode((memoryview(page),)))
+            codec.decode(data.data, (memoryview(decoded),))
+            num_bytes += data.nbytes
         back.append(decoded)
     return back, num_bytes
 
@@ -160,16 +161,16 @@ def errors(model: Model, kv: torch.Tensor, rest: Sequence[int], exact: Continuat
 def speeds(codec: PageCodec, pages: Sequence[np.ndarray]) -> tuple[list[float], list[float]]:
     """MB/s of page bytes on this thread, encoding and decoding: one figure per run over pages."""
     num_bytes = sum(page.nbytes for page in pages)
-    encoded = [codec.encode((memoryview(page),)) for page in pages]
+    encoded = [copied(codec.encode((memoryview(page),))) for page in pages]
     targets = [np.empty_like(page) for page in pages]
 
     def encode() -> None:
         for page in pages:
-            codec.encode((memoryview(page),))
+            copied(codec.encode((memoryview(page),)))
 
     def decode() -> None:
         for data, target in zip(encoded, targets, strict=True):
-            codec.decode(memoryview(data), (memoryview(target),))
+            codec.decode(data.data, (memoryview(target),))
 
     return _megabytes_per_s(encode, num_bytes), _megabytes_per_s(decode, num_bytes)
 

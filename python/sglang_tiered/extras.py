@@ -18,7 +18,6 @@ EXTRAS = {
     "pyarrow": "parquet",
     "redis": "peers",
     "shtab": "tools",
-    "zstandard": "zstd",
 }
 """Names of extras in ``pyproject.toml``, by the package to import that each is for."""
 

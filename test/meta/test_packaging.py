@@ -79,9 +79,7 @@ def test_the_pinned_sglang_is_the_required_one(
 def test_the_pinned_environment_holds_every_dependency(project: dict[str, Any]) -> None:
     serving = pins("cpu.txt") | pins("cpu-nodeps.txt") | pins("router.txt")
     extras = project["optional-dependencies"]
-    used = [
-        line for name in ("object", "parquet", "peers", "route", "zstd") for line in extras[name]
-    ]
+    used = [line for name in ("object", "parquet", "peers", "route") for line in extras[name]]
     assert {required(line) for line in project["dependencies"] + used} <= serving.keys()
     developing = extras["dev"] + extras["plot"] + extras["tools"]
     assert {required(line) for line in developing} <= (pins("dev.txt") | pins("router.txt")).keys()

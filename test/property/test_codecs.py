@@ -49,7 +49,7 @@ def test_garbage_decodes(name: str, data: bytes) -> None:
 def test_damaged_page_writes_beside_its_segments(
     name: str, page: bytes, mutations: list[tuple[int, int]]
 ) -> None:
-    encoded = bytearray(CODECS[name].encode((memoryview(page),)))
+    encoded = bytearray(b"".join(CODECS[name].encode((memoryview(page),))))
     for place, flip in mutations:
         encoded[place % len(encoded)] ^= flip
     decode_guarded(name, bytes(encoded), LAYOUT.page_bytes, 37)
@@ -61,14 +61,14 @@ def test_any_bytes_of_any_length_come_back(name: str, page: bytes, cut: int) -> 
     """Exactly, unless a lossy codec reads the page; then a second time the same, but by int8."""
     codec = CODECS[name]
     cut = min(cut, len(page))
-    data = codec.encode((memoryview(page[:cut]), memoryview(page[cut:])))
+    data = b"".join(codec.encode((memoryview(page[:cut]), memoryview(page[cut:]))))
     assert len(data) <= len(page) + HEADER_BYTES
     back = decode_guarded(name, bytes(data), len(page), cut)
     assert back is not None
     if codec.name not in LOSSY_CODEC_NAMES or len(page) != LAYOUT.page_bytes:
         assert back == page
     if name != "int8":
-        again = bytes(codec.encode((memoryview(back),)))
+        again = b"".join(codec.encode((memoryview(back),)))
         assert decode_guarded(name, again, len(page), cut) == back
 
 
@@ -76,7 +76,7 @@ def test_any_bytes_of_any_length_come_back(name: str, page: bytes, cut: int) -> 
 @settings(max_examples=200, deadline=None)
 def test_finite_numbers_come_back_as_others(name: str, page: bytes) -> None:
     values = np.frombuffer(page, np.float16).astype(np.float64)
-    back = decode_guarded(name, bytes(CODECS[name].encode((memoryview(page),))), len(page), 8)
+    back = decode_guarded(name, b"".join(CODECS[name].encode((memoryview(page),))), len(page), 8)
     assert back is not None
     got = np.frombuffer(back, np.float16).astype(np.float64)
     finite = np.isfinite(values)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.codecs import CODEC_NAMES, NO_CODEC
-
 WITHOUT_THEM = """
 import contextlib, gc, importlib, importlib.machinery, io, json, pkgutil, sys
 
@@ -19,7 +17,7 @@ gc.disable()  # nothing of what is imported is garbage
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        if fullname.split(".")[0] in {"matplotlib", "obstore", "redis", "shtab", "zstandard"}:
+        if fullname.split(".")[0] in {"matplotlib", "obstore", "redis", "shtab"}:
             return None
         return super().find_spec(fullname, path, target)
 
@@ -43,21 +41,10 @@ json.dump([failed, ended], sys.stdout)
 """
 SERVER = ("sglang_tiered.launch_server", "--model-path", "no/model", "--port", "0")
 BUCKET = ("--tier-object-url", "s3://bucket/kv")
-CODECS = [name for name in CODEC_NAMES if name != NO_CODEC]  # the lossy ones compress, too
 CASES = (
-    *(
-        (f"--tier-codec {name}", "zstandard", "zstd", (*SERVER, "--tier-codec", name))
-        for name in CODECS
-    ),
     ("--tier-object-url", "obstore", "object", (*SERVER, *BUCKET)),
     ("the object tier", "obstore", "object", ("sglang_tiered.tools.store.cli", "stat", BUCKET[1])),
     ("--tier-index", "redis", "peers", (*SERVER, "--tier-index", "redis://localhost")),
-    (
-        "--transfer-codec zstd",
-        "zstandard",
-        "zstd",
-        (*SERVER, "--disaggregation-mode", "decode", "--transfer-codec", "zstd"),
-    ),
     ("completion", "shtab", "tools", ("sglang_tiered.completion", "bash")),
     (
         "--plot",

@@ -146,8 +146,9 @@ class PageCodec(Protocol):
 
     name: str
 
-    def encode(self, page: Segments) -> bytes | memoryview:
-        """The encoded page. The page's segments are read and not kept."""
+    def encode(self, page: Segments) -> Segments:
+        """The encoded page in parts, of which some may be memory of the page itself: to join them
+        is a copy, and the caller's."""
 
     def decode(self, data: memoryview, page: Segments) -> None:
         """Fill the segments of ``page``, whose total length is that of the encoded page however it

@@ -12,12 +12,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import zstandard
 
 from sglang_tiered.errors import CodecError
 
 if TYPE_CHECKING:
-    import zstandard
     from numpy.typing import NDArray
+
+    from sglang_tiered.codecs.base import Segments
 
     Bytes = NDArray[np.uint8]
 
@@ -39,13 +41,10 @@ bytes are worth."""
 
 
 class _Contexts(threading.local):
-    """This thread's zstd context: one serves one thread at a time. Imports the library on first
-    use."""
+    """This thread's zstd context: one serves one thread at a time."""
 
     @cached_property
     def compressor(self) -> zstandard.ZstdCompressor:
-        import zstandard
-
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVEL, strategy=zstandard.STRATEGY_FAST, **_PARAMETERS
         )
@@ -53,21 +52,19 @@ class _Contexts(threading.local):
 
     @cached_property
     def decompressor(self) -> zstandard.ZstdDecompressor:
-        import zstandard
-
         return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
 
 _contexts = _Contexts()
 
 
-def pack_chunk(array: Bytes) -> list[bytes | memoryview]:
+def pack_chunk(array: Bytes) -> Segments:
     """Length and bytes of a chunk, compressed if that pays; else they are not copied."""
-    plain = array.data
-    compressed = _contexts.compressor.compress(plain)
-    if len(compressed) <= plain.nbytes * (1 - MIN_SAVED_SHARE):
-        return [_CHUNK.pack(len(compressed) | _IS_COMPRESSED), compressed]
-    return [_CHUNK.pack(plain.nbytes), plain]
+    plain, flag = array.data, 0
+    compressed = memoryview(_contexts.compressor.compress(plain))
+    if compressed.nbytes <= plain.nbytes * (1 - MIN_SAVED_SHARE):
+        plain, flag = compressed, _IS_COMPRESSED
+    return memoryview(_CHUNK.pack(plain.nbytes | flag)), plain
 
 
 class ChunkReader:
@@ -85,8 +82,6 @@ class ChunkReader:
             if length != num_bytes:
                 raise CodecError(f"a chunk has {length} bytes, expected {num_bytes}")
             return np.frombuffer(self.take(length), np.uint8)
-        import zstandard
-
         stored = self.take(length & ~_IS_COMPRESSED)
         try:
             content_bytes = zstandard.frame_content_size(stored)

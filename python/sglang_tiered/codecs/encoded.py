@@ -13,7 +13,7 @@ import numpy as np
 from sglang_tiered.errors import CodecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,6 +29,7 @@ __all__ = [
     "METHOD_RAW",
     "VERSION",
     "Header",
+    "copied",
     "joined",
     "pack_header",
     "spread",
@@ -67,11 +68,14 @@ def unpack_header(data: memoryview) -> Header:
     return Header(*rest)
 
 
+def copied(page: Sequence[memoryview]) -> Bytes:
+    """The bytes of a page in memory of their own. ``bytes.join`` would hold the GIL meanwhile."""
+    return np.concatenate([np.frombuffer(segment, np.uint8) for segment in page])
+
+
 def joined(page: Segments) -> Bytes:
     """The bytes of a page as one array; not copied if the page is one segment."""
-    if len(page) == 1:
-        return np.frombuffer(page[0], np.uint8)
-    return np.concatenate([np.frombuffer(segment, np.uint8) for segment in page])
+    return np.frombuffer(page[0], np.uint8) if len(page) == 1 else copied(page)
 
 
 def spread(parts: Iterable[Bytes], page: Segments) -> None:

@@ -90,9 +90,13 @@ class QuantizingCodec(ABC):
 
     def __init__(self, layout: PageLayout, channel_group: int) -> None:
         if not layout.is_known or layout.dtype not in FLOAT_DTYPES:
+            is_float = layout.dtype in FLOAT_DTYPES
+            lacks = (
+                "that of this one is not known" if is_float else f"this one holds {layout.dtype}"
+            )
             raise ConfigError(
                 f"the codec {self.name} needs a KV cache of {', '.join(FLOAT_DTYPES)} in a known "
-                f"layout, and this one holds {layout.dtype}; use zstd or none."
+                f"layout, and {lacks}; use zstd or none."
             )
         self._layout = layout
         self._lossless = ZstdCodec(layout)
@@ -103,7 +107,7 @@ class QuantizingCodec(ABC):
             Header(self.method, layout.item_bytes, layout.digest, layout.page_bytes)
         )
 
-    def encode(self, page: Segments) -> bytes:
+    def encode(self, page: Segments) -> Segments:
         plain = joined(page)
         if plain.nbytes != self._layout.page_bytes:
             return self._lossless.encode_bytes(plain)
@@ -123,7 +127,7 @@ class QuantizingCodec(ABC):
                 position = end
         except UnfitPageError:
             return self._lossless.encode_bytes(plain)
-        return b"".join([self._header, *pack_chunk(scales), *pack_chunk(codes)])
+        return (memoryview(self._header), *pack_chunk(scales), *pack_chunk(codes))
 
     def decode(self, data: memoryview, page: Segments) -> None:
         if unpack_header(data).method != self.method:

@@ -41,22 +41,22 @@ class ZstdCodec:
         self._item_bytes = layout.item_bytes
         self._layout_digest = layout.digest
 
-    def encode(self, page: Segments) -> bytes:
+    def encode(self, page: Segments) -> Segments:
         return self.encode_bytes(joined(page))
 
-    def encode_bytes(self, plain: NDArray[np.uint8]) -> bytes:
+    def encode_bytes(self, plain: NDArray[np.uint8]) -> Segments:
         """The encoding of ``plain``, which is 1-D and holds all bytes of a page."""
         item_bytes = self._item_bytes
         num_elements, num_tail_bytes = divmod(plain.nbytes, item_bytes)
         whole = plain[: num_elements * item_bytes].reshape(num_elements, item_bytes)
-        parts: list[bytes | memoryview] = [self._header(METHOD_PLANES, plain.nbytes)]
+        parts = [self._header(METHOD_PLANES, plain.nbytes)]
         for index in range(item_bytes if num_elements else 0):
             parts += pack_chunk(np.ascontiguousarray(whole[:, index]))
         if num_tail_bytes:
             parts.append(plain[-num_tail_bytes:].data)
         if sum(map(len, parts)) >= plain.nbytes + HEADER_BYTES:
             parts = [self._header(METHOD_RAW, plain.nbytes), plain.data]
-        return b"".join(parts)
+        return tuple(parts)
 
     def decode(self, data: memoryview, page: Segments) -> None:
         header = unpack_header(data)
@@ -68,8 +68,9 @@ class ZstdCodec:
             )
         spread([plain_page(data)], page)
 
-    def _header(self, method: int, page_bytes: int) -> bytes:
-        return pack_header(Header(method, self._item_bytes, self._layout_digest, page_bytes))
+    def _header(self, method: int, page_bytes: int) -> memoryview:
+        header = Header(method, self._item_bytes, self._layout_digest, page_bytes)
+        return memoryview(pack_header(header))
 
 
 def plain_page(data: memoryview) -> NDArray[np.uint8]:

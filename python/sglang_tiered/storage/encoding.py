@@ -21,6 +21,7 @@ from sglang_tiered.codecs.encoded import METHOD_FP8, METHOD_INT8, unpack_header
 from sglang_tiered.codecs.zstd import ZstdCodec, plain_page
 from sglang_tiered.errors import CodecError
 from sglang_tiered.storage.base import Reason, Tier
+from sglang_tiered.storage.region.format import padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -96,7 +97,7 @@ def _encoded_from(stored: memoryview) -> int:
 
 def page_alone(stored: memoryview) -> tuple[memoryview, str | None]:
     """Return a page by its stored bytes alone, and the lossy codec that it is still encoded by,
-    which takes the layout. Raises ``ImportError``."""
+    which takes the layout."""
     if _encoded_from(stored) <= stored.nbytes:
         return stored, None
     lossy = _LOSSY_METHODS.get(unpack_header(stored).method)
@@ -146,28 +147,30 @@ class PageEncoding:
         return self.name != NO_CODEC
 
     def encode(self, page: Page, *, is_full: bool = False) -> Page:
-        """Return what to store of a page: fewer bytes, or the page itself. ``is_full``: for it
-        others must go."""
+        """Return what to store of a page: bytes that take fewer blocks, in parts of which some may
+        be its own memory, or the page itself. ``is_full``: for it others must go."""
         if not self._wants(is_full=is_full):
             return page
         page_bytes = sum(segment.nbytes for segment in page)
         began = self._clock()
         try:
-            data = memoryview(self._codec.encode(page))
+            encoded = self._codec.encode(page)
         except Exception as error:
-            self._tell(error)
+            self.tell(error)
             return page
         took_s = self._clock() - began
-        is_shorter = data.nbytes <= page_bytes * (1 - MIN_SAVED_SHARE)
+        stored_bytes = sum(part.nbytes for part in encoded)
+        saved_bytes = padded(page_bytes) - padded(stored_bytes)
+        is_shorter = saved_bytes > 0 and stored_bytes <= page_bytes * (1 - MIN_SAVED_SHARE)
         with self._lock:
             self._encoding.note(took_s, page_bytes)
-            self._saving.note(page_bytes - data.nbytes if is_shorter else 0, page_bytes)
+            self._saving.note(saved_bytes if is_shorter else 0, page_bytes)
             self._stats.encode_s += took_s
             if is_shorter:
                 self._stats.num_encoded += 1
                 self._stats.encoded_page_bytes += page_bytes
-                self._stats.encoded_bytes += data.nbytes
-        return (data,) if is_shorter else page
+                self._stats.encoded_bytes += stored_bytes
+        return encoded if is_shorter else page
 
     def decode(self, stored: memoryview, page: Page) -> Reason:
         """Fill a page from verified bytes that are fewer, and return ``OK``. ``MISS`` for those of
@@ -180,10 +183,10 @@ class PageEncoding:
         try:
             self._codec.decode(stored, page)
         except CodecError as error:
-            self._tell(error)
+            self.tell(error)
             return Reason.CORRUPT
-        except Exception as error:  # without the library, say: no damage, what pins want is kept
-            self._tell(error)
+        except Exception as error:  # of memory, say: no damage, what pins want is kept
+            self.tell(error)
             return Reason.IO_ERROR
         took_s = self._clock() - began
         with self._lock:
@@ -206,6 +209,18 @@ class PageEncoding:
         take so many in memory."""
         with self._lock:
             self._writes.note(_of_bytes(seconds, memory_bytes), num_bytes)
+
+    def tell(self, error: Exception) -> None:
+        """Say once that pages cannot be encoded or decoded."""
+        with self._lock:
+            has_told, self._has_told = self._has_told, True
+        if not has_told:
+            logger.warning(
+                "the codec %s fails (%r): such pages are stored as they are, and misses where they "
+                "were encoded; said once",
+                self.name,
+                error,
+            )
 
     def stats(self) -> EncodingStats:
         with self._lock:
@@ -250,14 +265,3 @@ class PageEncoding:
     def _saves_s(self) -> float:
         read_s = max((pace.per_byte for pace in self._reads.values()), default=0.0)
         return (read_s + self._writes.per_byte) * self._saving.per_byte
-
-    def _tell(self, error: Exception) -> None:
-        with self._lock:
-            has_told, self._has_told = self._has_told, True
-        if not has_told:
-            logger.warning(
-                "the codec %s fails (%s): such pages are stored as they are, and misses where they "
-                "were encoded; said once",
-                self.name,
-                error,
-            )

@@ -67,7 +67,7 @@ def read_small_file(path: Path | str, directory: int | None = None, most: int = 
 
 def replace_file(
     path: Path | str,
-    data: bytes,
+    data: bytes | memoryview,
     temporary: Path | str,
     directory: int | None = None,
     *,

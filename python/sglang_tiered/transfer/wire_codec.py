@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_tiered.codecs.chunks import ChunkReader, pack_chunk
 from sglang_tiered.codecs.dtypes import FLOAT_DTYPES, float32_to_bytes, to_float32
+from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.errors import CodecError, TransferError
 
 if TYPE_CHECKING:
@@ -178,10 +179,8 @@ class _Zstd(WireCodec):
 
     def _encode(self, plain: Bytes, parts: Sequence[_SlabPart]) -> Bytes | None:
         elements = plain.reshape(-1, self._item_bytes)
-        chunks: list[bytes | memoryview] = []
-        for index in range(self._item_bytes):
-            chunks += pack_chunk(np.ascontiguousarray(elements[:, index]))
-        return np.frombuffer(b"".join(chunks), np.uint8)
+        planes = (np.ascontiguousarray(elements[:, i]) for i in range(self._item_bytes))
+        return copied([part for plane in planes for part in pack_chunk(plane)])
 
     def _decode(self, data: Bytes, parts: Sequence[_SlabPart]) -> Bytes:
         plain = np.empty(sum(part.num_bytes for part in parts), np.uint8)

@@ -41,7 +41,7 @@ def column(dtype: str, num_tokens: int, num_channels: int) -> PageLayout:
 def through(codec: PageCodec, values: torch.Tensor, *, expect_lossy: bool = True) -> torch.Tensor:
     """Values of a page, encoded and decoded."""
     plain = values.contiguous().view(torch.uint8).numpy().reshape(-1)
-    data = codec.encode((memoryview(plain),))
+    data = b"".join(codec.encode((memoryview(plain),)))
     is_lossy = unpack_header(memoryview(data)).method == METHODS[codec.name]
     assert is_lossy is expect_lossy
     back = bytearray(b"\xa5" * plain.nbytes)
@@ -188,7 +188,7 @@ def test_bytes_never_written_do_not_decode(name: str, place: int, value: int) ->
     codec = make_codec(name, column("bfloat16", 1, 16))
     # Of so few numbers nothing is compressed: a chunk is its length and its bytes.
     page = torch.arange(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
-    data = bytearray(codec.encode((memoryview(page),)))
+    data = bytearray(b"".join(codec.encode((memoryview(page),))))
     back = memoryview(bytearray(page.nbytes))
     codec.decode(memoryview(data), (back,))
     data[place] = value
@@ -210,7 +210,7 @@ def test_page_of_another_pool_stays_exact(name: str) -> None:
     """State pages and drafts of another length go through the same engine."""
     codec = make_codec(name, column("bfloat16", 64, 16))
     page = np.random.default_rng(0).bytes(1000)
-    data = codec.encode((memoryview(page),))
+    data = b"".join(codec.encode((memoryview(page),)))
     back = bytearray(1000)
     codec.decode(memoryview(data), (memoryview(back),))
     assert back == page
@@ -259,16 +259,23 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "reason"),
     [
-        PageLayout.unknown(),
-        PageLayout.unknown("bfloat16"),
-        PageLayout.kv(dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64),
+        (PageLayout.unknown(), "this one holds uint8"),
+        (PageLayout.unknown("bfloat16"), "layout, and that of this one is not known;"),
+        (
+            PageLayout.kv(
+                dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64
+            ),
+            "this one holds float8_e4m3fn",
+        ),
     ],
     ids=["bytes", "unknown", "fp8"],
 )
-def test_lossy_codec_refuses_layout_it_cannot_read(name: str, layout: PageLayout) -> None:
-    with pytest.raises(ConfigError):
+def test_lossy_codec_refuses_layout_it_cannot_read(
+    name: str, layout: PageLayout, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
         make_codec(name, layout)
 
 

@@ -23,5 +23,5 @@ def test_worked_example_differs_from_encoded_bytes() -> None:
         start = example.index(f"    {name} ") + 4 + len(name)
         lines = example[start:].split("\n\n")[0].splitlines()
         found = " ".join(re.match(r"\s*((?:[0-9a-f]{2} )*[0-9a-f]{2})", line)[1] for line in lines)  # type: ignore[index]
-        encoded = bytes(make_codec(name, layout).encode((memoryview(page),)))
+        encoded = b"".join(make_codec(name, layout).encode((memoryview(page),)))
         assert found == encoded.hex(" "), name

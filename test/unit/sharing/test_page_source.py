@@ -100,7 +100,7 @@ def test_encoded_pages_are_given_as_they_were(tmp_path: Path) -> None:
         region_bytes=1 << 20,
         encoding=soft_encoding(),
     )
-    run = make_soft_run(2, [65_536, 8192])
+    run = make_soft_run(2, [65_536, 16_384])
     lengths = stored(region, run)
     assert region.stats().stored_bytes < run.num_bytes
     source = PageSource.of_region(region, max_free_bytes=1 << 20)

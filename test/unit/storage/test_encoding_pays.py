@@ -49,12 +49,12 @@ class Paced:
         self.codec_s = codec_s
         before = self.encoding.stats().num_encoded
         for _ in range(num_pages):
-            (page,) = self.encoding.encode(self.run.pages[0])
-            took_s = disk_s * page.nbytes / MiB
-            self.encoding.note_write(took_s, page.nbytes, io_bytes)
-            self.encoding.note_read(tier, took_s, page.nbytes, io_bytes)
-            if page.nbytes < MiB:
-                assert self.encoding.decode(page, self.target.pages[0]) is Reason.OK
+            stored = memoryview(b"".join(self.encoding.encode(self.run.pages[0])))
+            took_s = disk_s * stored.nbytes / MiB
+            self.encoding.note_write(took_s, stored.nbytes, io_bytes)
+            self.encoding.note_read(tier, took_s, stored.nbytes, io_bytes)
+            if stored.nbytes < MiB:
+                assert self.encoding.decode(stored, self.target.pages[0]) is Reason.OK
         return self.encoding.stats().num_encoded - before
 
 

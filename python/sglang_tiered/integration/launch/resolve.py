@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.codecs import NO_CODEC
 from sglang_tiered.config import (
     MIN_REGION_BYTES,
     MIN_REGIONS,
@@ -338,10 +337,7 @@ def _resolve_nvme(
         raise ConfigError(
             f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
         )
-    config = NvmeConfig(**values)
-    if config.codec != NO_CODEC:  # the lossy ones compress too
-        require(f"--tier-codec {config.codec}", "zstandard")
-    return config
+    return NvmeConfig(**values)
 
 
 def _share_machine(values: dict[str, Any]) -> None:

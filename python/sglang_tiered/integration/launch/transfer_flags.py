@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
 from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.names import TRANSFER_BACKEND
 from sglang_tiered.transfer.addresses import parse_networks
@@ -48,8 +47,6 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
     if "allowed_networks" in values:
         values["allowed_networks"] = parse_networks("--transfer-allow", values["allowed_networks"])
     config = TransferConfig(**values)
-    if config.codec == "zstd":
-        require("--transfer-codec zstd", "zstandard")
     if config.keys_path is not None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)

@@ -134,7 +134,7 @@ class Directory:
                 self.offers_cached = False
         return filled
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | memoryview) -> None:
         """Write a file, whole or not at all; durable, with its name and the folders it is in. Where
         names cannot be synced (SMB, 9p, drvfs) the file alone, with a line in the log."""
         folder, _, name = path.rpartition("/")
@@ -169,7 +169,7 @@ class Directory:
             self.write(listed.path, data)
         return is_same
 
-    def _write(self, folder: int, name: str, data: bytes) -> None:
+    def _write(self, folder: int, name: str, data: bytes | memoryview) -> None:
         """Others may read it as far as the umask says: servers of other users share them."""
         staged = f"{name}{STAGED}{secrets.token_hex(8)}"
         replace_file(name, data, staged, folder, mode=0o666)

@@ -89,7 +89,7 @@ class PageName(NamedTuple):
 
     key: bytes
     tenant: bytes
-    length: int  # of the page, decoded
+    length: int  # of the page as it is stored
     stamp: int
     unix_s: int  # when the upload began, by the writer's clock
     checksum: int = 0

@@ -101,7 +101,7 @@ class Remote:
     def folders(self, folder: str) -> list[str]:
         return sorted(obstore.list_with_delimiter(self._store, folder)["common_prefixes"])
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | memoryview) -> None:
         parts = len(data) > _MULTIPART_BYTES
         obstore.put(self._store, path, data, use_multipart=parts, chunk_size=_PART_BYTES)
 

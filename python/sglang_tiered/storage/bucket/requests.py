@@ -223,7 +223,7 @@ class Requests:
         """Return the paths of the folders in a folder."""
         return list(self._read("list", lambda: self._place.folders(folder)))
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes | memoryview) -> None:
         """Write an object, whole or not at all; durable where the store is a directory."""
         self._write("put", lambda: self._place.write(path, data))
         with self._lock:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason, Tier
 from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
@@ -312,7 +313,7 @@ class Transfers:
         if not self._breaker.accepts_stores():
             return Reason.REJECTED
         # A copy: a request that timed out may still read it.
-        data = b"".join(job.run.pages[upload.position])
+        data = copied(job.run.pages[upload.position]).data
         upload.is_copied = True
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)

@@ -12,6 +12,9 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from sglang_tiered.codecs.encoded import spread
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
 from sglang_tiered.storage.region.pending import page_bytes
@@ -42,11 +45,16 @@ class Encoders:
         self._workers.start("tier-encoder", self._run, _NUM_THREADS)
 
     def encode(self, pages: list[Page], *, is_full: bool) -> Stored:
-        """Return what to store of pages, and of how many bytes. Where that fails, no thread is at
-        work on them any more."""
+        """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
+        they came, for which there is always memory."""
 
         def encoded(some: list[Page]) -> Stored:
-            return _in_blocks([self._encoding.encode(page, is_full=is_full) for page in some], some)
+            try:
+                stored = [self._encoding.encode(page, is_full=is_full) for page in some]
+                return _in_blocks(stored, some)
+            except Exception as error:
+                self._encoding.tell(error)
+                return [(page, page_bytes(page)) for page in some]
 
         size = max(1, -(-len(pages) // _NUM_THREADS))
         under_way: list[Future[Stored]] = []
@@ -74,7 +82,8 @@ class Encoders:
 
 def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     """Return pages and their lengths, those that were encoded in memory that direct I/O takes: it
-    ends with their last block, in zeros."""
+    ends with their last block, in zeros. That memory is fresh, and its first touch takes most of
+    the time: a copy by numpy does it without the GIL."""
     lengths = [page_bytes(page) for page in encoded]
     whole = [0 if e is p else padded(n) for e, p, n in zip(encoded, pages, lengths, strict=True)]
     if not any(whole):
@@ -84,6 +93,6 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     for page, length, num_bytes in zip(encoded, lengths, whole, strict=True):
         found.append(((memory[:num_bytes],) if num_bytes else page, length))
         if num_bytes:
-            memory[:length] = page[0]
+            spread([np.frombuffer(part, np.uint8) for part in page], (memory[:length],))
             memory = memory[num_bytes:]
     return found

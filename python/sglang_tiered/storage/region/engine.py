@@ -49,6 +49,7 @@ from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import (
+    LoadTicket,
     Note,
     PinOrder,
     is_encoded,
@@ -319,11 +320,12 @@ class RegionEngine(TierEngine):
         run: Run,
         *,
         deadline_s: float | None = None,
-        is_use: bool = True,
+        stored_lengths: Sequence[int] = (),
         for_request: bool = True,
     ) -> Job:
-        """Load as the contract says. ``is_use``: these pages were of use, so reclaim keeps them.
-        ``for_request``: of this server, which times it; what else is read counts as copied."""
+        """Load as the contract says. ``for_request``: of this server, which times it; what else is
+        read counts as copied. ``stored_lengths``: read what is stored in these lengths as it is,
+        each page into memory for all of its blocks; that is no use, for which reclaim kept it."""
         health = self.health
         state = self._state
         # A copy takes a thread for a moment only: it waits for none of the reads that are queued.
@@ -334,14 +336,13 @@ class RegionEngine(TierEngine):
                 state.jobs.finish(job)
                 return job
             job.reasons = [Reason.MISS] * run.num_pages
-            wanted = state.find_pages(run, is_use=is_use) if health is Health.RUNNING else []
+            wanted = state.find_pages(run, stored_lengths) if health is Health.RUNNING else []
             if wanted:
                 # The spans pin their regions from now on: a hit at submission is not evicted
                 # before it is read.
                 goes_first = goes_first and not any(map(is_encoded, wanted))
-                state.queue_load(
-                    job, plan_spans(wanted), for_request=for_request, goes_first=goes_first
-                )
+                ticket = LoadTicket(job, state.namespace, for_request, bool(stored_lengths))
+                state.queue_load(ticket, plan_spans(wanted), goes_first=goes_first)
             else:
                 state.jobs.finish(job)
         return job

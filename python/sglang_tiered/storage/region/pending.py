@@ -185,8 +185,9 @@ class LoadTicket:
 
     job: Job
     namespace: bytes
-    num_spans_left: int
     for_request: bool
+    is_as_stored: bool  # each page is read into memory for all of its blocks, and not decoded
+    num_spans_left: int = 0
 
 
 @dataclass(eq=False, slots=True)

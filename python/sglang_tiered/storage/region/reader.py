@@ -74,8 +74,9 @@ class RegionReader(StorePart):
             ticket = span.ticket
             is_copied = not ticket.for_request and self._copy(ticket.namespace, span.wanted)
             if not is_copied:
-                stored, meter = self._staged(span.wanted), ticket.job.run.meter
-                reasons, error = self.read(ticket.namespace, stored, meter, span.wanted)
+                asked = () if ticket.is_as_stored else span.wanted
+                stored, meter = self._staged(asked) or span.wanted, ticket.job.run.meter
+                reasons, error = self.read(ticket.namespace, stored, meter, asked)
                 self._decode(span.wanted, stored, reasons)
         except Exception:
             logger.exception(

@@ -408,17 +408,19 @@ class StoreState:
 
     # ---- Loads ----
 
-    def find_pages(self, run: Run, *, is_use: bool) -> list[Wanted]:
+    def find_pages(self, run: Run, stored_lengths: Sequence[int] = ()) -> list[Wanted]:
         """Return the pages of a run that are held in the length asked for, or perhaps encoded, with
-        their places. ``is_use``: each counts as hit, which reclaim goes by."""
+        their places: each counts as hit, which reclaim goes by. With ``stored_lengths``, those held
+        in just these."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
         places = self.index.places(rows[positions])
         wanted = []
         for i, position in enumerate(positions.tolist()):
             page = run.pages[position]
-            asked = page_bytes(page)
-            if places.lengths[i] == asked or (places.lengths[i] < asked and self.encoding):
+            asked = stored_lengths[position] if stored_lengths else page_bytes(page)
+            may_decode = self.encoding is not None and not stored_lengths
+            if places.lengths[i] == asked or (places.lengths[i] < asked and may_decode):
                 wanted.append(
                     Wanted(
                         position,
@@ -430,21 +432,16 @@ class StoreState:
                         page,
                     )
                 )
-        if is_use:
+        if not stored_lengths:
             self.index.hit(rows[[item.position for item in wanted]])
             self.regions.use({item.region for item in wanted})
         return wanted
 
     def queue_load(
-        self,
-        job: Job,
-        spans: Sequence[list[Wanted]],
-        *,
-        for_request: bool,
-        goes_first: bool = False,
+        self, ticket: LoadTicket, spans: Sequence[list[Wanted]], *, goes_first: bool = False
     ) -> None:
         queue = self.loads.appendleft if goes_first else self.loads.append
-        ticket = LoadTicket(job, self.namespace, len(spans), for_request)
+        ticket.num_spans_left = len(spans)
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)

@@ -95,6 +95,7 @@ class RegionWriter(StorePart):
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
         self._is_rewound = False  # bytes may lie behind that tail
+        self._num_evicted = (0, 0)  # pages, when the region before the open one and it were made
 
     def open_region(self) -> None:
         """Make sure there is a region to write to. Raises ``OSError``; ``FULL_ERRNOS`` when
@@ -109,6 +110,7 @@ class RegionWriter(StorePart):
         self._region = self._create()
         self._num_pages = self._num_failures = 0
         self._is_rewound = False
+        self._num_evicted = (self._num_evicted[1], self._reclaimer.num_pages_evicted)
         leaving = self._reclaimer.leaving
         # The first took the room that is kept for this. As the next ones free more than they
         # take, there is an empty region for stores in the end, however large their pages are.
@@ -118,6 +120,12 @@ class RegionWriter(StorePart):
             if self._reclaimer.has_room(self._region_bytes):
                 break
             leaving = self._reclaimer.next_leaving()
+
+    @property
+    def _is_full(self) -> bool:
+        """Return whether pages go for what is stored, be it for the cap, the disk or a tenant's
+        share. A region or two are looked at, as a share is not full at the same place in each."""
+        return self._reclaimer.num_pages_evicted > self._num_evicted[0]
 
     def rescue(self, victim: Region) -> None:
         """Write the pinned pages of a region again at the end of the log, with nothing under way.
@@ -267,8 +275,7 @@ class RegionWriter(StorePart):
         if self._encoders is not None:
             # Saved pages are as they were stored.
             rows = [row for row, (ticket, _) in enumerate(places) if not ticket.reinserted]
-            is_full = not self._reclaimer.has_room(self._region_bytes)
-            encoded = self._encoders.encode([pages[row] for row in rows], is_full=is_full)
+            encoded = self._encoders.encode([pages[row] for row in rows], is_full=self._is_full)
             for row, (page, length) in zip(rows, encoded, strict=True):
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]

@@ -409,17 +409,20 @@ class Demoter:
         buffers = []
         start = 0
         for page in batch.pages:
-            buffers.append((memory[start : start + page.length],))
+            buffers.append(memory[start : start + padded(page.length)])
             start += padded(page.length)
-        run = Run(tuple(p.key for p in batch.pages), tuple(buffers))
-        # Reclaim would keep all that went down, if that counted as use.
-        job = self._nvme.submit_load(run, is_use=False, for_request=False)
+        run = Run(tuple(p.key for p in batch.pages), tuple((buffer,) for buffer in buffers))
+        lengths = [page.length for page in batch.pages]
+        # Whole blocks, which go to memory without a copy; and reclaim would keep all that went
+        # down, if that counted as use.
+        job = self._nvme.submit_load(run, stored_lengths=lengths, for_request=False)
         job.wait()  # NVMe ends every job, whatever its device does
         good = [i for i, is_ok in enumerate(job.ok) if is_ok]
         if not good:
             return None
         keys = tuple(batch.pages[i].key for i in good)
-        return Run(keys, tuple(buffers[i] for i in good), batch.pages[0].tenant)
+        pages = tuple((buffers[i][: lengths[i]],) for i in good)
+        return Run(keys, pages, batch.pages[0].tenant)
 
     def _stored(self, job: Job, batch: _DemotionBatch) -> None:
         """Note a finished store. May run under the bucket's lock; must not block."""

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.storage.base import Reason, Run
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Promoter:
         if not self._may_store():
             self._settle(tier, ends[num_kept], 0, num_kept)
             return
-        copies = tuple((memoryview(bytearray().join(page)),) for page in pages[:num_kept])
+        copies = tuple((copied(page).data,) for page in pages[:num_kept])
         run = Run(tuple(keys[:num_kept]), copies, tenant)
         with self._gate:
             job = self._nvme.submit_store(run) if is_current() else None

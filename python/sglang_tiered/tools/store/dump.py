@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.extras import require
 from sglang_tiered.storage.encoding import page_alone
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
@@ -147,11 +146,7 @@ def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _Dump
 
 def _decoded(stored: memoryview) -> tuple[memoryview, str]:
     """Return a page as it is in memory, where the store knows that, and what to say of it."""
-    try:
-        page, codec = page_alone(stored)
-    except ImportError:
-        require("to extract an encoded page", "zstandard")
-        raise
+    page, codec = page_alone(stored)
     if codec is not None:
         return page, f", as stored: encoded by {codec}, which takes the model's layout to decode"
     return page, "" if page is stored else f", decoded from {stored.nbytes} bytes"

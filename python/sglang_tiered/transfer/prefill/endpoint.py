@@ -492,5 +492,5 @@ class PrefillEndpoint:
         if parcel.buffer is None:
             self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes
         else:
-            self.stats.sent_bytes += parcel.num_bytes
+            self.stats.sent_bytes += parcel.frames[-1].nbytes
         return True

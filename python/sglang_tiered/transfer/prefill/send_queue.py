@@ -49,7 +49,8 @@ TARGET_SLAB_BYTES = 4 << 20
 """A frame of this size costs the least processor time per byte."""
 
 SMALL_SLAB_BYTES = 1 << 20
-"""A shorter slab takes a buffer of this size: a queue of them must not take four times as much."""
+"""A shorter slab takes a buffer of this size, others one of ``TARGET_SLAB_BYTES``. The credit is
+charged for the buffer: a queue of short slabs holds no more memory than one of long ones."""
 
 MIN_SLAB_TOKENS = 128
 """A slab holds this many tokens of each of its buffers, or ``TARGET_SLAB_BYTES`` of one, so that
@@ -343,7 +344,7 @@ class SendQueue:
         frames, buffer = self._slab(begun, component, start), begun.buffer
         payload: Bytes = frames[-1]
         if payload.base is buffer:
-            return Parcel(begun.key, frames, payload.nbytes, buffer, is_lent=True)
+            return Parcel(begun.key, frames, buffer.nbytes, buffer, is_lent=True)
         self.buffers.return_buffer(buffer)  # encoded: the pages' bytes are no longer needed
         return Parcel(begun.key, frames, payload.nbytes, payload)
 

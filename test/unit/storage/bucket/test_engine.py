@@ -142,7 +142,7 @@ def test_encoded_pages_come_back_as_they_were(
     """Beside one that is not encoded, and asked for in the length of no page."""
     place = {} if url == "memory" else {"url": tmp_path.as_uri()}
     encoding = soft_encoding()
-    run = make_soft_run(1, [4096, 8192, 100])
+    run = make_soft_run(1, [16_384, 32_768, 100])
     stored = tuple(encoding.encode(page) for page in run.pages[:2])
     a, b = make_engine(**place), make_engine(encoding=encoding, **place)
     finished(a.submit_store(Run(run.keys, (*stored, run.pages[2]))))
@@ -151,7 +151,7 @@ def test_encoded_pages_come_back_as_they_were(
     assert finished(b.submit_load(target)) == [Reason.OK] * 3
     assert page_data(target) == page_data(run)
     assert finished(a.submit_load(blank(run))) == [Reason.MISS, Reason.MISS, Reason.OK]
-    for num_bytes in (10, 4097):
+    for num_bytes in (10, 16_385):
         other = Run(run.keys[:1], ((memoryview(bytearray(num_bytes)),),))
         assert finished(b.submit_load(other)) == [Reason.MISS]
     assert b.stats().stored_bytes < run.num_bytes

@@ -3,6 +3,7 @@ tried next, and what a purge leaves of them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_tier import SharedTier
 
+from kit.memory import MemoryEngine
+from kit.stalls import least_stall
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import (
     Erasure,
@@ -25,6 +28,7 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack.promotion import Promoter
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span, StackSettings
 
 if TYPE_CHECKING:
@@ -387,3 +391,14 @@ def test_raising_tier_stops_no_purge_of_others(
     assert engine._generation == generation + 1
     assert not any(world.bucket.contains(run.keys)), "the bucket was told"
     assert finished(engine.submit_load(blank(run))) == [Reason.MISS] * 4
+
+
+def test_others_run_while_promoted_pages_are_copied() -> None:
+    """Requests wait for the thread that computes, and a promotion is not even one of theirs."""
+    promoter = Promoter(MemoryEngine(1 << 30), threading.Lock(), 1 << 30, lambda: True)
+    half = memoryview(bytearray(32 << 20))
+
+    def promote() -> None:
+        promoter.promote([b"k" * 32], [(half, half)], TENANT, Tier.OBJECT, lambda: False)
+
+    assert least_stall(promote, 0.5) <= 0.5

@@ -138,27 +138,13 @@ def test_extract_says_what_it_cannot_decode(
     cli: Cli, tier: Path, open_engine: Open, store: Store
 ) -> None:
     """The store does not know the model's layout."""
-    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=16)
+    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
     engine = open_engine(shard_path(tier, "a"), encoding=PageEncoding("int8", layout))
     run = make_soft_run(4, [layout.page_bytes])
     outcome, output = extract_encoded(cli, tier, engine, run, store)
     assert outcome.code == 0
     assert output.stat().st_size < layout.page_bytes
     assert "as stored: encoded by int8" in outcome.err
-
-
-def test_extract_names_the_library_it_lacks(
-    cli: Cli, tier: Path, open_engine: Open, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine(shard_path(tier, "a"), encoding=soft_encoding())
-    run = make_soft_run(4, [12_000])
-    store(engine, run)
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    output = tier.parent / "page.bin"
-    outcome = cli("dump", tier, "--extract", run.keys[0].hex(), "--output", output)
-    assert outcome.code == 2
-    assert "sglang-tiered[zstd]" in outcome.err
-    assert not output.exists()
 
 
 def test_a_page_that_begins_as_encoded_is_left(

@@ -28,7 +28,7 @@ def peers() -> Iterator[DecodePeers]:
 
 
 def admit(peers: DecodePeers, name: bytes) -> DecodePeer:
-    peer = peers.admit(name, Hello(name, "", POOL.layout, 1 << 20, False), 0.0)
+    peer = peers.admit(name, Hello(name, "", POOL.layout, 2 << 20, False), 0.0)
     peer.links = [name]
     return peer
 
