@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server_process import free_port
+from server_process import free_port, free_ports
 from sglang_tiered import launch_server
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.ports import check_ports
@@ -21,8 +21,9 @@ FREE = {"port": 0}
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield int(listener.getsockname()[1])
+    port = free_ports(2) + 1  # what is below it is free, too
+    with socket.create_server(("127.0.0.1", port)):
+        yield port
 
 
 def test_second_prefill_server_is_refused_its_port(
