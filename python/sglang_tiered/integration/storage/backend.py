@@ -35,7 +35,6 @@ from sglang_tiered.integration.identity.namespace_search import NamespaceSearch,
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
-from sglang_tiered.integration.storage.held_pages import HeldPages
 from sglang_tiered.integration.storage.host_pages import (
     check_codec,
     engine_keys,
@@ -45,6 +44,7 @@ from sglang_tiered.integration.storage.host_pages import (
 )
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
+from sglang_tiered.integration.storage.seen_pages import SeenPages
 from sglang_tiered.integration.storage.tiers import (
     lossy_codec,
     open_remote_tiers,
@@ -128,7 +128,7 @@ class TieredStorage(TierQueries):
         self._dropping_stores = False  # memory is about to be emptied
         self._storing: set[Job] = set()  # begun by the backup thread
         self._planner: ReadPlanner | None = None
-        self._held_pages: HeldPages | None = None  # where anyone copies pages
+        self._seen_pages: SeenPages | None = None  # where anyone copies pages
         self.transfers: TierTransfers  # from when the host pools are registered
         # Of what a load's reads are told, by its handle.
         self.meter_of: Callable[[Any], Meter | None] = lambda _: None
@@ -209,8 +209,8 @@ class TieredStorage(TierQueries):
             on_told=self.remote_erasures,
         )
         if self.stack.remote:
-            self._held_pages = HeldPages(self.mem_pool_host, self._page_size())
-            region.use_memory(self._held_pages)
+            self._seen_pages = SeenPages(self.mem_pool_host, self._page_size())
+            region.use_memory(self._seen_pages)
         if self.knows_namespace:
             if search.is_nameless:
                 self.stack.set_namespace(self._namespace)  # of which nothing goes down
@@ -519,8 +519,8 @@ class TieredStorage(TierQueries):
 
     def note_loaded(self, job: Job, host_indices: torch.Tensor) -> None:
         """Note where the KV pages of a load lie, once that is done."""
-        if self._held_pages is not None:
-            self._held_pages.note(job.run.keys, host_indices, job.ok)
+        if self._seen_pages is not None:
+            self._seen_pages.note(job.run.keys, host_indices, job.ok)
 
     def begin_store(
         self,
@@ -559,8 +559,8 @@ class TieredStorage(TierQueries):
         if begun.counts:
             outcomes = store_outcomes(stored, begun.num_admitted, begun.why)
             self.accounting.note_stored(begun.host_indices, outcomes)
-            if self._held_pages is not None and begun.job is not None:
-                self._held_pages.note(begun.job.run.keys, begun.host_indices, stored)
+            if self._seen_pages is not None and begun.job is not None:
+                self._seen_pages.note(begun.job.run.keys, begun.host_indices, stored)
         return stored
 
     def _pool(self, name: PoolName) -> Any:

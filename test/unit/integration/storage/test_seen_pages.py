@@ -17,7 +17,7 @@ from host_pools import PAGE_SIZE, Pool, make_pool, slots
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, of, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.integration.storage.held_pages import HeldPages
+from sglang_tiered.integration.storage.seen_pages import SeenPages
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, reader
@@ -60,7 +60,7 @@ class Server:
     pool: Pool = field(default_factory=lambda: make_pool(None, HALF, NUM_SLOTS))
 
     def __post_init__(self) -> None:
-        self.held = HeldPages(self.pool, PAGE_SIZE)
+        self.held = SeenPages(self.pool, PAGE_SIZE)
         self.region.use_memory(self.held)
         assert set(finished(self.region.submit_store(self.run))) == {Reason.OK}
         self.pages = page_data(self.run)
@@ -241,7 +241,7 @@ def test_memory_reused_meanwhile_never_gives_wrong_bytes(
 
 
 def test_hints_are_bounded_by_slots_and_last_noted() -> None:
-    source, held = random.Random(3), HeldPages(make_pool(None, 16, NUM_SLOTS), PAGE_SIZE)
+    source, held = random.Random(3), SeenPages(make_pool(None, 16, NUM_SLOTS), PAGE_SIZE)
     keys = [bytes([number]) * 32 for number in range(30)]
     expected: dict[bytes, int] = {}
     for _ in range(3000):

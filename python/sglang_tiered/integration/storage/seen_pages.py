@@ -1,4 +1,4 @@
-"""``HeldPages``: where KV pages that the tiers hold were last seen in host memory.
+"""``SeenPages``: where KV pages that the tiers hold were last seen in host memory.
 
 Who copies pages for the bucket or other servers looks here before it reads them. All here is a
 hint: SGLang frees and reuses host pages as it likes, and tells nobody, so that none of this costs
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = ["HeldPages"]
+__all__ = ["SeenPages"]
 
 
-class HeldPages:
+class SeenPages:
     """Knows the key that was noted last of each page of ``pool``. Any thread."""
 
     def __init__(self, pool: Any, page_size: int) -> None:
