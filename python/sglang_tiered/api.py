@@ -372,6 +372,8 @@ def decode(call: type[Call], body: Any, *, is_query: bool = False) -> Call:
             _check_text(name, value)
     try:
         return msgspec.convert(body, call, strict=not is_query)
+    except UnicodeEncodeError:
+        raise CallError("input_ids has a text; pass a list of token numbers") from None
     except msgspec.ValidationError as error:
         found = re.fullmatch(r"(Expected )?(.*) - at `\$\.(\w+)[^`]*`", str(error), re.DOTALL)
         if found is None:  # a sentence of the call's own

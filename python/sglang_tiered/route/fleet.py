@@ -84,6 +84,8 @@ class Member:
     url: str
     address: str
     replicas: dict[int, Replica] = field(default_factory=dict)
+    num_ranks: int = 1
+    """Its replicas, with those that have published nothing, or never will."""
     is_draining: bool = False
     is_up: bool = False
     """It refused no connection, and nothing was wrong with its last answer."""
@@ -326,6 +328,7 @@ class Fleet:
         if status == 200:
             costs = parse_server_costs(answer)
             member.is_draining, member.events = costs.draining, costs.events
+            member.num_ranks = costs.num_ranks
             for one in costs.ranks:
                 member.role, member.bootstrap_port = one.role, one.bootstrap_port
             self._report(member, {one.rank: one for one in costs.ranks})

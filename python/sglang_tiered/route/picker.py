@@ -27,6 +27,7 @@ from sglang_tiered.policy.server_costs import ROLES
 from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
 from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
+from sglang_tiered.route.prompt import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -162,7 +163,7 @@ class Picker:
         room = secrets.randbits(62)
         if picked.replica is not None:
             # By the remainder SGLang finds the replica. What names one would reach both halves.
-            room += picked.replica.record.rank - room % len(prefill.replicas)
+            room += picked.replica.record.rank - room % prefill.num_ranks
         picked.more = {
             PREFILLER: prefill.address,
             "x-override-bootstrap-host": urlsplit(prefill.url).hostname or "",
@@ -178,7 +179,8 @@ class Picker:
         replicas, states = _replicas(members), self._fleet.view.decode_states
         place = choose_decode(states, replicas, prompt.num_tokens, prompt.max_new, draw=self._draw)
         assert place is not None
-        states[place].reserve(now, prompt.num_tokens + prompt.max_new)
+        # Until the server tells more, an answer is short, whatever its client allows.
+        states[place].reserve(now, prompt.num_tokens + min(prompt.max_new, MAX_NEW_TOKENS))
         return replicas[place].member
 
     def _pick_among(

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["Body", "Prompt", "ask_of", "page_keys", "parse_body", "prompt_of", "stored_keys"]
+__all__ = [
+    "MAX_NEW_TOKENS",
+    "Body",
+    "Prompt",
+    "ask_of",
+    "page_keys",
+    "parse_body",
+    "prompt_of",
+    "stored_keys",
+]
 
 BYTES_PER_TOKEN = 4
 """Of a prompt whose tokens are not known."""

@@ -66,6 +66,7 @@ class World:
                 place = self.fleet.view.add(record, self.clock())
                 member.replicas[rank] = Replica(member, record, place)
                 member.role, member.bootstrap_port = record.role, record.bootstrap_port
+            member.num_ranks = num_ranks
         member.is_up, member.seen_s = True, self.clock()
         self.fleet.members[member.address] = member
         return member
@@ -301,6 +302,7 @@ def test_room_leads_to_the_picked_replica(world: World, rank: int) -> None:
     prefill = world.add(role="prefill", bootstrap_port=8998, num_ranks=4)
     world.add(role="decode", num_ranks=2)
     world.fleet.index.store(prefill.replicas[rank].place, DEVICE, prompt_of().keys(PAGE))
+    del prefill.replicas[1]  # which has told nothing yet
     told = [world.pick(prompt_of()).headers() for _ in range(20)]
     assert {int(one["x-override-bootstrap-room"]) % 4 for one in told} == {rank}
     assert not any("dp-rank" in name for one in told for name in one)

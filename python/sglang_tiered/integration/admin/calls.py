@@ -71,12 +71,13 @@ class Calls:
         if not isinstance(values, list):
             entry = entries[number] = values
         (is_well,) = least_on_every_rank(cache, [int(not isinstance(entry, Exception))])
-        if not is_well:
-            del entries[number]  # on every rank: the next question begins again
-            raise entry if isinstance(entry, Exception) else RuntimeError(ELSEWHERE)
+        if not is_well and not isinstance(entry, Exception):
+            entry = entries[number] = RuntimeError(ELSEWHERE)
         if len(entries) > (_MAX_LISTINGS if name == "conversations" else _MAX_ENTRIES):
             ended = (each for each, what in entries.items() if not isinstance(what, Work))
             del entries[next(ended, next(iter(entries)))]
+        if isinstance(entry, Exception):  # on every rank
+            raise entry
         if isinstance(entry, dict):
             return entry
         assert isinstance(entry, Work)

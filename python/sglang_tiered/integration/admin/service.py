@@ -205,6 +205,8 @@ def _best(answers: Sequence[Answer]) -> Report:
 
 def _durable(answers: Sequence[Answer]) -> Report:
     report = _best(answers)
+    if "num_missing" not in report.body:
+        raise CallError("a scheduler is still at the begin of it; ask again", 503)
     return report._replace(status=200 if any(map(_is_durable, answers)) else 503)
 
 

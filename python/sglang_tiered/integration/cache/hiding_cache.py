@@ -158,9 +158,10 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         hashes: list[str] = get_storage_hash_str(aligned, last_hash, page_size=self.page_size)
         return hashes
 
-    def drop_loads(self, *, all_of_them: bool = False) -> None:
+    def drop_loads(self, erased: Sequence[str] | None = None, *, all_of_them: bool = False) -> None:
         """Have requests compute what waits in host memory that is a buffer, and was erased."""
-        host_buffer.drop_loads(self, super().release_aborted_request, all_of_them=all_of_them)
+        release = super().release_aborted_request
+        host_buffer.drop_loads(self, release, all_of_them=all_of_them, erased=erased)
 
     def get_last_hash_value(self, node_id: int) -> str | None:
         """Return None for the node that stands for a streaming session's own pages: where host

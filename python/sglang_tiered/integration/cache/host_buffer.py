@@ -12,12 +12,15 @@ erase must be forgotten here. Scheduler thread; ranks come to the same in the sa
 
 from __future__ import annotations
 
+from array import array
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cache.loads import restorable_ends
 from sglang_tiered.integration.storage.controller import NextStore
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ __all__ = [
     "describe_store",
     "drop_loads",
     "is_storing",
+    "lacks_pages",
     "loads_on_the_way",
     "note_absent",
     "reason_against",
@@ -98,30 +102,47 @@ def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:
 
 
 def drop_loads(
-    cache: Any, release: Callable[[CacheRequestHandle], None], *, all_of_them: bool
+    cache: Any,
+    release: Callable[[CacheRequestHandle], None],
+    *,
+    all_of_them: bool,
+    erased: Sequence[str] | None,
 ) -> None:
     """Have requests compute what was erased and is in the buffer, or on its way there; with
-    ``all_of_them`` whatever is. Believe nothing of the storage. ``release``: SGLang's, of a request
-    that was aborted."""
+    ``all_of_them`` whatever is. Believe the storage to hold none of the pages ``erased``, or none
+    at all. ``release``: SGLang's, of a request that was aborted."""
     buffer = cache.buffer_pipeline
     if buffer is None:
         return
     for request in loads_on_the_way(cache):
-        staged, info = buffer.staged_prefetches.get(request), cache.ongoing_prefetch.get(request)
-        key = staged if info is None else info.prefetch_key
-        hashes = staged.hash_values if info is None else info.operation.hash_value or ()
-        if all_of_them or _is_hidden(cache, key, hashes):
+        if all_of_them or _is_hidden(cache, request):
             release(request)
             if cache.tiering is not None:
                 cache.tiering.loads.revoked(request)
-    cache.storage_existence_cache.clear()
+    parked = [each for each in buffer.pending_hit_allocs if each.handle in cache.ongoing_prefetch]
+    buffer.pending_hit_allocs.clear()
+    buffer.pending_hit_allocs.extend(parked)
+    if erased is None:
+        cache.storage_existence_cache.clear()
+    else:
+        note_absent(cache, erased, 0)
 
 
-def _is_hidden(cache: Any, key: Any, hashes: Sequence[str]) -> bool:
-    tenants, pages = cache.hidden_tenants, cache.hidden_pages
-    if tenants and tenants.is_hidden(key.extra_key, key.cache_salt):
+def _is_hidden(cache: Any, request: CacheRequestHandle) -> bool:
+    """Whether the prefix of a load holds what was erased. By its tokens: what a rank has found of
+    it by now is another on each."""
+    buffer, info = cache.buffer_pipeline, cache.ongoing_prefetch.get(request)
+    if info is None:
+        key = buffer.staged_prefetches[request]
+        tokens = key.key_tokens
+    else:
+        key = info.prefetch_key
+        tokens = buffer.prefetch_prefix_key(request).token_ids + array("q", key.token_ids)
+    if cache.hidden_tenants and cache.hidden_tenants.is_hidden(key.extra_key, key.cache_salt):
         return True
-    return bool(pages) and pages.num_visible(hashes) < len(hashes)
+    return bool(
+        cache.has_hidden(RadixKey(tokens, extra_key=key.extra_key, cache_salt=key.cache_salt))
+    )
 
 
 def note_absent(cache: Any, hashes: Sequence[str], num_held: int) -> None:
@@ -138,6 +159,19 @@ def is_storing(cache: Any, path: Sequence[TreePathNodeInfo]) -> bool:
     and states. The same on all ranks."""
     buffer = cache.buffer_pipeline
     return buffer is not None and any(map(buffer.backup_pending, (each.node_id for each in path)))
+
+
+def lacks_pages(cache: Any, path: Sequence[TreePathNodeInfo]) -> bool:
+    """Whether the tiers lack a page of these nodes, or a state at their end. Where several ranks
+    must do the same, they are taken to."""
+    storage = cache.storage
+    if not cache.decides_alone or storage is None or not path:
+        return bool(path)
+    hashes = [each for node in path for each in cache.tree_core.get_hash_values(node.node_id)]
+    if storage.num_kept(hashes) < len(hashes):
+        return True
+    ends = restorable_ends(cache, path[0].parent_id, hashes, storage)
+    return ends is not None and ends[-1:] != [len(hashes)]
 
 
 def store_again(cache: Any, node_id: int) -> None:

@@ -189,7 +189,7 @@ class TieredRadixCache(HidingCache):
             self.recent_requests.drop_tenant(what.tenant)
         else:
             self.hidden_pages.hide(what.hashes)
-        self.drop_loads()
+        self.drop_loads(None if what.keys is None else what.hashes)
         return [] if self.tiering is None else [self.tiering.erase_ahead(what)]
 
     def tenant_of(self, node_id: int) -> bytes:

@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.host_buffer import store_again
+from sglang_tiered.integration.cache.host_buffer import lacks_pages, store_again
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
@@ -140,7 +140,7 @@ class Spiller:
         the same stores; queueing a store twice costs nothing."""
         core = self._cache.tree_core
         if self._cache.buffer_pipeline is not None:
-            if path:
+            if lacks_pages(self._cache, path):
                 store_again(self._cache, path[-1].node_id)
             return
         for node in path:

@@ -50,6 +50,11 @@ class SeenPages:
         if before is not None and self._firsts.get(before) == first:
             del self._firsts[before]
 
+    def knows(self, keys: Sequence[bytes]) -> bool:
+        """See ``OwnersMemory.knows``."""
+        with self._lock:
+            return all(key in self._firsts for key in keys)
+
     def find(self, keys: Sequence[bytes]) -> Sequence[Page] | None:
         """See ``OwnersMemory.find``."""
         with self._lock:

@@ -329,7 +329,7 @@ class RegionEngine(TierEngine):
         health = self.health
         state = self._state
         # A copy takes a thread for a moment only: it waits for none of the reads that are queued.
-        goes_first = not for_request and self._reader.may_copy(run)
+        goes_first = not (for_request or stored_lengths) and self._reader.may_copy(run)
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
             if state.closed:

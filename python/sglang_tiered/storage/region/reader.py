@@ -42,6 +42,10 @@ class OwnersMemory(Protocol):
     """Where the owner of a store has pages in memory, as far as it knows. Any thread, memory
     only."""
 
+    def knows(self, keys: Sequence[bytes]) -> bool:
+        """Return whether ``find`` would return pages."""
+        ...
+
     def find(self, keys: Sequence[bytes]) -> Sequence[Page] | None:
         """Return where these pages were last seen, or None unless all were seen. What lies there
         now may be another page, or half of one."""
@@ -101,7 +105,7 @@ class RegionReader(StorePart):
 
     def may_copy(self, run: Run) -> bool:
         """Whether the owner's memory seems to have all pages of a run. Memory only."""
-        return self.memory is not None and self.memory.find(run.keys) is not None
+        return self.memory is not None and self.memory.knows(run.keys)
 
     def _copy(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
         """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
@@ -114,14 +118,14 @@ class RegionReader(StorePart):
         weights, another page, or computed once more with other rounding is read instead.
         """
         memory = self.memory
-        if memory is None or any(is_encoded(item) or len(item.page) > 1 for item in wanted):
+        if memory is None or any(len(item.page) > 1 for item in wanted):
             return False
         found = memory.find([item.key for item in wanted])
         if found is None:
             return False
         for item, page in zip(wanted, found, strict=True):
             if page_bytes(page) != item.length:
-                return False  # it is stored encoded, and wanted as it is stored
+                return False  # it is stored encoded
             copy_page(page, item.page[0])
             if not _verifies(namespace, item):
                 memory.forget([item.key])

@@ -22,6 +22,7 @@ from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, reader
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.format import padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,6 +131,16 @@ def test_pages_in_memory_are_copied_not_read(serve: Callable[..., Server]) -> No
     assert server.read(3, for_request=True) == [server.pages[3]]
     assert server.reads.number > before, "a load of its own came from there"
     assert server.num_from_memory == 3
+
+
+def test_demoted_pages_are_copied_into_whole_blocks(serve: Callable[..., Server]) -> None:
+    server = serve()
+    server.hold(3, 5)
+    room = memoryview(bytearray(padded(2 * HALF)))
+    run = Run((server.run.keys[3],), ((room,),))
+    job = server.region.submit_load(run, stored_lengths=(2 * HALF,), for_request=False)
+    assert list(finished(job)) == [Reason.OK] and bytes(room[: 2 * HALF]) == server.pages[3]
+    assert server.num_from_memory == 1
 
 
 def test_a_copy_waits_for_no_queued_read(serve: Callable[..., Server]) -> None:
