@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
-from sglang_tiered.integration.cache import small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.cache.small_host import core as small_host_core
 from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments

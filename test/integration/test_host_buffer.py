@@ -116,7 +116,7 @@ def test_hybrid_model_in_little_host_memory_comes_back(
     restarted.kill()
 
 
-def test_what_nvme_evicts_of_a_hybrid_model_is_stored_again(
+def test_evicted_pages_of_hybrids_are_stored_again(
     launch: Launch, model: Path, tmp_path: Path
 ) -> None:
     """SGLang believes it to be there, and asks for none of it."""

@@ -29,7 +29,6 @@ from sglang_tiered.integration.cache.declined_loads import (
     DeclinedLoads,
     told_end,
 )
-from sglang_tiered.integration.cache.host_buffer import note_absent
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.loads import (
     Planned,
@@ -37,6 +36,7 @@ from sglang_tiered.integration.cache.loads import (
     allocate_now,
     restorable_ends,
 )
+from sglang_tiered.integration.cache.small_host.buffer import note_absent
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:

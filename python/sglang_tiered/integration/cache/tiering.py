@@ -22,7 +22,7 @@ from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
 from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
-from sglang_tiered.integration.cache.small_host_core import COPY_SHARE
+from sglang_tiered.integration.cache.small_host.core import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.holdings import holdings

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.buffer_mode.storage_existence_cache import StorageExistenceCache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -38,7 +39,7 @@ class Storage(SimpleNamespace):
         super().__init__(accounting=PageAccounting(16 * PAGE, PAGE))
         self.tree_was_reset = lambda: None
         self.held: set[str] = set()
-        self.takes_stores = True
+        self.takes_stores = self.counts_pages = True
 
     def holds(self, chain: str) -> bool:
         return chain in self.held
@@ -107,6 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     cache._clean = {}
     cache._loads_under_way = LoadsUnderWay()
     cache.promised = {}
+    cache.storage_existence_cache = StorageExistenceCache()
     cache.cache_controller = SimpleNamespace(
         prefetch_hit_queue=queue.Queue(), ack_prefetch_queue=queue.Queue()
     )

@@ -23,13 +23,13 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_tiered.integration.cache import small_host_core
+from sglang_tiered.integration.cache.small_host import core as small_host_core
 from sglang_tiered.integration.cpu.platform import patch_host_pools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang_tiered.integration.cache.small_host_core import SmallHostTreeCore
+    from sglang_tiered.integration.cache.small_host.core import SmallHostTreeCore
 
 PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
 

@@ -1,0 +1,3 @@
+"""Host tiers that device memory outgrows."""
+
+from __future__ import annotations
