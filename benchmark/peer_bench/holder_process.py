@@ -75,6 +75,9 @@ class HostMemory:
         self.is_on = False
         self._pages = dict(zip(run.keys, run.pages, strict=True))
 
+    def knows(self, keys: Sequence[bytes]) -> bool:
+        return self.is_on
+
     def find(self, keys: Sequence[bytes]) -> Sequence[Page] | None:
         return [self._pages[key] for key in keys] if self.is_on else None
 
