@@ -184,7 +184,8 @@ def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
     keys made of the operator's."""
     flags = (*FLAGS, "--admin-api-key", KEY)
     folders = [("--tier-dir", str(tmp_path / name)) for name in ("one", "two", "three")]
-    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=folders[0], decode=folders[1])
+    decode = (*folders[1], "--disaggregation-bootstrap-port", str(free_port()))  # for its next role
+    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=folders[0], decode=decode)
     idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *folders[2]))
     (tmp_path / "key").write_text(KEY)
     urls = [server.url for server in (pair.prefill, pair.decode, idle)]
