@@ -524,8 +524,8 @@ class Observer:
         self.ended.append(reading)
 
 
-def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None:
-    """An evicted page is computed again."""
+def watched_encoding() -> tuple[PageEncoding, list[bool]]:
+    """With whether the store was full at each page."""
     encoding, seen = soft_encoding(), list[bool]()
     encode = encoding.encode
 
@@ -534,6 +534,12 @@ def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None
         return encode(page, is_full=is_full)
 
     encoding.encode = watched  # type: ignore[method-assign]
+    return encoding, seen
+
+
+def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None:
+    """An evicted page is computed again."""
+    encoding, seen = watched_encoding()
     engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
     for seed in range(200, 300):
         store(engine, make_soft_run(seed, [65_536] * 4))
@@ -559,14 +565,7 @@ def test_a_full_disk_or_share_counts_as_full(
     open_region: OpenRegion, tmp_path: Path, bound: str
 ) -> None:
     """Region after region, or the codec would go on and off."""
-    encoding, seen = soft_encoding(), list[bool]()
-    encode = encoding.encode
-
-    def watched(page: Page, *, is_full: bool = False) -> Page:
-        seen.append(is_full)
-        return encode(page, is_full=is_full)
-
-    encoding.encode = watched  # type: ignore[method-assign]
+    encoding, seen = watched_encoding()
     options: dict[str, Any] = {"max_tenant_bytes": 3 * MiB}
     if bound == "disk":
         (tmp_path / "store").mkdir()
