@@ -19,7 +19,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | mem_cache.utils.storage_namespace_seed | AROUND | the other key of a purged tenant's requests separates nodes in the tree only; every tier knows a page by one hash |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
 | utils.auth.decide_request_auth | AROUND | ``GET /tier/costs`` and ``POST /pd_role_switch`` take keys that open nothing else, of the latter one order alone, so that whoever a router takes for a server learns none that does |
-| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; ``/v1/completions`` and others ignore what a gateway says in headers (``named_in_body``); and a request must not meet a switch of the role (``admin.role_switch``) |
+| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; and ``/v1/completions`` and others ignore what a gateway says in headers (``named_in_body``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
 | TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``); and of what a request asks for its room is made |
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
@@ -388,9 +388,6 @@ def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str,
 
 
 def _before_generating(manager: Any, obj: Any, request: Any = None) -> None:
-    from sglang_tiered.integration.admin.role_switch import refuse_while_closed
-
-    refuse_while_closed(manager, obj)
     named_in_body.take_overrides(obj, request)
     named_in_body.carry(obj, request)
 

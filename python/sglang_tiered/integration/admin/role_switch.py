@@ -21,7 +21,7 @@ from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["ClosedDoor", "around_switch", "is_draining", "refuse_while_closed"]
+__all__ = ["Door", "around_switch", "is_draining"]
 
 TOLD_S = FRESH_S + 0.5
 """After that every picker knows, or takes the server for silent: nobody tells it that a mirrored
@@ -29,51 +29,55 @@ request was refused."""
 DRAINED_S = 120.0
 LOOK_S = 0.1  # SGLang logs each refusal
 
-_DRAINS, _CLOSED = "_sglang_tiered_drains", "_sglang_tiered_closed"
-
 _CLOSES = "this server changes its role and takes no request now: ask another one"
+_MODEL_PATHS = ("/generate", "/v1/", "/api/", "/encode", "/classify", "/invocations", "/vertex_")
+
+
+class _State:
+    """Of one server, on its ``TokenizerManager``; the thread of its event loop alone uses it."""
+
+    drains = is_shut = False
+    num_inside = 0
+
+    @classmethod
+    def of(cls, manager: Any) -> _State:
+        state: _State = vars(manager).setdefault("_sglang_tiered_switch", cls())
+        return state
 
 
 def is_draining(manager: Any) -> bool:
     """Whether a router should send this server (SGLang's ``TokenizerManager``) nothing new."""
-    return bool(manager.gracefully_exit or getattr(manager, _DRAINS, False))
+    return bool(manager.gracefully_exit or _State.of(manager).drains)
 
 
-def refuse_while_closed(manager: Any, request: Any) -> None:
-    """Raise ``HTTPException`` 503 for a new request that would meet the switch. SGLang's checks of
-    health, which are requests too, tell an orchestrator that the server lives."""
-    if not getattr(manager, _CLOSED, False):
-        return
-    from fastapi import HTTPException
-    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
-    if not str(request.rid).startswith(HEALTH_CHECK_RID_PREFIX):
-        raise HTTPException(503, _CLOSES, {"Retry-After": "1"})
-
-
-class ClosedDoor:
-    """An ASGI application around SGLang's, that refuses requests as ``refuse_while_closed`` does.
-    SGLang makes many a streamed answer's head before it looks at the request, and a router sends no
-    request elsewhere that was answered with 200."""
+class Door:
+    """An ASGI application around SGLang's: refuses requests to the model while it is shut, and
+    counts those inside, for which a switch waits. SGLang sends the head of a streamed answer before
+    it looks at the request, and a router sends no request elsewhere that was answered with 200."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and _asks_model(scope["path"]):
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        server = get_global_state()
+        asks_model = scope["type"] == "http" and scope["path"].startswith(_MODEL_PATHS)
+        if server is None or not asks_model or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        state = _State.of(server.tokenizer_manager)
+        if state.is_shut:
             from fastapi.responses import JSONResponse
-            from sglang.srt.entrypoints.http_server import get_global_state
 
-            state = get_global_state()
-            if state is not None and getattr(state.tokenizer_manager, _CLOSED, False):
-                refusal = JSONResponse({"error": _CLOSES}, 503, {"Retry-After": "1"})
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _asks_model(path: str) -> bool:
-    return path.startswith(("/generate", "/v1/", "/api/"))
+            refusal = JSONResponse({"error": _CLOSES}, 503, {"Retry-After": "1"})
+            await refusal(scope, receive, send)
+            return
+        state.num_inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            state.num_inside -= 1
 
 
 async def around_switch(
@@ -89,16 +93,17 @@ async def around_switch(
         return answer
     if not answer.success and NOT_IDLE not in answer.message:
         return answer
-    if getattr(manager, _DRAINS, False):
+    state = _State.of(manager)
+    if state.drains:
         answer.success, answer.message = False, IN_PROGRESS
         return answer
     until = time.monotonic() + DRAINED_S
-    setattr(manager, _DRAINS, True)
+    state.drains = True
     try:
         await asyncio.sleep(TOLD_S)
-        setattr(manager, _CLOSED, True)
+        state.is_shut = True
         while time.monotonic() < until:
-            if not manager.rid_to_state:
+            if not manager.rid_to_state and not state.num_inside:
                 answer = await original(manager, message, request)
                 if answer.success or NOT_IDLE not in answer.message:
                     return answer
@@ -107,6 +112,4 @@ async def around_switch(
         answer.message = f"{NOT_IDLE}: it was not drained within {DRAINED_S:.0f} s; ask again"
         return answer
     finally:  # nothing is rolled back, so a switch that failed half way leaves a server of no role
-        serves = answer.success or answer.safe_to_restore
-        setattr(manager, _DRAINS, not serves)
-        setattr(manager, _CLOSED, not serves)
+        state.drains = state.is_shut = not (answer.success or answer.safe_to_restore)

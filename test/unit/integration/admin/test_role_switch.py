@@ -7,17 +7,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fastapi import HTTPException
 from sglang.srt.disaggregation import role_switch as of_sglang
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import (
     TOLD_S,
+    Door,
     around_switch,
     is_draining,
-    refuse_while_closed,
 )
 from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
 
@@ -39,6 +39,8 @@ class Server:
         self.role = "prefill"
         self.gracefully_exit = False
         self.rid_to_state = dict.fromkeys(range(running))
+        self.passed: list[str] = []
+        self.ended: Any = None
 
     async def switch(self, _: Any, message: Any, __: Any = None) -> Any:
         self.asked.append((message.prepare_only, is_draining(self)))
@@ -84,32 +86,50 @@ def test_switch_waits_for_the_last_request() -> None:
     assert not is_draining(server)
 
 
-def refused(server: Server, rid: Any = None) -> bool:
-    try:
-        refuse_while_closed(server, SimpleNamespace(rid=rid))
-    except HTTPException as error:
-        assert error.status_code == 503 and "ask another" in error.detail
-        return True
-    return False
+async def ask_door(server: Server, path: str = "/generate", method: str = "POST") -> int:
+    """The status of a request that SGLang answers when ``ended`` is set, or one of the door's."""
+    said: list[int] = []
+
+    async def app(_: Any, receive: Any, send: Any) -> None:
+        server.passed.append(path)
+        await send({"type": "http.response.start", "status": 200})
+        await receive()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            said.append(message["status"])
+
+    server.ended = server.ended or asyncio.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=server))
+        await Door(app)({"type": "http", "path": path, "method": method}, server.ended.wait, send)
+    return said[0]
 
 
 @pytest.mark.parametrize("answer", ["ok", "zmq cannot"])
 def test_late_request_meets_no_switch(answer: str) -> None:
     """It would reach a scheduler of the other role. Until routers know, it is taken."""
-    server, seen = Server("ok", answer, running=1), []
+    server = Server("ok", answer)
 
-    async def both() -> Any:
+    async def all_of_them() -> Any:
         asking = asyncio.create_task(around_switch(server.switch, server, DECODE))
         await asyncio.sleep(0)
-        assert is_draining(server) and not refused(server)
+        assert is_draining(server)
+        early = asyncio.create_task(ask_door(server))
         await asyncio.sleep(0.1)
-        seen.extend([refused(server), refused(server, ["a", "b"]), refused(server, "HEALTH_CHECK")])
-        server.rid_to_state.clear()
-        return await asking
+        assert server.passed == ["/generate"]
+        for path in ("/generate", "/v1/chat/completions", "/api/chat", "/encode"):
+            assert await ask_door(server, path) == 503
+        server.ended.set()  # now: nothing that the door lets through waits
+        assert await ask_door(server, "/v1/models", "GET") == 200
+        assert await ask_door(server, "/tier/costs") == 200
+        assert server.asked == [(True, False)], "no scheduler was asked while one is inside"
+        assert await early == 200
+        return await asking, await ask_door(server)
 
-    asyncio.run(both())
-    assert seen == [True, True, False]
-    assert not refused(server)
+    answered, late = asyncio.run(all_of_them())
+    assert answered.message == answer and late == 200
+    assert server.asked[1:] == [(False, True)]
 
 
 def test_switch_waits_for_its_stores() -> None:
@@ -138,7 +158,7 @@ def test_broken_switch_gets_no_more_requests() -> None:
     """SGLang rolls nothing back."""
     server = Server("ready", BROKEN)
     assert server.ask().message == BROKEN
-    assert is_draining(server) and refused(server)
+    assert is_draining(server) and asyncio.run(ask_door(server)) == 503
 
 
 def test_second_order_ends_no_drain_of_the_first() -> None:
