@@ -1,12 +1,12 @@
 """``Engine``: SGLang's in-process engine with the tiers below its radix cache.
 
+It takes what ``sglang-tiered serve`` takes, less what concerns HTTP, as keyword arguments: SGLang's
+by their names, ours with underscores (``tier_nvme_bytes="64GiB"``). Both come to the same settings.
+Its calls of the tiers are those of ``sglang_tiered.client``.
+
     with sglang_tiered.Engine(model_path="M", tier_dir="/mnt/nvme/kv") as engine:
         answer = engine.generate("Once upon a time", {"max_new_tokens": 16})
         engine.pin(rid=answer["meta_info"]["id"], name="story", within_s=60)
-
-It takes what ``sglang-tiered serve`` takes, less what concerns HTTP, as keyword
-arguments: SGLang's by their names, ours with underscores (``tier_nvme_bytes="64GiB"``). Both come
-to the same settings. Its calls of the tiers are those of ``sglang_tiered.client``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """``Membership``: servers name themselves in a Redis, and find the others there. Nothing else of
-theirs is in it.
+theirs is in it. The text of an error from Redis is never shown, since it may repeat arguments, also
+of ``AUTH``.
 
     sgt2:{<namespace hex>}:servers       set of ids, perhaps with dead ones
     sgt2:{<namespace hex>}:server:<id>   the record of one, which expires unless it is renewed
-
-The text of an error from Redis is never shown, since it may repeat arguments, also of ``AUTH``.
 """
 
 from __future__ import annotations

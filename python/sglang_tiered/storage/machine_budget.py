@@ -1,14 +1,14 @@
 """The records of the servers on a machine that share one budget of NVMe, in a directory of theirs.
 
-```text
-LOCK             flock of who reads and writes the table
-TABLE-1          the table: total, and a record of each store; replaced whole, under LOCK
-SERVER-<digest>  flock of the process that has this store open; says what store it is
-```
-
 A store is known by its ``SERVER-`` file too, so a table that is lost or damaged is made again.
 Until every live store has written its record there, nobody takes more. A store is forgotten once
 its shard is gone. What else lies in the directory is left alone.
+
+| file | |
+|---|---|
+| LOCK | flock of who reads and writes the table |
+| TABLE-1 | the table: total, and a record of each store; replaced whole, under LOCK |
+| SERVER-<digest> | flock of the process that has this store open; says what store it is |
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``Calls``: what the calls of the tiers have under way in a scheduler process, for ``service``.
 
 A call begins at its first question, and each later one with its number polls it. Every rank gets
-the same questions in the same order and answers for its own part of each page: it tells a few
-numbers, of which the least of all ranks count. What fails on one rank is told too, before it is
-raised: the others would wait for that rank in their exchange. No question waits for a disk.
+the same questions in the same order and answers for its own part of each page. Ranks exchange a few
+numbers, of which the least count. What fails on one rank is told too, before it is raised: the
+others would wait for that rank in their exchange. No question waits for a disk.
 """
 
 from __future__ import annotations

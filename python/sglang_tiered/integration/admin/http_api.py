@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from sglang_tiered.api import CALLS, Call, CallError, CostsCall, RequestsCall, decode
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.newest import newest_requests
-from sglang_tiered.integration.admin.role_switch import Door, is_draining
+from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
 from sglang_tiered.integration.admin.service import Report, TierService
 from sglang_tiered.policy.server_costs import ABANDONED
 
@@ -39,7 +39,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     to ``board``, which the caller keeps open."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    app.add_middleware(Door)
+    app.add_middleware(ModelDoor)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     others = {
         CostsCall: _costs_endpoint(board, config),

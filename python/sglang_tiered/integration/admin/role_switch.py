@@ -21,7 +21,7 @@ from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["Door", "around_switch", "is_draining"]
+__all__ = ["ModelDoor", "around_switch", "is_draining"]
 
 TOLD_S = FRESH_S + 0.5
 """After that every picker knows, or takes the server for silent: nobody tells it that a mirrored
@@ -33,24 +33,24 @@ _CLOSES = "this server changes its role and takes no request now: ask another on
 _MODEL_PATHS = ("/generate", "/v1/", "/api/", "/encode", "/classify", "/invocations", "/vertex_")
 
 
-class _State:
+class _Switch:
     """Of one server, on its ``TokenizerManager``; the thread of its event loop alone uses it."""
 
     drains = is_shut = False
     num_inside = 0
 
     @classmethod
-    def of(cls, manager: Any) -> _State:
-        state: _State = vars(manager).setdefault("_sglang_tiered_switch", cls())
+    def of(cls, manager: Any) -> _Switch:
+        state: _Switch = vars(manager).setdefault("_sglang_tiered_switch", cls())
         return state
 
 
 def is_draining(manager: Any) -> bool:
     """Whether a router should send this server (SGLang's ``TokenizerManager``) nothing new."""
-    return bool(manager.gracefully_exit or _State.of(manager).drains)
+    return bool(manager.gracefully_exit or _Switch.of(manager).drains)
 
 
-class Door:
+class ModelDoor:
     """An ASGI application around SGLang's: refuses requests to the model while it is shut, and
     counts those inside, for which a switch waits. SGLang sends the head of a streamed answer before
     it looks at the request, and a router sends no request elsewhere that was answered with 200."""
@@ -66,7 +66,7 @@ class Door:
         if server is None or not asks_model or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
-        state = _State.of(server.tokenizer_manager)
+        state = _Switch.of(server.tokenizer_manager)
         if state.is_shut:
             from fastapi.responses import JSONResponse
 
@@ -93,7 +93,7 @@ async def around_switch(
         return answer
     if not answer.success and NOT_IDLE not in answer.message:
         return answer
-    state = _State.of(manager)
+    state = _Switch.of(manager)
     if state.drains:
         answer.success, answer.message = False, IN_PROGRESS
         return answer

@@ -164,8 +164,8 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
         buffer.drop_loads(self, release, all_of_them=all_of_them, erased=erased)
 
     def get_last_hash_value(self, node_id: int) -> str | None:
-        """Return None for the node that stands for a streaming session's own pages: where host
-        memory is a buffer, SGLang asks for it without asking first whether it is backed up."""
+        """Return None for the node that stands for a streaming session's own pages. Where host
+        memory is a buffer, SGLang asks about that node without looking whether it is backed up."""
         if is_virtual_node(node_id):
             return None
         value: str | None = super().get_last_hash_value(node_id)

@@ -4,13 +4,15 @@ Records are numbered. A page carries the number of the last erasure that its wri
 it was submitted (its *stamp*), and is dead by every later record that names it. So no two clocks
 are compared, and a page that was read before an erasure is dead wherever and whenever it arrives.
 
-    v2/erased/<number, 12 hex digits>-<id, 32>-t<tenant, 32>      all pages of a tenant
-    v2/erased/<number, 12 hex digits>-<id, 32>-n<namespace, 64>   all pages of a namespace
-    v2/erased/<number, 12 hex digits>-<id, 32>-k                  those whose keys it holds
-    v2/erased/<highest number, 12>-<id, 32>-m<lowest, 12>         several of the kind ``k``
-
 Numbers grow: who writes a record lists before and behind that, and writes it again under a later
 number where another came between. The record with the highest number is never removed.
+
+| below ``v2/erased/`` | erases |
+|---|---|
+| ``<number, 12 hex digits>-<id, 32>-t<tenant, 32>`` | all pages of a tenant |
+| ``<number, 12 hex digits>-<id, 32>-n<namespace, 64>`` | all pages of a namespace |
+| ``<number, 12 hex digits>-<id, 32>-k`` | those whose keys it holds |
+| ``<highest number, 12>-<id, 32>-m<lowest, 12>`` | what several of the kind ``k`` did |
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The tier directory: recognize it, refuse a foreign one, make it ready, lock it.
 
-::
-
-    <tier-dir>/STORE        manifest: b"sglang-tiered store VERSION XXH3-64-HEX\\n"
-    <tier-dir>/LOCK         held by the process that serves from it
-    <tier-dir>/WEIGHTS      digests of weight files, written by the server; may be deleted
-    <tier-dir>/shard-*/     LOCK, CHECKPOINT, ERASED, notes and region files, one shard per rank
-
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds only names of the product.
+
+| in the tier directory | |
+|---|---|
+| STORE | manifest: ``b"sglang-tiered store VERSION XXH3-64-HEX\\n"`` |
+| LOCK | held by the process that serves from it |
+| WEIGHTS | digests of weight files, written by the server; may be deleted |
+| shard-* | LOCK, CHECKPOINT, ERASED, notes and region files, one shard per rank |
 """
 
 from __future__ import annotations

@@ -111,11 +111,10 @@ class RegionReader(StorePart):
         """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
         if not they are to be read, whatever was filled.
 
-        The owner gives that memory to other pages as it likes, and writes it while it is copied:
-        nobody asks before, and no lock or order of writes is relied on. So it is the copy that is
-        verified, where nobody else writes, and exactly as what the device brings: by the checksum
-        of namespace, key and bytes with which the page was stored. What is half written, of other
-        weights, another page, or computed once more with other rounding is read instead.
+        The owner gives that memory to other pages as it likes, and writes it while it is copied.
+        So the copy is verified, where nobody else writes, as what the device brings is: by the
+        checksum of namespace, key and bytes with which the page was stored. What is half written,
+        of other weights, another page, or computed once more with other rounding is read instead.
         """
         memory = self.memory
         if memory is None or any(len(item.page) > 1 for item in wanted):

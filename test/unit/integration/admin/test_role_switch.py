@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqO
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import (
     TOLD_S,
-    Door,
+    ModelDoor,
     around_switch,
     is_draining,
 )
@@ -102,7 +102,9 @@ async def ask_door(server: Server, path: str = "/generate", method: str = "POST"
     server.ended = server.ended or asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=server))
-        await Door(app)({"type": "http", "path": path, "method": method}, server.ended.wait, send)
+        await ModelDoor(app)(
+            {"type": "http", "path": path, "method": method}, server.ended.wait, send
+        )
     return said[0]
 
 
