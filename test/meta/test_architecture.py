@@ -1,4 +1,4 @@
-"""What ``docs/architecture.md`` names exists, and the rooms stay small enough to list."""
+"""What ``docs/architecture.md`` names exists."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ROOT / "python" / "sglang_tiered"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-MAX_ROOMS = 12
-MAX_FILES = {"integration": 20, "storage/region": 24}
 
 
 @cache
@@ -74,13 +72,3 @@ def test_script_lists_every_file_of_a_room() -> None:
     rooms = {f"{p.parent.relative_to(PRODUCT.parent)}/ " for p in PRODUCT.rglob("__init__.py")}
     assert not [room for room in rooms if room not in every]
     assert subprocess.run([*script, "nowhere"], capture_output=True, check=False).returncode == 2
-
-
-def test_rooms_stay_small_enough_to_list() -> None:
-    integration = PRODUCT / "integration"
-    rooms = [path for path in integration.iterdir() if (path / "__init__.py").exists()]
-    assert len(rooms) <= MAX_ROOMS
-    for path in rooms:
-        assert len(list(path.glob("*.py"))) <= MAX_FILES["integration"], path
-    region = PRODUCT / "storage" / "region"
-    assert len(list(region.glob("*.py"))) <= MAX_FILES["storage/region"]

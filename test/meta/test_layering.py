@@ -268,38 +268,6 @@ def test_only_listed_classes_stand_over_sglangs() -> None:
     assert between == set(STOREYS)
 
 
-SMALL_LINES = 60
-# Modules below that with one importer, each with the reason why its lines are not there.
-SMALL = {
-    "integration.attention.pod_flash": "imported where FlashAttention 3 is SGLang's default alone",
-    "integration.attention.pod_flashinfer": "imported where FlashInfer is SGLang's default alone",
-    "integration.cpu.malloc": "before torch is imported",
-    "integration.cpu.number_format": "what a CPU computes in; the hooks only say where",
-    "integration.cpu.torchvision_operators": "before torchvision is imported",
-    "policy.forget_allowance": "a decision without SGLang: its caller needs a scheduler",
-    "sglang_tiered_kernels.page_copy.reference": "what the kernel must equal",
-    "sglang_tiered_lab.trace.plot": "the only module that needs matplotlib",
-}
-
-
-def test_small_modules_with_one_importer_have_reasons() -> None:
-    importers: dict[str, set[str]] = {}
-    lines = {}
-    for path, module, is_package in modules():
-        source = path.read_text(encoding="utf-8")
-        lines[module] = (len(source.splitlines()), path.stem)
-        for _, target in imported_modules(source, module, is_package):
-            importers.setdefault(target, set()).add(module)
-    small = {
-        module.removeprefix(f"{OURS}.")
-        for module, (number, stem) in lines.items()
-        if number < SMALL_LINES
-        and stem not in ("__init__", "__main__")
-        and len(importers.get(module, ())) == 1
-    }
-    assert small == set(SMALL)
-
-
 def test_the_walk_sees_both_source_roots() -> None:
     seen = {module for _, module, _ in modules()}
     assert {OURS, f"{OURS}.storage.base", KERNELS, f"{LAB}.trace.cli"} <= seen
