@@ -76,7 +76,7 @@ class RegionReader(StorePart):
             return
         try:
             ticket = span.ticket
-            is_copied = not ticket.for_request and self._copy(ticket.namespace, span.wanted)
+            is_copied = not ticket.for_request and self._copied(ticket.namespace, span.wanted)
             if not is_copied:
                 asked = () if ticket.is_as_stored else span.wanted
                 stored, meter = self._staged(asked) or span.wanted, ticket.job.run.meter
@@ -106,6 +106,16 @@ class RegionReader(StorePart):
     def may_copy(self, run: Run) -> bool:
         """Whether the owner's memory seems to have all pages of a run. Memory only."""
         return self.memory is not None and self.memory.knows(run.keys)
+
+    def _copied(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
+        """``_copy``; what fails in it is not the device's, and is read there."""
+        try:
+            return self._copy(namespace, wanted)
+        except Exception:
+            logger.exception(
+                "%s: internal error while copying pages; they are read", self._directory
+            )
+            return False
 
     def _copy(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
         """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
