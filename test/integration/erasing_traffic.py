@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_tiered.integration.admin.calls import advance
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.admin.conversations import WORK_S, selectors_of
 from sglang_tiered.integration.admin.pin_notes import keepers, stored_name
@@ -142,7 +143,7 @@ class ErasingTraffic:
         else:
             body = {"rid": self._rnd.choice(list(self._since) or ["nobody"])}
         keep_tokens = self._rnd.choice((0, self._rnd.randrange(600)))
-        selectors = list(selectors_of(self._world.cache, body))
+        selectors = advance(self._world.cache, selectors_of(self._world.cache, body))[0]
         erased = self._erased()
         for selector in selectors:
             pages = self._pages(selector.tokens, selector.extra_key)

@@ -1,20 +1,19 @@
 """``Calls``: what the calls of the tiers have under way in a scheduler process, for ``service``.
 
 A call begins at its first question, and each later one with its number polls it. Every rank gets
-the same questions in the same order and answers for its own part of each page. Ranks exchange a few
-numbers, of which the least count. What fails on one rank is told too, before it is raised: the
-others would wait for that rank in their exchange. No question waits for a disk.
+the same questions in the same order and answers for its own part of each page. Where ranks must go
+on alike they exchange numbers. A call that fails on one rank, or goes another way there, fails on
+all before the next exchange: they would wait for that rank. No question waits for a disk.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.ranks import least_on_every_rank
+from sglang_tiered.integration.ranks import first_ranks, least_on_every_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +22,18 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["UNKNOWN", "Answer", "Calls", "Work", "has_ended", "is_detached", "outcome", "store_of"]
+__all__ = [
+    "UNKNOWN",
+    "Answer",
+    "Calls",
+    "Steps",
+    "advance",
+    "has_ended",
+    "is_detached",
+    "outcome",
+    "polled",
+    "store_of",
+]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
 DETACHED = "the NVMe tier is detached; attach it and ask again"
@@ -37,19 +47,16 @@ Answer = dict[str, Any]
 UNKNOWN: Answer = {"done": True, "unknown": True}
 
 
-class Work(NamedTuple):
-    """What a call has under way on this rank."""
+Steps = Generator[list[int] | bytes | Answer, Any, Any]
+"""A call under way on this rank. It yields numbers, as many as on every other rank, and is sent the
+least of all ranks; or bytes, and is sent those of the first rank; or how far it is, and goes on at
+the next question. It returns its answer, and may raise ``CallError``."""
 
-    values: Callable[[], list[int]]
-    """Returns this rank's numbers, as many as on every other. Exchanges nothing."""
-    answer: Callable[[list[int]], Answer | Work]
-    """Returns how far it is, by the least numbers of all ranks, or what goes on in its place."""
+Begin = Callable[["TieredRadixCache", str, dict[str, Any]], Steps]
+"""Makes a call of the cache, its number and its body. Nothing happens before its first step."""
 
-
-Entry = Work | Answer | Exception
-Begin = Callable[["TieredRadixCache", str, dict[str, Any]], Answer | Work]
-"""Begins a call: the cache, its number and its body. May raise ``CallError``, as all ``Work`` may,
-on all ranks or on none."""
+_FAILED, _REFUSED, _ENDED, _ANSWERED, _TOLD, _COUNTED = range(6)
+"""What a step came to; ``_COUNTED`` and more where it tells numbers, by how many there are."""
 
 
 class Calls:
@@ -57,7 +64,9 @@ class Calls:
 
     def __init__(self, begins: Mapping[str, Begin]) -> None:
         self._begins = begins
-        self._entries: dict[str, OrderedDict[str, Entry]] = defaultdict(OrderedDict)
+        self._entries: dict[str, OrderedDict[str, Steps | Answer | Exception]] = defaultdict(
+            OrderedDict
+        )
 
     def answer(
         self, cache: TieredRadixCache, name: str, number: str, body: dict[str, Any]
@@ -65,47 +74,61 @@ class Calls:
         """Begin a call, or answer how far it is. What has ended is answered again."""
         entries = self._entries[name]
         if number not in entries:
-            entries[number] = _tried(partial(self._begin, cache, name, number, body))
+            if body.keys() <= {"id"}:  # a later question, and it was dropped
+                entries[number] = {"error": DROPPED, "status": 503}
+            else:
+                entries[number] = self._begins[name](cache, number, body)
         entry = entries[number]
-        values = _tried(entry.values) if isinstance(entry, Work) else []
-        if not isinstance(values, list):
-            entry = entries[number] = values
-        (is_well,) = least_on_every_rank(cache, [int(not isinstance(entry, Exception))])
-        if not is_well and not isinstance(entry, Exception):
-            entry = entries[number] = RuntimeError(ELSEWHERE)
+        if isinstance(entry, Generator):
+            entry, is_final = advance(cache, entry)
+            if is_final:
+                entries[number] = entry
         if len(entries) > (_MAX_LISTINGS if name == "conversations" else _MAX_ENTRIES):
-            ended = (each for each, what in entries.items() if not isinstance(what, Work))
+            ended = (each for each, what in entries.items() if not isinstance(what, Generator))
             del entries[next(ended, next(iter(entries)))]
         if isinstance(entry, Exception):  # on every rank
             raise entry
-        if isinstance(entry, dict):
-            return entry
-        assert isinstance(entry, Work)
-        least = least_on_every_rank(cache, values) if values else values
-        found: Entry = _tried(partial(entry.answer, least))
-        if isinstance(found, dict) and not found.get("done", True):
-            return found
-        entries[number] = found
-        if isinstance(found, Exception):  # of which the others hear at the next question
-            raise found
-        return found if isinstance(found, dict) else {"done": False}
-
-    def _begin(
-        self, cache: TieredRadixCache, name: str, number: str, body: dict[str, Any]
-    ) -> Answer | Work:
-        if body.keys() <= {"id"}:  # a later question, and it was dropped
-            raise CallError(DROPPED, 503)
-        return self._begins[name](cache, number, body)
+        assert isinstance(entry, dict)
+        return entry
 
 
-def _tried(step: Callable[[], Any]) -> Any:
-    """Return what a step returns, a refusal as the answer that it is, and a failure as itself."""
+def advance(cache: TieredRadixCache, steps: Steps) -> tuple[Any, bool]:
+    """Take a call to its next answer. Returns that, or what it failed with, on every rank; and
+    whether it has ended."""
+    told: Any = None
+    while True:
+        kind, step = _step(steps, told)
+        least, most = least_on_every_rank(cache, [kind, -kind])
+        if least == _FAILED or least != -most:  # the others would wait for an exchange with it
+            return step if kind == _FAILED else RuntimeError(ELSEWHERE), True
+        if kind == _TOLD:
+            told = first_ranks(cache, step)
+        elif kind >= _COUNTED:
+            told = least_on_every_rank(cache, step) if step else []
+        else:
+            return step, kind != _ANSWERED
+
+
+def _step(steps: Steps, told: Any) -> tuple[int, Any]:
+    """Take one step. Returns what it came to, and what it tells."""
     try:
-        return step()
+        step = steps.send(told)
+    except StopIteration as end:
+        return _ENDED, end.value
     except CallError as refusal:
-        return {"error": str(refusal), "status": refusal.status}
+        return _REFUSED, {"error": str(refusal), "status": refusal.status}
     except Exception as error:  # noqa: BLE001 - raised once every rank knows
-        return error
+        return _FAILED, error
+    if isinstance(step, list):
+        return _COUNTED + len(step), step
+    return _TOLD if isinstance(step, bytes) else _ANSWERED, step
+
+
+def polled(values: Callable[[], list[int]], report: Callable[[list[int]], Answer]) -> Steps:
+    """Report how far it is, by the least ``values`` of all ranks, until that says ``done``."""
+    while not (found := report((yield values())))["done"]:
+        yield found
+    return found
 
 
 def has_ended(future: Future[Any]) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import Calls, Work, has_ended, is_detached, outcome
+from sglang_tiered.integration.admin.calls import Calls, has_ended, is_detached, outcome, polled
 from sglang_tiered.integration.admin.conversations import (
     Checkpoints,
     erasure_of,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Answer, Steps
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["Control", "hide_memory"]
@@ -167,20 +167,19 @@ class Control:
         name, number = method.removeprefix(CONTROL_PREFIX), str(body.get("id"))
         return self.calls.answer(cache, name, number, body)
 
-    def _purge_request(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Work:
-        """Begin a purge."""
+    def _purge_request(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
         tenant = None if body.get("all") else tenant_of_body(cache, body)
         begun = self._purge(cache, erasure_of(number, tenant=tenant))
         self.after_idle()
         if is_detached(cache):
             raise CallError(DETACHED, 503)
 
-        def answer(least: list[int]) -> Answer:
+        def report(least: list[int]) -> Answer:
             done, durable = map(bool, least)
             in_memory = "hidden" if cache.hidden_tenants else "gone"
             return {"done": done, "durable": durable, "in_memory": in_memory}
 
-        return Work(partial(outcome, begun), answer)
+        return (yield from polled(partial(outcome, begun), report))
 
     def _purge(self, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
         """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
@@ -204,8 +203,8 @@ class Control:
 
 def _tenants(
     reporter: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
-) -> Answer | Work:
-    """Begin to count the tenants with most on NVMe, on a thread, as there may be many."""
+) -> Steps:
+    """Count the tenants with most on NVMe, on a thread, as there may be many."""
     storage = cache.storage
     if storage is None:
         return {"done": True, "tenants": []}
@@ -215,10 +214,9 @@ def _tenants(
         return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
 
     counted = reporter.submit(count)
-    return Work(
-        lambda: [int(has_ended(counted))],
-        lambda least: {"done": True, "tenants": counted.result()} if least[0] else {"done": False},
-    )
+    while (yield [int(has_ended(counted))]) == [0]:
+        yield {"done": False}
+    return {"done": True, "tenants": counted.result()}
 
 
 def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> CostPublisher | None:

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, Work, has_ended, store_of
+from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, polled, store_of
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
 from sglang_tiered.integration.cache.small_host.buffer import is_storing
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
@@ -28,12 +28,12 @@ from sglang_tiered.storage.base import Erasure, Run, Tier, unique_keys
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Answer, Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -166,9 +166,9 @@ class Located(NamedTuple):
     num_device_tokens: int
 
 
-def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
-    """Return how many leading tokens each tier holds by itself. Reads memory only."""
-    selector = selector_of(cache, body)
+def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Tell how many leading tokens each tier holds by itself. Reads memory only."""
+    selector = yield from selector_of(cache, body)
     if selector is None:
         return UNKNOWN
     located = locate(cache, selector)
@@ -177,10 +177,9 @@ def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer |
     if storage is not None:
         for tier, num_pages in storage.pages_by_tier(located.hashes).items():
             held[tier.value] = num_pages * page_size
-    told = {"done": True, "num_tokens": len(selector.tokens)}
-    return Work(
-        lambda: list(held.values()), lambda least: {**told, **dict(zip(held, least, strict=True))}
-    )
+    least = yield list(held.values())
+    counts = dict(zip(held, least, strict=True))
+    return {"done": True, "num_tokens": len(selector.tokens), **counts}
 
 
 def tier_of(storage: TieredStorage, name: str) -> Tier:
@@ -196,19 +195,21 @@ class Checkpoints:
     def __init__(self) -> None:
         self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
 
-    def begin(self, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
-        """Begin to make a conversation durable."""
+    def begin(self, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+        """Make a conversation durable."""
         storage = store_of(cache)
         tier = tier_of(
             storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
         )
-        selector = selector_of(cache, body)
-        return UNKNOWN if selector is None else self.work(cache, storage, selector, tier)
+        selector = yield from selector_of(cache, body)
+        if selector is None:
+            return UNKNOWN
+        return (yield from polled(*self.work(cache, storage, selector, tier)))
 
     def work(
         self, cache: TieredRadixCache, storage: TieredStorage, selector: PrefixSelector, tier: Tier
-    ) -> Work:
-        """Begin to make a prefix durable in a tier."""
+    ) -> tuple[Callable[[], list[int]], Callable[[list[int]], Answer]]:
+        """Begin to make a prefix durable in a tier. Returns what ``polled`` takes."""
         located = locate(cache, selector)
         _store_soon(cache, located.path)
         num_known_pages = num_known(cache, storage, located)
@@ -246,7 +247,7 @@ class Checkpoints:
                 "num_missing": (num_pages - num_durable) * page_size,
             }
 
-        return Work(values, answer)
+        return values, answer
 
 
 def _durable_pages(storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes) -> int:
@@ -280,28 +281,30 @@ def _offer_again(cache: TieredRadixCache, last_node: int) -> None:
             _store_soon(cache, cache.tree_core.collect_path_info([last_node])[0])
 
 
-def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> PrefixSelector | None:
+def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     """Return the prefix that a body selects, of a conversation the newest; None for a ``rid`` or
-    ``conversation_id`` that is not known. Alike on all ranks."""
-    return next(selectors_of(cache, body), None)
+    ``conversation_id`` that is not known."""
+    found = yield from selectors_of(cache, body, newest=True)
+    return found[0] if found else None
 
 
-def selectors_of(cache: TieredRadixCache, body: dict[str, Any]) -> Iterator[PrefixSelector]:
-    """Yield every prefix that a body names: of a conversation those of its recent requests and of
-    its pins, the newest first. Alike on all ranks."""
+def selectors_of(cache: TieredRadixCache, body: dict[str, Any], *, newest: bool = False) -> Steps:
+    """Return every prefix that a body names: of a conversation those of its recent requests and of
+    its pins, the newest first. Of ``newest``, at least that."""
     extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
     if "rid" in body:
         recent = recent_of(cache, body)
-        yield from () if recent is None else (recent.selector,)
-    elif "conversation_id" in body:
+        return [] if recent is None else [recent.selector]
+    if "conversation_id" in body:
         tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
-        for recent in cache.recent_requests.of_conversation(tenant, conversation):
-            yield recent.selector
-        for _, prefix in pinned_prefixes(cache, tenant, conversation, extra_key, cache_salt):
-            yield prefix
-    else:
-        extra_key = cache.hidden_tenants.key_of(key_of_request(extra_key, None), cache_salt)
-        yield PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)
+        recents = cache.recent_requests.of_conversation(tenant, conversation)
+        found = [recent.selector for recent in recents]
+        if found and newest:
+            return found
+        pinned = yield from pinned_prefixes(cache, tenant, conversation, extra_key, cache_salt)
+        return found + [prefix for _, prefix in pinned]
+    extra_key = cache.hidden_tenants.key_of(key_of_request(extra_key, None), cache_salt)
+    return [PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)]
 
 
 def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, Work, is_detached, outcome
+from sglang_tiered.integration.admin.calls import UNKNOWN, is_detached, outcome
 from sglang_tiered.integration.admin.conversations import erasure_of, selectors_of
-from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.forget_allowance import MAX_KEYS, ForgetAllowance
 
 if TYPE_CHECKING:
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 
@@ -39,14 +37,14 @@ class Forgets:
     def __init__(self) -> None:
         self._allowance = ForgetAllowance()
 
-    def begin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Answer | Work:
-        """Begin to forget a conversation behind its first ``keep_tokens``, or the pages with these
+    def begin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
+        """Forget a conversation behind its first ``keep_tokens``, or the pages with these
         ``hashes``."""
         page_size = int(cache.page_size)
         num_kept = -(-int(body.get("keep_tokens", 0)) // page_size)
         selectors: list[PrefixSelector] = []
         if "hashes" not in body:
-            selectors = _longest(list(selectors_of(cache, body)))
+            selectors = _longest((yield from selectors_of(cache, body)))
             if not selectors:
                 return UNKNOWN
             behind = (_pages_behind(cache, each, num_kept) for each in selectors)
@@ -55,28 +53,26 @@ class Forgets:
                 "hashes": list(dict.fromkeys(page for pages in behind for page in pages)),
             }
         hashes: list[str] = body["hashes"]
-        self._spend(cache, len(hashes))
+        yield from self._spend(len(hashes))
         begun = cache.erase(erasure_of(number, hashes=hashes)) if hashes else []
         if is_detached(cache):
             raise CallError(DETACHED, 503)
         # For the replicas that do not know the rid; once, as they may be megabytes.
         is_told = not selectors or "input_ids" in body or get_parallel().dp_size == 1
-        told = [] if is_told else [hashes]
-        num_tokens = len(hashes) * page_size
-
-        def answer(least: list[int]) -> Answer:
-            done, durable = map(bool, least)
-            report = {"done": done, "durable": durable, "num_tokens": num_tokens}
-            if told:
-                return {**report, "done": False, "hashes": told.pop()}
+        report = {"done": False, "durable": False, "num_tokens": len(hashes) * page_size}
+        if not is_told:
+            yield {**report, "hashes": hashes}
+        while True:
+            done, durable = map(bool, (yield outcome(begun)))
             if durable:  # until then the caller may name it again
                 recents, original = cache.recent_requests, cache.hidden_tenants.original
                 recents.forget(selectors, num_kept * page_size, page_size, original)
-            return report
+            report |= {"done": done, "durable": durable}
+            if done:
+                return report
+            yield dict(report)
 
-        return Work(partial(outcome, begun), answer)
-
-    def _spend(self, cache: TieredRadixCache, num_pages: int) -> None:
+    def _spend(self, num_pages: int) -> Steps:
         """Note that so many pages are forgotten, on all ranks or on none. Raises ``CallError``."""
         if not num_pages:
             return
@@ -85,7 +81,7 @@ class Forgets:
         wait_s = self._allowance.wait_s(num_pages, now)
         if math.isinf(wait_s):
             raise CallError(f"{asked}: use a purge of the tenant", 503)
-        (least,) = least_on_every_rank(cache, [-math.ceil(wait_s)])
+        (least,) = yield [-math.ceil(wait_s)]
         if least:
             raise CallError(
                 f"{asked}: use a purge of the tenant, or ask again after {-least} s", 503

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, Work, store_of
+from sglang_tiered.integration.admin.calls import UNKNOWN, store_of
 from sglang_tiered.integration.admin.conversations import selector_of
 from sglang_tiered.integration.cache.ahead.chain_loader import chain_of
 from sglang_tiered.integration.cache.ahead.hints import Hinted
-from sglang_tiered.integration.ranks import least_on_every_rank
 
 if TYPE_CHECKING:
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.ahead.chain_loader import Chain
     from sglang_tiered.integration.cache.ahead.hints import Hints
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
@@ -34,37 +33,35 @@ NOT_HERE = (
 NO_NAMESPACE = "the model's weights are still read, and until then no page is known; ask again"
 
 
-def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
-    """Begin to bring a conversation to host memory."""
+def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Bring a conversation to host memory."""
     storage, tiering = store_of(cache), cache.tiering
     if tiering is None or cache.buffer_pipeline is not None:
         raise CallError(NOT_HERE)
-    hints, selector = tiering.hints, selector_of(cache, body)
+    hints, selector = tiering.hints, (yield from selector_of(cache, body))
     if selector is None:
         return UNKNOWN
     tokens, extra_key, cache_salt = selector
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
-    hinted = _begin(cache, storage, hints, chain_of(cache, tokens, extra_key, cache_salt))
-
-    def values() -> list[int]:
+    chain = chain_of(cache, tokens, extra_key, cache_salt)
+    hinted: Hinted = yield from _begin(cache, storage, hints, chain)
+    while True:  # hints are alike on all ranks
         store_of(cache)
-        return []  # hints are alike on all ranks
-
-    def answer(_: list[int]) -> Answer:
         if hinted.why_dropped:
             hints.told(hinted)
             raise CallError(hinted.why_dropped, 503)
-        return {
+        answer = {
             "done": not hinted.is_active,
             "num_tokens": hinted.num_pages * int(cache.page_size),
             "num_in_memory": hinted.num_in_memory,
             "num_loading": hinted.num_loading,
         }
+        if answer["done"]:
+            return answer
+        yield answer
 
-    return Work(values, answer)
 
-
-def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain: Chain) -> Hinted:
+def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain: Chain) -> Steps:
     """Return the hint for a chain, a new one unless there is one. Raises ``CallError``."""
     if not chain.hashes:
         return Hinted(chain, 0, 0)
@@ -77,7 +74,7 @@ def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain:
     start = int(match.device_prefix_len + match.host_hit_length)
     spans = storage.lookup_spans(chain.hashes[start // page_size :])
     num_held = sum(span.num_pages for span in spans) * page_size
-    knows, num_held = least_on_every_rank(cache, [int(storage.knows_namespace), num_held])
+    knows, num_held = yield [int(storage.knows_namespace), num_held]
     if not knows:
         raise CallError(NO_NAMESPACE, 503)
     if num_held < cache.prefetch_threshold:

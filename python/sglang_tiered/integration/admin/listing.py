@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.integration.admin.calls import Work, has_ended, store_of
+from sglang_tiered.integration.admin.calls import has_ended, store_of
 from sglang_tiered.integration.admin.conversations import key_of, tenant_of_body, tokens_in_memory
 from sglang_tiered.integration.admin.pin_notes import (
     NO_NOTE,
@@ -30,14 +30,13 @@ from sglang_tiered.integration.admin.pin_notes import (
 )
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from concurrent.futures import ThreadPoolExecutor
 
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -72,36 +71,50 @@ class _PinnedRows:
     rows: list[_ListedRow]  # by their cursors
 
 
-_NOT_YET: Answer = {"done": False}
-
-
 def conversations(
     worker: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
-) -> Work:
-    """Begin a page. Its pins are counted first, on the thread of ``worker``."""
+) -> Steps:
+    """Tell a page. Its pins are counted first, on the thread of ``worker``."""
     storage, page_size = store_of(cache), int(cache.page_size)
     tenant = tenant_of_body(cache, body)
     recents = _newest(cache.recent_requests.of_tenant(tenant), page_size)
     pinned = worker.submit(_pinned_rows, storage, tenant, page_size)
-    chosen: list[tuple[list[_ListedRow], bool]] = []
-
-    def values() -> list[int]:
+    while (yield [int(has_ended(pinned))]) == [0]:
+        yield {"done": False}
         store_of(cache)
-        if not chosen and has_ended(pinned):
-            chosen.append(_page(cache, body, recents, pinned.result()))
-        return [len(chosen)]
-
-    def answer(least: list[int]) -> Answer | Work:
-        if least == [0]:
-            return _NOT_YET
-        rows, has_more = chosen[0]
-        if not cache.decides_alone:  # as the first rank chose
-            told = first_ranks(cache, msgspec.msgpack.encode(chosen[0]))
-            rows, has_more = msgspec.msgpack.decode(told, type=tuple[list[_ListedRow], bool])
-        selectors = [_selector(cache, body, recents, row) for row in rows]
-        return _count(worker, cache, storage, rows, selectors, has_more)
-
-    return Work(values, answer)
+    chosen = _page(cache, body, recents, pinned.result())
+    told = yield msgspec.msgpack.encode(chosen)  # as the first rank chose
+    rows, has_more = msgspec.msgpack.decode(told, type=tuple[list[_ListedRow], bool])
+    selectors = [_selector(cache, body, recents, row) for row in rows]
+    counted = worker.submit(_count_tiers, cache, storage, selectors)
+    in_memory: list[tuple[int, int]] = []  # device, host
+    _match_some(cache, selectors, in_memory)
+    while (yield [int(len(in_memory) == len(rows) and has_ended(counted))]) == [0]:
+        yield {"done": False}
+        store_of(cache)
+        _match_some(cache, selectors, in_memory)
+    of_rows = zip(in_memory, counted.result(), strict=True)
+    number = iter((yield [count for held, stored in of_rows for count in (*held, *stored)]))
+    names = ["device", "host", *(tier.value for tier in storage.pages_by_tier([]))]
+    nvme = keepers(storage).get(Tier.NVME)
+    return {
+        "done": True,
+        "rank": _rank(),
+        "conversations": [
+            {
+                "id": row.id,
+                "rid": row.rid,
+                "num_tokens": len(selector.tokens),
+                **{name: next(number) for name in names},
+                "last_used": row.last_used_s,
+                "pins": row.pins,
+            }
+            for row, selector in zip(rows, selectors, strict=True)
+        ],
+        "next": rows[-1].cursor if has_more else None,
+        "pinned_bytes": 0 if nvme is None else nvme.pinned_bytes,
+        "pin_bound_bytes": 0 if nvme is None else nvme.pin_bound_bytes,
+    }
 
 
 def _selector(
@@ -113,54 +126,6 @@ def _selector(
     key = key_of_request(body.get("extra_key"), row.adapter)
     key = cache.hidden_tenants.key_of(key, salt)
     return PrefixSelector(as_tokens(row.tokens), key, salt)
-
-
-def _count(
-    worker: ThreadPoolExecutor,
-    cache: TieredRadixCache,
-    storage: TieredStorage,
-    rows: list[_ListedRow],
-    selectors: list[PrefixSelector],
-    has_more: bool,
-) -> Work:
-    """Count what memory and the tiers hold of the rows, and tell all that is known of them."""
-    in_tiers = worker.submit(_count_tiers, cache, storage, selectors)
-    in_memory: list[tuple[int, int]] = []  # device, host
-    names = ["device", "host", *(tier.value for tier in storage.pages_by_tier([]))]
-
-    def values() -> list[int]:
-        store_of(cache)
-        _match_some(cache, selectors, in_memory)
-        if len(in_memory) < len(rows) or not has_ended(in_tiers):
-            return [0] * (1 + len(rows) * len(names))
-        counts = zip(in_memory, in_tiers.result(), strict=True)
-        return [1, *(number for memory, tiers in counts for number in (*memory, *tiers))]
-
-    def answer(least: list[int]) -> Answer:
-        is_done, *counts = least
-        if not is_done:
-            return _NOT_YET
-        number, nvme = iter(counts), keepers(storage).get(Tier.NVME)
-        return {
-            "done": True,
-            "rank": _rank(),
-            "conversations": [
-                {
-                    "id": row.id,
-                    "rid": row.rid,
-                    "num_tokens": len(selector.tokens),
-                    **{name: next(number) for name in names},
-                    "last_used": row.last_used_s,
-                    "pins": row.pins,
-                }
-                for row, selector in zip(rows, selectors, strict=True)
-            ],
-            "next": rows[-1].cursor if has_more else None,
-            "pinned_bytes": 0 if nvme is None else nvme.pinned_bytes,
-            "pin_bound_bytes": 0 if nvme is None else nvme.pin_bound_bytes,
-        }
-
-    return Work(values, answer)
 
 
 def _rank() -> int:

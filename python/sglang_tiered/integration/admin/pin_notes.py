@@ -15,11 +15,11 @@ import numpy as np
 
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
-from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.bucket import BucketEngine
@@ -132,12 +132,12 @@ def pinned_prefixes(
     conversation: str,
     extra_key: str | None,
     cache_salt: str | None,
-) -> list[tuple[str, PrefixSelector]]:
+) -> Steps:
     """Return the stored names and prefixes of a conversation's pins, the latest first. All ranks
     return those of the first rank, since a rank may borrow the pages that another has pinned."""
     storage = cache.storage
     own = [] if storage is None else _noted(storage, tenant, conversation)
-    told = first_ranks(cache, msgspec.msgpack.encode(own))
+    told = yield msgspec.msgpack.encode(own)
     found = []  # of the same length everywhere
     for name, note in msgspec.msgpack.decode(told, type=list[_NamedNote]):
         key = cache.hidden_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
@@ -145,7 +145,7 @@ def pinned_prefixes(
     return found
 
 
-def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelector) -> list[str]:
+def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelector) -> Steps:
     """Return the stored names of a tenant's pins with the whole pages of a prefix, whatever they
     are called: those of the first rank, on all ranks. Memory only."""
     storage, page_size = cache.storage, int(cache.page_size)
@@ -156,7 +156,7 @@ def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelec
         note = unpack(data) if len(data) >= len(pages) else None
         if note and note.adapter == adapter and whole_pages(note.tokens, page_size) == pages:
             own.append(name)
-    return msgspec.msgpack.decode(first_ranks(cache, msgspec.msgpack.encode(own)), type=list[str])
+    return msgspec.msgpack.decode((yield msgspec.msgpack.encode(own)), type=list[str])
 
 
 def _all_notes(storage: TieredStorage, tenant: bytes) -> list[tuple[str, bytes]]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, Work, outcome, store_of
+from sglang_tiered.integration.admin.calls import UNKNOWN, outcome, polled, store_of
 from sglang_tiered.integration.admin.conversations import (
     locate,
     num_known,
@@ -26,14 +26,13 @@ from sglang_tiered.integration.admin.pin_notes import (
     pins_of_prefix,
     stored_name,
 )
-from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.storage.base import PinRefusal
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from sglang_tiered.integration.admin.calls import Answer
+    from sglang_tiered.integration.admin.calls import Answer, Steps
     from sglang_tiered.integration.admin.conversations import Checkpoints
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
@@ -48,21 +47,19 @@ NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
 
-def pin(
-    checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[str, Any]
-) -> Answer | Work:
-    """Begin to pin a conversation in a tier, and then to make it durable there."""
+def pin(checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Pin a conversation in a tier, and then make it durable there."""
     storage = store_of(cache)
     tier = tier_of(storage, body.get("tier", "nvme"))
-    selector = selector_of(cache, body)
+    selector = yield from selector_of(cache, body)
     if selector is None:
         return UNKNOWN
     located = locate(cache, selector)
     if not located.hashes:
         raise CallError(TOO_SHORT.format(cache.page_size))
     num_held = num_known(cache, storage, located)
-    knows, least = least_on_every_rank(cache, [int(storage.knows_namespace), -num_held])
-    if knows and not least:  # none on any rank, and the tiers could tell
+    knows, most_held = yield [int(storage.knows_namespace), -num_held]
+    if knows and not most_held:  # none on any rank, and the tiers could tell
         return {"done": True, "unknown": NOTHING_HELD}
     tenants = cache.hidden_tenants
     tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
@@ -77,46 +74,41 @@ def pin(
         keys = storage.keys_of_pools(located.hashes)
         kept = keeper.pin(stored, keys, tenant, until_s, note.pack())
 
-    def refuse_or_store(least: list[int]) -> Work:
-        if isinstance(kept, PinRefusal):
-            raise CallError(kept.why, 409)
-        if least == [0]:
-            if keeper is not None:
-                keeper.unpin(stored)
-            raise CallError(REFUSED_ELSEWHERE, 409)
-        work = checkpoints.work(cache, storage, selector, tier)
-        return _durable(work, kept, {"name": name, "pinned_until": until_s})
+    (is_kept,) = yield [int(not isinstance(kept, PinRefusal))]
+    if isinstance(kept, PinRefusal):
+        raise CallError(kept.why, 409)
+    if not is_kept:
+        if keeper is not None:
+            keeper.unpin(stored)
+        raise CallError(REFUSED_ELSEWHERE, 409)
+    values, answer = checkpoints.work(cache, storage, selector, tier)
 
-    return Work(lambda: [int(not isinstance(kept, PinRefusal))], refuse_or_store)
-
-
-def _durable(checkpoint: Work, kept: Future[bool], told: Answer) -> Work:
-    """Return what ends when a checkpoint has ended and the pin itself is written."""
-
-    def answer(least: list[int]) -> Answer:
+    def report(least: list[int]) -> Answer:
         *of_checkpoint, is_kept, is_durable = least
         if is_kept and not is_durable:
             raise CallError(NOT_WRITTEN, 503)
-        report: Any = checkpoint.answer(of_checkpoint)
-        return {**report, **told, "done": report["done"] and bool(is_kept)}
+        told = answer(of_checkpoint)
+        done = told["done"] and bool(is_kept)
+        return {**told, "name": name, "pinned_until": until_s, "done": done}
 
-    return Work(lambda: [*checkpoint.values(), *outcome([kept])], answer)
+    return (yield from polled(lambda: [*values(), *outcome([kept])], report))
 
 
-def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Answer | Work:
-    """Begin to let a pin go, of a conversation all its pins."""
-    here, names = keepers(store_of(cache)).values(), _stored_names(cache, body)
+def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Let a pin go, of a conversation all its pins."""
+    here, names = keepers(store_of(cache)).values(), (yield from _stored_names(cache, body))
     has_any = any(keeper.has_pin(name) for keeper in here for name in names)
-    if least_on_every_rank(cache, [-int(has_any)]) == [0]:
+    if (yield [-int(has_any)]) == [0]:
         return UNKNOWN
 
-    def answer(least: list[int]) -> Answer:
+    def report(least: list[int]) -> Answer:
         done, durable = least
         if done and not durable:
             raise CallError(NOT_WRITTEN, 503)
         return {"done": bool(done)}
 
-    return Work(partial(outcome, [each.unpin(name) for each in here for name in names]), answer)
+    begun = [each.unpin(name) for each in here for name in names]
+    return (yield from polled(partial(outcome, begun), report))
 
 
 def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
@@ -126,20 +118,21 @@ def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
     return found if recent is None else recent.conversation
 
 
-def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> list[str]:
+def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     """Return the pins that a body names, as stores know them; none where its ``rid`` or
-    ``conversation_id`` is not known, or names no page. Alike on all ranks."""
+    ``conversation_id`` is not known, or names no page."""
     tenant = tenant_of_body(cache, body)
     if "name" in body:
         return [stored_name(tenant, body["name"])]
     if "conversation_id" in body:
         keys = body.get("extra_key"), body.get("cache_salt")
-        found = pinned_prefixes(cache, tenant, body["conversation_id"], *keys)
+        found = yield from pinned_prefixes(cache, tenant, body["conversation_id"], *keys)
         return list(dict.fromkeys(name for name, _ in found))
-    selector = selector_of(cache, body)
+    selector = yield from selector_of(cache, body)
     hashes = [] if selector is None else locate(cache, selector).hashes
     if selector is None or not hashes:
         return []
     tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
     unnamed = stored_name(tenant, _conversation(cache, body) or hashes[-1])
-    return list(dict.fromkeys((unnamed, *pins_of_prefix(cache, tenant, selector))))
+    named = yield from pins_of_prefix(cache, tenant, selector)
+    return list(dict.fromkeys((unnamed, *named)))

@@ -12,10 +12,12 @@ import torch
 
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin import calls
-from sglang_tiered.integration.admin.calls import Calls, Work
+from sglang_tiered.integration.admin.calls import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sglang_tiered.integration.admin.calls import Steps
 
 NUM_RANKS = 2
 NOT_YET: dict[str, Any] = {"done": False}
@@ -40,7 +42,10 @@ class Ranks:
 
     def _ask(self, rank: int, number: str, body: dict[str, Any]) -> Any:
         cache: Any = SimpleNamespace(
-            _all_reduce_attn_groups=lambda data, _: self._exchange(rank, data)
+            _all_reduce_attn_groups=lambda data, _: self._exchange(rank, data),
+            attn_tp_group=SimpleNamespace(size=lambda: NUM_RANKS, rank=lambda: rank),
+            attn_cp_group=None,
+            tp_world_size=NUM_RANKS,
         )
         try:
             return self._calls[rank].answer(cache, "call", number, body)
@@ -57,49 +62,65 @@ class Ranks:
 
 
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
-@pytest.mark.parametrize("where", ["begin", "values", "answer"])
-def test_failure_of_one_rank_reaches_all(where: str, failing: int) -> None:
-    def begin(rank: int) -> Work:
-        def fails(step: str) -> None:
-            if where == step and rank == failing:
+@pytest.mark.parametrize("step", range(4))
+def test_failure_of_one_rank_reaches_all(step: int, failing: int) -> None:
+    """Wherever it is: the others would wait for that rank in their next exchange."""
+
+    def begin(rank: int) -> Steps:
+        def fails(at: int) -> None:
+            if at == step and rank == failing:
                 raise OSError("a disk")
 
-        def values() -> list[int]:
-            fails("values")
-            return [1, 2]
-
-        def answer(_: list[int]) -> Any:
-            fails("answer")
-            return {"done": True}
-
-        fails("begin")
-        return Work(values, answer)
+        fails(0)
+        yield [1, 2]
+        fails(1)
+        yield b"a name"
+        fails(2)
+        yield NOT_YET
+        fails(3)
+        return {"done": True}
 
     ranks = Ranks(begin)
     told = ["a disk" if rank == failing else calls.ELSEWHERE for rank in range(NUM_RANKS)]
-    if where == "answer":
-        assert ranks.ask(rid="r")[failing] == "a disk"
+    if step == 3:
+        assert ranks.ask(rid="r") == [NOT_YET] * NUM_RANKS
     assert ranks.ask(rid="r") == told
     assert ranks.ask(rid="r") == told, "it begins once"
 
 
-def test_least_of_all_ranks_counts() -> None:
+@pytest.mark.parametrize("other", ["more numbers", "bytes", "an answer", "a refusal", "an end"])
+def test_ranks_that_part_fail_and_none_waits(other: str) -> None:
+    def begin(rank: int) -> Steps:
+        if rank == 0 or other == "more numbers":
+            yield [1] * (1 + rank)
+        elif other == "bytes":
+            yield b"a name"
+        elif other == "an answer":
+            yield NOT_YET
+        elif other == "a refusal":
+            raise CallError("full", 409)
+        return {"done": True}
+
+    assert Ranks(begin).ask(rid="r") == [calls.ELSEWHERE] * NUM_RANKS
+
+
+def test_least_numbers_and_first_bytes_count() -> None:
     held = [5, 3]
-    ranks = Ranks(lambda rank: Work(lambda: [held[rank]], lambda least: {"num": least}))
-    assert ranks.ask(rid="r") == [{"num": [3]}] * NUM_RANKS
+
+    def begin(rank: int) -> Steps:
+        (least,) = yield [held[rank]]
+        return {"num": least, "name": (yield f"rank {rank}".encode())}
+
+    ranks = Ranks(begin)
+    expected = [{"num": 3, "name": b"rank 0"}] * NUM_RANKS
+    assert ranks.ask(rid="r") == expected
     held[1] = 9
-    assert ranks.ask() == [{"num": [3]}] * NUM_RANKS, "it has ended, and keeps its answer alone"
-
-
-def test_what_follows_is_asked_next_time() -> None:
-    second = Work(list, lambda _: {"done": True})
-    ranks = Ranks(lambda _: Work(lambda: [7], lambda _: second))
-    assert ranks.ask(rid="r") == [NOT_YET] * NUM_RANKS
-    assert ranks.ask() == [{"done": True}] * NUM_RANKS
+    assert ranks.ask() == expected, "it has ended, and keeps its answer alone"
 
 
 def test_refusal_is_an_answer_like_others() -> None:
-    def begin(_: int) -> Work:
+    def begin(_: int) -> Steps:
+        yield []
         raise CallError("full", 409)
 
     ranks = Ranks(begin)
@@ -110,13 +131,19 @@ def test_refusal_is_an_answer_like_others() -> None:
 def test_ended_calls_give_way_to_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_MAX_ENTRIES", 2)
     ends = False
-    ranks = Ranks(lambda _: {"done": True} if ends else Work(list, lambda _: NOT_YET))
+
+    def begin(_: int) -> Steps:
+        while not ends:
+            yield NOT_YET
+        return {"done": True}
+
+    ranks = Ranks(begin)
     ranks.ask("1", rid="r")
     ranks.ask("2", rid="r")
     ends = True
     for number in ("3", "4"):
         assert ranks.ask(number, rid="r") == [{"done": True}] * NUM_RANKS
-    assert ranks.ask("1") == ranks.ask("2") == [NOT_YET] * NUM_RANKS
     ends = False
+    assert ranks.ask("1") == ranks.ask("2") == [NOT_YET] * NUM_RANKS
     assert ranks.ask("5", rid="r") == [NOT_YET] * NUM_RANKS
     assert ranks.ask("1")[0]["status"] == 503, "the oldest was dropped"

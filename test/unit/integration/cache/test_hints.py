@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
+from sglang_tiered.integration.admin import calls
 from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.hints import prefetch
@@ -528,10 +529,8 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
 def test_another_ranks_store_bounds_a_hint(
     hinting: HintWorld, other: OtherRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_tiered.integration.admin import hints
-
     monkeypatch.setattr(
-        hints, "least_on_every_rank", lambda _, values: [values[0], min(values[1], 5 * PAGE)]
+        calls, "least_on_every_rank", lambda _, values: [values[0], min(values[1], 5 * PAGE)]
     )
     assert hinting.hint(LONG)["num_loading"] == 5 * PAGE
 

@@ -126,6 +126,7 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("service.py", "asyncio.gather"),  # of answers, in the HTTP process
         ("page.py", "send"),  # to a browser, there too
         ("named_in_body.py", "reading.send"),  # to a generator, there too
+        ("calls.py", "steps.send"),  # to a generator
     }
 
 
