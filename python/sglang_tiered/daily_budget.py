@@ -12,6 +12,7 @@ __all__ = ["DailyBudget"]
 
 DAY_S = 24 * 3600
 BURST_SHARE = 0.1
+WORTH_SHARE = 1 / 16  # of the burst
 
 
 class DailyBudget:
@@ -40,6 +41,11 @@ class DailyBudget:
         """Return what may be spent now; negative if more was."""
         content, at = self._state
         return min(self._burst, content + (self._clock() - at) * self._per_s)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether so little is left that it is better saved up."""
+        return self.available < self._burst * WORTH_SHARE
 
     @property
     def pressure(self) -> float:

@@ -40,6 +40,7 @@ class SharedTier(MemoryEngine):
         self.refuse: Reason | None = None
         self.sick = False
         self.known = True
+        self.takes_stores = True
         self.stored_runs: list[Run] = []
         self.deadlines: list[float | None] = []
         self.hidden: set[bytes] = set()  # keys

@@ -21,7 +21,7 @@ from kit.runs import NAMESPACE
 from kit.thirds import is_of, sweeps
 from kit.waiting import drained, eventually
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.base import Erasure, Reason, Stop
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kit.faulty import Operation
     from sglang_tiered.storage.region import RegionEngine
 
 A, B = b"a" * 16, b"b" * 16
@@ -204,6 +205,47 @@ def test_only_what_no_region_holds_is_dropped(
     with running(tmp_path, device.restart()) as engine:
         assert held(engine, [*GONE, *OF_B]) == 0
         assert held(engine, STAYS) == 8
+
+
+def test_many_healthy_reads_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is written anew over more regions than could be read in one operation's time."""
+    monkeypatch.setattr(erase_log, "MANY", 0)
+    now, read_s = [0.0], [0.0]
+
+    def before(operation: Operation) -> None:
+        now[0] += read_s[0] * (operation == "readv")
+
+    disk = FaultyDevice(SimulatedDevice(), before=before)
+    with running(tmp_path, disk, io_timeout_s=1.0, clock=lambda: now[0]) as engine:
+        fill(engine)
+        read_s[0] = 0.2
+        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
+        assert now[0] > 1.0 and engine.health is Health.RUNNING
+
+
+def test_erasing_waits_for_no_others_load(tmp_path: Path) -> None:
+    """Somebody's long load, or queue of stores, holds nobody's erasure up."""
+    may_read = threading.Event()
+    waits = [False]
+
+    def before(operation: Operation) -> None:
+        if operation == "readv" and waits[0]:
+            assert may_read.wait(TIMEOUT_S)
+
+    disk = FaultyDevice(SimulatedDevice(), before=before)
+    with running(tmp_path, disk) as engine:
+        fill(engine)
+        waits[0] = True
+        room = memoryview(bytearray(len(content(NAMESPACE, OF_B[0]))))
+        loaded = engine.submit_load(Run((OF_B[0],), ((room,),)))
+        try:
+            assert is_true(engine.erase(Erasure.of(OF_A)), TIMEOUT_S)
+            assert not loaded.done
+            of_its_own = engine.erase(Erasure.of(OF_B))
+            assert not of_its_own.done()
+        finally:
+            may_read.set()
+        assert is_true(of_its_own, TIMEOUT_S)
 
 
 def test_known_names_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

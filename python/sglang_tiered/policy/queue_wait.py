@@ -80,7 +80,7 @@ class QueueWait:
         return self._wait_behind(self._own_s, is_busy=False) / max(1.0, self._num_own)
 
     def _wait_behind(self, ahead_s: float, *, is_busy: bool) -> float:
-        return self._turn_s * is_busy + ahead_s * self._waited_s / self._ahead_s
+        return self._turn_s * is_busy + max(0.0, ahead_s) * self._waited_s / self._ahead_s
 
     def _ahead_of(self, rank: int, place: QueuePlace | None) -> float:
         """The prefill ahead of a place, or of one of ``rank`` that is taken now."""

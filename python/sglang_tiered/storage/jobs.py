@@ -10,11 +10,21 @@ from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Job, JobKind, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from sglang_tiered.storage.base import Run
+    from sglang_tiered.storage.base import Erasure, Run
 
-__all__ = ["JobBook"]
+__all__ = ["JobBook", "selects"]
+
+
+def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
+    """Return what says of keys and their tenant whether an erasure (None: of everything) names one
+    of them."""
+    if what is not None and what.keys is not None:
+        gone = frozenset(what.keys)
+        return lambda keys, _: not gone.isdisjoint(keys)
+    tenant = None if what is None else what.tenant
+    return lambda _, of: tenant in (None, of)
 
 
 class JobBook:
@@ -32,6 +42,15 @@ class JobBook:
     @property
     def inflight(self) -> list[Job]:
         return list(self._inflight)
+
+    def about(self, what: Erasure) -> list[Job]:
+        """Return those under way that may have pages which an erasure names."""
+        names, is_of_any = selects(what), what.keys is None  # a load names no tenant
+        return [
+            job
+            for job in self._inflight
+            if (is_of_any and job.kind is JobKind.LOAD) or names(job.run.keys, job.run.tenant)
+        ]
 
     def open(self, kind: JobKind, run: Run) -> Job:
         job = Job(kind, run)

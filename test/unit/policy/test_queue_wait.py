@@ -102,6 +102,11 @@ def test_place_that_became_shorter_is_shorter_for_all() -> None:
     assert queue.seconds(second, is_busy=False) == pytest.approx(0.0)
 
 
+@example(  # what rounding leaves is no negative wait, which a router would refuse
+    events=[("arrives", n, own_s) for n, own_s in enumerate((0.3, 0.1, 0.3))]
+    + [("arrives", n, 0.0) for n in range(3)],
+    has_ranks=False,
+)
 @example(events=[("arrives", 0, 0.3), ("arrives", 1, 0.1), ("arrives", 0, 0.1)], has_ranks=False)
 @given(
     st.lists(

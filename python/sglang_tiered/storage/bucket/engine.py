@@ -228,6 +228,12 @@ class BucketEngine(TierEngine):
     # ---- Others ----
 
     @property
+    def takes_stores(self) -> bool:
+        """Whether stores succeeded lately, and the daily budgets are not used up. Memory only."""
+        budgets = self._state.write_budget, self._state.request_budget
+        return self._breaker.accepts_stores() and not any(each.is_used_up for each in budgets)
+
+    @property
     def has_listed(self) -> bool:
         """Return whether it is known what the namespace held."""
         with self._state.lock:

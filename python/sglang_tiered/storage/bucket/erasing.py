@@ -14,7 +14,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
-from sglang_tiered.storage.base import JobKind
 from sglang_tiered.storage.bucket.erased import (
     MAX_NUMBER,
     Record,
@@ -32,7 +31,6 @@ from sglang_tiered.storage.bucket.pins import (
     write_changed,
 )
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
-from sglang_tiered.storage.bucket.state import selects
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
@@ -62,13 +60,7 @@ def erase(state: BucketState, what: Erasure) -> Future[bool]:
         if not what.spread:
             _hide_told(state, what)
             return ended(True)
-        names = selects(what)
-        jobs = [
-            job
-            for job in state.jobs.inflight
-            if (job.kind is JobKind.LOAD and what.keys is None)  # a load names no tenant
-            or names(job.run.keys, job.run.tenant)
-        ]
+        jobs = state.jobs.about(what)
         orders = [state.order(each) for each in what.records]
         for order in orders:
             state.hear(order.what.pieces, is_own=True)

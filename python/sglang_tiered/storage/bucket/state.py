@@ -14,7 +14,7 @@ from sglang_tiered.storage.bucket.erased import BucketErasures
 from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
-from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.jobs import JobBook, selects
 from sglang_tiered.storage.promises import Promises
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "OnErased",
     "PageLoad",
     "Upload",
-    "selects",
 ]
 
 _MAX_SKIPPED = 8192
@@ -105,16 +104,6 @@ class PageLoad(NamedTuple):
     @property
     def path(self) -> str:
         return self.name.path(self.load.layout)
-
-
-def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
-    """Return what says of keys and their tenant whether an erasure (None: of everything) names one
-    of them."""
-    if what is not None and what.keys is not None:
-        gone = frozenset(what.keys)
-        return lambda keys, _: not gone.isdisjoint(keys)
-    tenant = None if what is None else what.tenant
-    return lambda _, of: tenant in (None, of)
 
 
 def _named(what: Erasure) -> Iterable[bytes | None]:

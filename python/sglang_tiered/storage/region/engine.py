@@ -451,7 +451,7 @@ class RegionEngine(TierEngine):
             if state.closed:
                 return ended(False)
             state.erase(what, digests, notes, durable)
-            jobs = [] if what.is_empty else state.jobs.inflight
+            jobs = state.jobs.about(what)
         unread = [ended(False)] if self._has_unread_pins else []
         return self._promises.watch(all_true([durable, *unread], jobs))
 

@@ -510,9 +510,9 @@ class EraseLog(StorePart):
 
     def _rewrite(self) -> None:
         erased = self._erased
+        if len(erased.rows) + len(erased.tenants) > MANY:
+            self._drop_unheld()
         with self._health.watch():
-            if len(erased.rows) + len(erased.tenants) > MANY:
-                self._drop_unheld()
             written = rewrite(self._device, erased)
         self._needed_bytes = erased.packed_bytes
         with self._state.lock:
@@ -525,11 +525,15 @@ class EraseLog(StorePart):
             is_known = not self._state.regions.aside_bytes
         found = []
         for region, extents in regions:
-            contents = all_contents(self._device, region, extents) if is_known else None
+            if not is_known:
+                return
+            with self._health.watch():  # each by itself: together they may take long
+                contents = all_contents(self._device, region, extents)
             if contents is None:
                 return
             found.append((region.sequence, contents))
-        self._device.sync_directory()
+        with self._health.watch():
+            self._device.sync_directory()
         self._erased.keep_needed(found)
 
     def sweep(self) -> None:

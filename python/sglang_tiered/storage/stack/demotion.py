@@ -147,12 +147,15 @@ class DemotionQueue:
             queue.move_to_end(chain.keys[0], last=False)
             self.num_keys += len(chain.keys)
 
-    def failed(self, keys: Sequence[bytes], chain: StoredChain) -> bool:
+    def failed(self, keys: Sequence[bytes], chain: StoredChain, *, is_try: bool = True) -> bool:
         """Queue pages of a failed chain again after a pause. False when that was the last time."""
         with self._lock:
-            num_tries = chain.num_tries + 1
+            num_tries = chain.num_tries + is_try
             full = self.num_keys + len(keys) > self._max_keys
-            if num_tries >= self._max_tries or full:
+            if num_tries >= self._max_tries:
+                return False
+            if full:
+                self.overflowed = True
                 return False
             pause_s = self._retry_s * RETRY_GROWTH**chain.num_tries
             due = self._clock() + pause_s
@@ -228,6 +231,7 @@ class Demoter:
         self._num_in_flight = 0
         self._closed = False
         self._suspended = False
+        self._takes_stores = True
         self.num_demoted = 0
         self.bytes_demoted = 0
         self.num_dropped = 0
@@ -299,12 +303,20 @@ class Demoter:
             if chain is not None and chain.submitted is not None:
                 chain.submitted.set()
             return chain is not None
+        took_stores, self._takes_stores = self._takes_stores, self._bucket.takes_stores
+        if self._takes_stores and not took_stores:
+            self._scan.is_due = True  # for what failed too often meanwhile
         # Before the bucket knows what it holds, all would be copied again.
-        if not self.queue.has_urgent and (not self._is_idle() or not self._bucket.has_listed):
+        may_begin = self._takes_stores and self._bucket.has_listed and self._is_idle()
+        if not self.queue.has_urgent and not may_begin:
             return False
         chain = self.queue.take()
         if chain is not None:
-            self._demote(chain)
+            try:
+                self._demote(chain)
+            except Exception:
+                self._tell_or_try_again(chain)
+                raise
             return True
         if self._suspended:
             return False
@@ -320,7 +332,8 @@ class Demoter:
         batches = self._batches(chain)
         for number, batch in enumerate(batches):
             may_go = self._has_room(batch) and (
-                chain.submitted is not None or (self._is_idle() and self._serves())
+                chain.submitted is not None
+                or (self._is_idle() and self._serves() and self._bucket.takes_stores)
             )
             if not may_go:
                 if chain.submitted is None and not self._closed:
@@ -329,6 +342,14 @@ class Demoter:
             self._copy(batch)
         if chain.submitted is not None:
             chain.submitted.set()
+
+    def _tell_or_try_again(self, chain: StoredChain) -> None:
+        """Lose no chain to an internal error; what was begun of it the bucket knows."""
+        if chain.submitted is not None:
+            chain.submitted.set()
+        elif not self.queue.failed(chain.keys, chain):
+            with self._wake:
+                self.num_dropped += len(chain.keys)
 
     def _batches(self, chain: StoredChain) -> list[_DemotionBatch]:
         """Return what NVMe still holds of a chain and the bucket lacks."""
@@ -428,19 +449,24 @@ class Demoter:
         """Note a finished store. May run under the bucket's lock; must not block."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
-        failed = [key for key, reason, _ in outcomes if reason not in (*_GOOD, *_FINAL)]
         num_dropped = sum(reason in _FINAL for _, reason, _ in outcomes)
-        if failed and not self._closed and not self._again(failed, batch.chain):
-            num_dropped += len(failed)
+        for is_try in (True, False):  # what the bucket did not take was not tried
+            failed = [
+                key
+                for key, reason, _ in outcomes
+                if reason not in (*_GOOD, *_FINAL) and is_try is (reason is not Reason.REJECTED)
+            ]
+            if failed and not self._closed and not self._again(failed, batch.chain, is_try):
+                num_dropped += len(failed)
         with self._wake:
             self.num_demoted += len(stored)
             self.bytes_demoted += sum(stored)
             self.num_dropped += num_dropped
         self._completed(batch, len(batch.pages))
 
-    def _again(self, keys: Sequence[bytes], chain: StoredChain) -> bool:
+    def _again(self, keys: Sequence[bytes], chain: StoredChain, is_try: bool) -> bool:
         if chain.submitted is None:
-            return self.queue.failed(keys, chain)
+            return self.queue.failed(keys, chain, is_try=is_try)
         return self.queue.add(keys, chain.tenant)  # the waiting caller tries again
 
     def _completed(self, batch: _DemotionBatch, num_pages: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect
 from collections import Counter
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Tier, TierEngine
 
 __all__ = ["Promoter"]
+
+logger = logging.getLogger(__name__)
 
 
 class Promoter:
@@ -58,10 +61,14 @@ class Promoter:
         if not self._may_store():
             self._settle(tier, ends[num_kept], 0, num_kept)
             return
-        copies = tuple((copied(page).data,) for page in pages[:num_kept])
-        run = Run(tuple(keys[:num_kept]), copies, tenant)
-        with self._gate:
-            job = self._nvme.submit_store(run) if is_current() else None
+        job = None
+        try:
+            copies = tuple((copied(page).data,) for page in pages[:num_kept])
+            run = Run(tuple(keys[:num_kept]), copies, tenant)
+            with self._gate:
+                job = self._nvme.submit_store(run) if is_current() else None
+        except Exception:
+            logger.exception("internal error while keeping pages of a load on NVMe; they are not")
         if job is None:
             self._settle(tier, ends[num_kept], 0, num_kept)
         else:

@@ -55,6 +55,14 @@ def test_what_does_not_fit_is_refused_and_noted() -> None:
     assert taken(queue) == [keys(0, 4)]
 
 
+def test_a_failed_chain_without_room_is_noted() -> None:
+    queue = make_queue(max_keys=4)
+    queue.add(keys(0, 4), TENANT)
+    chain = queue.take()
+    assert chain is not None and queue.add(keys(10, 4), TENANT)
+    assert not queue.failed(chain.keys, chain) and queue.overflowed, "no walk looks for it"
+
+
 def test_a_failed_chain_pauses_longer_then_ends() -> None:
     now = [0.0]
     queue = make_queue(now=now)

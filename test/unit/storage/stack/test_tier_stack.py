@@ -22,6 +22,7 @@ from sglang_tiered.storage.base import (
 )
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.stack import promotion
 from sglang_tiered.storage.stack.tiers import Span, StackSettings
 
 if TYPE_CHECKING:
@@ -170,6 +171,21 @@ def test_promotion_is_bounded_and_asks_first(tiers: Any, make_run: MakeRun, blan
     assert finished(unwilling.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
     assert unwilling.stack_stats().num_promotions_dropped == 4
     assert unwilling.nvme.view.contains(run.keys) == [False] * 4
+
+
+def test_a_failed_promotion_gives_its_room_back(
+    tiers: Any, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_run(1, PAGES), make_run(2, PAGES)
+    engine = tiers.open(StackSettings(promotion_bytes=4 * 8192))
+    for run in (first, second):
+        finished(tiers.bucket.submit_store(of(TENANT, run)))
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion, "copied", lambda _: 1 // 0)
+        finished(engine.submit_load(blank(first), tenant=TENANT))
+    assert engine.stack_stats().num_promotions_dropped == 4
+    finished(engine.submit_load(blank(second), tenant=TENANT))
+    eventually(lambda: engine.nvme.view.contains(second.keys) == [True] * 4, "no room is left")
 
 
 def test_a_purge_between_load_and_promotion_wins(
@@ -326,6 +342,47 @@ def test_failed_copies_are_retried_then_dropped(
     finished(engine.submit_store(make_run(2, PAGES)))
     eventually(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
     assert engine.stack_stats().demote_backlog == 0
+
+
+def test_what_the_bucket_rejects_is_no_try(tiers: Any, make_run: MakeRun) -> None:
+    """A daily budget that is used up for hours costs no page its copy."""
+    tiers.bucket.refuse = Reason.REJECTED
+    engine = tiers.open(StackSettings(retry_s=0.0, max_tries=2))
+    finished(engine.submit_store(make_run(1, PAGES)))
+    eventually(lambda: engine.nvme.stats().num_pages_copied >= 5 * len(PAGES), "it was dropped")
+    tiers.bucket.refuse = None
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was dropped")
+
+
+def test_nothing_is_read_that_the_bucket_takes_not(tiers: Any, make_run: MakeRun) -> None:
+    """What failed too often until it takes stores again, a walk finds."""
+    tiers.bucket.refuse = Reason.IO_ERROR
+    engine = tiers.open(StackSettings(retry_s=0.0, max_tries=1))
+    finished(engine.submit_store(make_run(1, PAGES)))
+    eventually(lambda: engine.stack_stats().num_demotions_dropped == 4)
+    tiers.bucket.takes_stores, tiers.bucket.refuse = False, None
+    num_looks, num_read = tiers.bucket.num_looks, engine.nvme.stats().num_pages_copied
+    finished(engine.submit_store(make_run(2, PAGES)))
+    eventually(lambda: tiers.bucket.num_looks > num_looks + 2)
+    assert engine.nvme.stats().num_pages_copied == num_read
+    tiers.bucket.takes_stores = True
+    eventually(lambda: engine.stack_stats().num_demoted == 8, "what was dropped is lost")
+
+
+def test_internal_errors_cost_no_copy(
+    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiers.open()
+    find, fails = engine.nvme.view.find, [MemoryError("no memory")]
+
+    def fail_once(keys: Any) -> Any:
+        if fails:
+            raise fails.pop()
+        return find(keys)
+
+    monkeypatch.setattr(engine.nvme.view, "find", fail_once)
+    finished(engine.submit_store(make_run(1, PAGES)))
+    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
 
 
 def test_a_scan_finds_what_a_full_queue_refused(tiers: Any, make_run: MakeRun) -> None:
