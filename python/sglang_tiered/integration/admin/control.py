@@ -14,7 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import Calls, has_ended, is_detached, outcome, polled
+from sglang_tiered.integration.admin.calls import (
+    Calls,
+    has_ended,
+    is_detached,
+    outcome,
+    polled,
+    store_of,
+)
 from sglang_tiered.integration.admin.conversations import (
     Checkpoints,
     erasure_of,
@@ -205,7 +212,7 @@ def _tenants(
     reporter: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
 ) -> Steps:
     """Count the tenants with most on NVMe, on a thread, as there may be many."""
-    storage = cache.storage
+    storage = store_of(cache) if is_detached(cache) else cache.storage
     if storage is None:
         return {"done": True, "tenants": []}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, store_of
+from sglang_tiered.integration.admin.calls import NO_NAMESPACE, UNKNOWN, store_of
 from sglang_tiered.integration.admin.conversations import selector_of
 from sglang_tiered.integration.cache.ahead.chain_loader import chain_of
 from sglang_tiered.integration.cache.ahead.hints import Hinted
@@ -30,7 +30,6 @@ NOT_HERE = (
     "this server loads nothing ahead: it runs with pipeline parallelism, without tiers, or a "
     "hybrid model with little host memory"
 )
-NO_NAMESPACE = "the model's weights are still read, and until then no page is known; ask again"
 
 
 def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:

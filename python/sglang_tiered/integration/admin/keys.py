@@ -42,9 +42,12 @@ def take_orders(boot: str) -> None:
 def around_auth(decide: Callable[..., Any], **told: Any) -> Any:
     """Wrap SGLang's ``decide_request_auth``: for its call a key that is made of the operator's is
     as good as that. It does not see the role that is asked for: ``around_switch`` does."""
+    from sglang.srt.runtime_context import get_serving
+
     operator = told["admin_api_key"] or told["api_key"]
     given = told["authorization_header"] or ""
-    call, wanted = f"{told['method']} {told['path']}", ""
+    path = told["path"].removeprefix(get_serving().fastapi_root_path or "")
+    call, wanted = f"{told['method']} {path}", ""
     if operator and call == COSTS_CALL:
         wanted = costs_key(operator)
     elif operator and call == SWITCH_CALL and (order := order_of(given.removeprefix(_BEARER))):

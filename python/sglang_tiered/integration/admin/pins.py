@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, outcome, polled, store_of
+from sglang_tiered.integration.admin.calls import NO_NAMESPACE, UNKNOWN, outcome, polled, store_of
 from sglang_tiered.integration.admin.conversations import (
     locate,
     num_known,
@@ -59,7 +59,9 @@ def pin(checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[st
         raise CallError(TOO_SHORT.format(cache.page_size))
     num_held = num_known(cache, storage, located)
     knows, most_held = yield [int(storage.knows_namespace), -num_held]
-    if knows and not most_held:  # none on any rank, and the tiers could tell
+    if not knows:  # it would keep no page: none has a name yet
+        raise CallError(NO_NAMESPACE, 503)
+    if not most_held:  # none on any rank
         return {"done": True, "unknown": NOTHING_HELD}
     tenants = cache.hidden_tenants
     tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)

@@ -62,7 +62,8 @@ class ModelDoor:
         from sglang.srt.entrypoints.http_server import get_global_state
 
         server = get_global_state()
-        asks_model = scope["type"] == "http" and scope["path"].startswith(_MODEL_PATHS)
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        asks_model = scope["type"] == "http" and path.startswith(_MODEL_PATHS)
         if server is None or not asks_model or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return

@@ -140,6 +140,7 @@ class Tiering:
         self.planner.drop_reads()
         storage.use_planner(self.planner)
         storage.meter_of = self.notes.meter_of
+        self.warm.attached(storage.notes)
 
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has dropped the stores under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -359,3 +360,16 @@ def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld) -> None
     assert other["id"] == "other"
     assert [(row["id"], row["num_tokens"]) for row in pins] == [(None, 0)] * 3
     assert [data for _, data in world.cache.storage.region_engine.pin_notes(NO_TENANT)] == [b""] * 3
+
+
+def test_nothing_is_pinned_while_pages_have_no_names(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would answer 200 and keep none of them."""
+    ask, storage = Caller(world), world.cache.storage
+    note(world, "1", A, "chat")
+    with monkeypatch.context() as reading:
+        reading.setattr(storage, "_search", SimpleNamespace(answer=None))
+        assert ask.pin(rid="1")["status"] == 503
+    assert storage.region_engine.pins() == []
+    assert ask.pin(rid="1")["num_missing"] == 0

@@ -3,11 +3,13 @@ roles, one order to one start of one server."""
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from sglang.srt import runtime_context
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
 from sglang_tiered.integration.admin import keys
@@ -16,6 +18,17 @@ from sglang_tiered.policy.server_costs import COSTS_CALL, SWITCH_CALL, costs_key
 
 CALLS = (COSTS_CALL, SWITCH_CALL, "GET /tier/tenants", "POST /flush_cache")
 OTHER_BOOT = "00" * 16
+
+
+class Serving(NamedTuple):
+    """What SGLang tells of the server to its process of HTTP."""
+
+    fastapi_root_path: str = ""
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_context, "get_serving", Serving)
 
 
 @pytest.fixture
@@ -86,3 +99,11 @@ def test_an_order_is_taken_once(boot: str) -> None:
 def test_a_server_without_costs_takes_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "_orders", keys._Orders())
     assert not opened(switch_key("own", "", "decode", int(time.time()) + 60))
+
+
+def test_keys_open_their_call_below_a_root_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--fastapi-root-path``, which uvicorn puts in front of every path."""
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: Serving("/llm"))
+    below = tuple(call.replace(" /", " /llm/") for call in CALLS)
+    monkeypatch.setattr(sys.modules[__name__], "CALLS", below)
+    assert opened(costs_key("own")) == [below[0]]

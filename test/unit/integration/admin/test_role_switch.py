@@ -102,9 +102,9 @@ async def ask_door(server: Server, path: str = "/generate", method: str = "POST"
     server.ended = server.ended or asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=server))
-        await ModelDoor(app)(
-            {"type": "http", "path": path, "method": method}, server.ended.wait, send
-        )
+        root = "/llm" if path.startswith("/llm/") else ""  # as uvicorn tells it
+        scope = {"type": "http", "path": path, "root_path": root, "method": method}
+        await ModelDoor(app)(scope, server.ended.wait, send)
     return said[0]
 
 
@@ -120,7 +120,7 @@ def test_late_request_meets_no_switch(answer: str) -> None:
         early = asyncio.create_task(ask_door(server))
         await asyncio.sleep(0.1)
         assert server.passed == ["/generate"]
-        for path in ("/generate", "/v1/chat/completions", "/api/chat", "/encode"):
+        for path in ("/generate", "/v1/chat/completions", "/api/chat", "/encode", "/llm/generate"):
             assert await ask_door(server, path) == 503
         server.ended.set()  # now: nothing that the door lets through waits
         assert await ask_door(server, "/v1/models", "GET") == 200

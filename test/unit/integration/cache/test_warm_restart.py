@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -328,3 +328,28 @@ def test_without_the_flag_an_earlier_list_goes(tier: Tier, monkeypatch: pytest.M
     monkeypatch.setattr(tier.notes._device, "unlink", broken)
     with pytest.raises(StoreError, match="Read-only file system"):
         remove_list(tier.notes)
+
+
+def test_erased_tenant_does_not_come_back_with_a_request(tier: Tier) -> None:
+    """One that ran meanwhile, was retracted, and is loaded back from host memory."""
+    tier.cache.hidden_tenants.quarantine(ACME)
+    assert finished(tier.host.erase(Erasure(tenant=ACME)))
+    tier.use("late", "acme", "s3cret")
+    assert finished(tier.host.erase(Erasure(tenant=bytes(16)))), "and what was noted is written"
+    assert ACME not in tier.tenants()
+
+
+def test_list_goes_on_in_tiers_attached_again(tmp_path: Path) -> None:
+    """The device of before is closed: no purge would be durable any more."""
+    tier = Tier(tmp_path)
+    tier.use("acme", "acme", "s3cret")
+
+    def closed(*_: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    tier.host.attached(cast("Notes", SimpleNamespace(write=closed, remove=closed)))
+    assert not finished(tier.host.erase(Erasure(tenant=OTHER)))
+    tier.host.attached(tier.notes)
+    assert finished(tier.host.erase(Erasure(tenant=ACME)))
+    assert not tier.tenants()
+    tier.host.close()

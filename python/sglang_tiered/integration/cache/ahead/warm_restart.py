@@ -80,6 +80,7 @@ class ColdStart:
     def tick(self) -> None: ...
     def rest(self) -> None: ...
     def tree_was_reset(self) -> None: ...
+    def attached(self, notes: Notes) -> None: ...
     def close(self) -> None: ...
 
     def erase(self, what: Erasure) -> Future[bool]:
@@ -131,6 +132,8 @@ class WarmHost:
     ) -> None:
         """Note that ``num_tokens`` tokens of a request's prompt, which end in page ``chain``, were
         loaded back; ``prefixes`` are the last pages of the nodes before."""
+        if self._cache.hidden_tenants.is_hidden(req.extra_key, req.cache_salt):
+            return  # it was erased while the request, retracted since, ran
         is_eagle = self._cache.tree_core.is_eagle  # its pages are of pairs of tokens
         tokens = req.full_untruncated_fill_ids[: num_tokens + int(is_eagle)]
         extra_key = self._cache.hidden_tenants.original(req.extra_key)
@@ -268,6 +271,11 @@ class WarmHost:
         self._offer()
         self._saver.close()
 
+    def attached(self, notes: Notes) -> None:
+        """Keep the list in tiers that an operator attached again."""
+        self._saver.write_to(notes)
+        self._offer()
+
     def tree_was_reset(self) -> None:
         """Drop the load under way; what waits to be loaded still does."""
         self._loader.clear()
@@ -290,6 +298,11 @@ class _Saver:
 
     def is_due(self) -> bool:
         return self._due
+
+    def write_to(self, notes: Notes) -> None:
+        """Write elsewhere from now on, as soon as there is something to write."""
+        with self._lock:
+            self._notes = notes
 
     def save(self, chains: list[WarmChain], order: Future[bool] | None = None) -> None:
         with self._lock:
