@@ -80,7 +80,6 @@ class HostPages:
 
     pool: Any
     report: Report
-    poisons: bool = True
 
     def __post_init__(self) -> None:
         self.size = int(self.pool.logical_page_size)
@@ -113,7 +112,7 @@ class HostPages:
         ]
 
     def poison(self, pages: Ids) -> None:
-        for page in pages if self.poisons else ():
+        for page in pages:
             for view in self.views(int(page)):
                 view[:] = PATTERN
 
@@ -145,7 +144,7 @@ class HostPages:
                 self.poison(np.arange(len(self.owned)))
             else:
                 self.poison(pages)
-        elif self.poisons:
+        else:
             written = np.array([not self.is_intact(int(page)) for page in pages], bool)
             self.tell("host-page-written-after-free", pages, written)
         self.owned[pages], self.valid[pages] = True, False
@@ -196,9 +195,8 @@ class HostPages:
     def begin_store(self, indices: torch.Tensor) -> list[int]:
         """Checksums of the pages, for ``end_store``."""
         pages = self.begin_read(indices, "store")
-        if self.poisons:
-            poisoned = np.array([self.holds_poison(int(page)) for page in pages], bool)
-            self.tell("store-of-poison", pages, poisoned)
+        poisoned = np.array([self.holds_poison(int(page)) for page in pages], bool)
+        self.tell("store-of-poison", pages, poisoned)
         return [self.checksum(int(page)) for page in pages]
 
     def end_store(self, indices: torch.Tensor, before: list[int]) -> None:
@@ -263,7 +261,6 @@ class DeviceSlots:
     pool: Any
     device: Device
     report: Report
-    poisons: bool = True
     page_size: int = 1
     buffers: list[torch.Tensor] = field(init=False)
 
@@ -321,7 +318,7 @@ class DeviceSlots:
     def poison(self, slots: Ids) -> None:
         import torch
 
-        if not self.poisons or slots.size == 0:
+        if slots.size == 0:
             return
         for buffer in self.buffers:
             rows = buffer.view(buffer.shape[0], -1).view(torch.uint8).numpy()

@@ -1,8 +1,8 @@
 """Forwards that a device would still be at when their launch returns.
 
 Here a forward has run within its launch. What comes behind it, the fence of a copy or the event of
-its results, must not be done before the delay of the forward is over. With the part ``late-kv`` its
-rows get their old bytes back until a thread waits for it, or the next forward begins: a copy
+its results, must not be done before the delay of the forward is over. Where it overlaps, its rows
+get their old bytes back until a thread waits for it, or the next forward begins: a copy
 without a fence, or another thread or process that sends, reads what it would read on a GPU.
 """
 
@@ -44,11 +44,10 @@ def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[A
             with bed.device.lock:
                 for book, rows in written:
                     book.begin_forward(rows.numpy(), stream)
-            hide = overlaps and "late-kv" in bed.parts
-            old = _rows(written) if hide else []
+            old = _rows(written) if overlaps else []
             result = original(self, forward_batch, *arguments, **named)
             appear = None
-            if hide:
+            if overlaps:
                 appear = functools.partial(_set_rows, written, _rows(written))
                 _set_rows(written, old)
             _note(self, forward_batch, bed, stream, written, overlaps, appear)

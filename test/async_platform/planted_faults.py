@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from page_calls import load_pages, store_pages
+from small_cache import make_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,24 +47,11 @@ class World:
         import forwards
         import torch
         from seams import BED, pages_of, slots_of
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
         self.streams, self.bed, self.folder = streams, BED, folder
-        self.pool = MHATokenToKVPool(
-            size=PAGE * PAGES,
-            page_size=PAGE,
-            dtype=torch.float32,
-            head_num=HEADS,
-            head_dim=DIM,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(
-            PAGE * PAGES, PAGE, torch.float32, "cpu", self.pool, False
-        )
+        self.allocator = make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM)
+        self.pool = self.allocator.get_kvcache()
         (info,) = self.pool.get_device_pool_infos()
         self.host = MHATokenToKVPoolHost(
             info.buffer_info,

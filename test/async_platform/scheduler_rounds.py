@@ -1,8 +1,7 @@
 """SGLang's real scheduler in this process, without HTTP: rounds of prompts over three tiers.
 
-Overlap is on and prefill is chunked. Arguments: the model's folder, then a mutation or ``none``.
-The last line is JSON: the tokens of each round, where prompts came from, and what the platform
-said, if this process is on it.
+Overlap is on and prefill is chunked. The argument is the model's folder. The last line is JSON: the
+tokens of each round, where prompts came from, and what the platform said, if this process is on it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from array import array
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 NUM_PROMPTS, LENGTH, NUM_NEW = 10, 330, 6
 ROUNDS = (4, 1, 4)
@@ -35,95 +31,6 @@ FLAGS = (
     *("--chunked-prefill-size", "128", "--config", SMALL_REGIONS),
 )
 DEADLINE_S = 240.0
-
-
-# ---- Mutations: planted faults of SGLang or of this package ----
-
-
-def nothing_waits_for_loads(scheduler: Any) -> None:
-    from sglang.srt.managers.cache_controller import LayerDoneCounter
-
-    LayerDoneCounter.wait_until = lambda self, threshold: None
-
-
-def copies_count_as_done_at_once(scheduler: Any) -> None:
-    def writing_check(self: Any, write_back: bool = False, finish_count: int | None = None) -> None:
-        acks = self.cache_controller.ack_write_queue
-        while acks:
-            for node_id in acks.pop(0).node_ids:
-                self._finish_write_through_ack(node_id)
-
-    type(scheduler.tree_cache).writing_check = writing_check
-
-
-def nodes_are_stored_while_they_are_copied(scheduler: Any) -> None:
-    """As a checkpoint did that was asked for after every insertion."""
-    from sglang_tiered.integration.cache.host_copies import HostCopies
-
-    HostCopies.is_being_copied = lambda self, node_id: False  # type: ignore[method-assign]
-    cache = type(scheduler.tree_cache)
-    check = cache.check_hicache_events
-
-    def check_and_store(self: Any) -> None:
-        self.flush_pending_backups()
-        for pending in list(self.ongoing_write_through.values()):
-            try:
-                path = self.tree_core.collect_path_info([pending.publish_node_ids[-1]])[0]
-            except KeyError:
-                continue
-            self.tiering.store_soon(path)
-        check(self)
-
-    cache.check_hicache_events = check_and_store
-
-
-def copies_begin_at_once(scheduler: Any) -> None:
-    """Not when the batch's result is there but with the insertion, a forward earlier. Right as
-    long as the fence is there."""
-    cache = type(scheduler.tree_cache)
-    track = cache._track_write_through_node
-
-    def track_and_begin(self: Any, *arguments: Any, **named: Any) -> None:
-        track(self, *arguments, **named)
-        self.cache_controller.start_writing()
-
-    cache._track_write_through_node = track_and_begin
-
-
-def copies_begin_at_once_without_a_fence(scheduler: Any) -> None:
-    scheduler.tree_cache.cache_controller.write_fence_stream = None
-    copies_begin_at_once(scheduler)
-
-
-def prefills_teach_twice(scheduler: Any) -> None:
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
-
-    note = LoadPlanner.note_batch
-
-    def note_again(self: Any, *arguments: Any) -> None:
-        note(self, *arguments)
-        note(self, *arguments)
-
-    LoadPlanner.note_batch = note_again  # type: ignore[method-assign]
-
-
-MUTATIONS: dict[str, Callable[[Any], None]] = {
-    "none": lambda scheduler: None,
-    **{
-        mutation.__name__: mutation
-        for mutation in (
-            nothing_waits_for_loads,
-            copies_count_as_done_at_once,
-            nodes_are_stored_while_they_are_copied,
-            copies_begin_at_once,
-            copies_begin_at_once_without_a_fence,
-            prefills_teach_twice,
-        )
-    },
-}
-
-
-# ---- The scheduler ----
 
 
 def make_scheduler(model: str, folder: str, held: ExitStack) -> Any:
@@ -245,17 +152,16 @@ class Client:
         self._scheduler.gracefully_exit = True
 
 
-def main(model: str, mutation: str) -> None:
+def main(model: str) -> None:
     result: dict[str, Any] = {}
     with ExitStack() as held, tempfile.TemporaryDirectory() as folder:
         scheduler = make_scheduler(model, folder, held)
         result["overlap"] = bool(scheduler.enable_overlap)
-        MUTATIONS[mutation](scheduler)
         client = Client(scheduler)
         threading.Thread(target=client.rounds, args=(result,), daemon=True).start()
         try:
             scheduler.run_event_loop()
-        except Exception:  # a mutation may break it
+        except Exception:
             result["error"] = traceback.format_exc()
         if "ASYNC_PLATFORM_SEED" in os.environ:
             from seams import BED

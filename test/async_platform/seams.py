@@ -28,23 +28,19 @@ __all__ = ["AFTER", "BED", "Bed", "slots_of"]
 
 CHUNK_PAGES = 8
 """A copy to host memory moves so many pages at a time, so that half of one can be seen."""
-PARTS = frozenset(("poison", "books", "late-kv"))
 
 
 class Bed:
     """The platform of this process: its settings, device, report and lessons."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        off = set(filter(None, environment.get("ASYNC_PLATFORM_OFF", "").split(",")))
-        assert off <= PARTS, f"ASYNC_PLATFORM_OFF={','.join(off)}; there are {', '.join(PARTS)}"
-        self.parts = PARTS - off
         self.report = Report(environment.get("ASYNC_PLATFORM_REPORT"))
         self.device = Device(_delays(environment), self.report.violation)
         self.lessons = Lessons(self.report)
         self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
     def reread(self, environment: Mapping[str, str]) -> None:
-        """Of a process that was forked: its own files and delays, the same parts."""
+        """Of a process that was forked: its own files and delays."""
         self.report.path = environment.get("ASYNC_PLATFORM_REPORT")
         self.rest.orders = environment.get("ASYNC_PLATFORM_DRAIN")
         self.device.delays = _delays(environment)
@@ -61,11 +57,21 @@ def _delays(environment: Mapping[str, str]) -> Delays:
 BED = Bed(os.environ)
 
 
-def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put ``around(original)`` in the place of an attribute that the owner defines itself."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Call ``around(original, *given)`` in the place of what the owner itself defines."""
     original = vars(owner).get(name)
     assert original is not None, f"{owner} has no {name}: the asynchronous platform must follow"
-    setattr(owner, name, functools.wraps(original)(around(original)))
+
+    @functools.wraps(original)
+    def wrapped(*given: Any, **named: Any) -> Any:
+        return around(original, *given, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def wrapping(owner: Any) -> Callable[[Callable[..., Any]], None]:
+    """``wrap`` by the name of what is decorated."""
+    return lambda around: wrap(owner, around.__name__, around)
 
 
 # ---- Books of pools, kept with the pools ----
@@ -81,13 +87,12 @@ def pages_of(pool: Any) -> HostPages | None:
 
 def slots_of(pool: Any, *, page_size: int | None = None) -> DeviceSlots | None:
     """The books of a device pool; begun here by who knows its page size."""
-    if pool is None or not hasattr(pool, "__dict__") or "books" not in BED.parts:
+    if pool is None or not hasattr(pool, "__dict__"):
         return None
     pool = getattr(pool, "full_kv_pool", pool)
     book: DeviceSlots | None = vars(pool).get(_DEVICE)
     if book is None and page_size is not None:
-        poisons = "poison" in BED.parts
-        made = DeviceSlots(pool, BED.device, BED.report, poisons, page_size)
+        made = DeviceSlots(pool, BED.device, BED.report, page_size)
         if made.number:
             book = vars(pool)[_DEVICE] = made
     return book
@@ -189,28 +194,21 @@ class Deferred:
 def _transfers(module: ModuleType) -> None:
     engine = module.L2TransferEngine
 
-    def with_lazy_streams(original: Any) -> Any:
-        def __init__(self: Any, io_backend: str) -> None:
-            original(self, io_backend)
-            self.device_to_host_stream.called("d2h", lazy=True)
-            self.host_to_device_stream.called("h2d", lazy=True)
+    @wrapping(engine)
+    def __init__(original: Any, self: Any, io_backend: str) -> None:
+        original(self, io_backend)
+        self.device_to_host_stream.called("d2h", lazy=True)
+        self.host_to_device_stream.called("h2d", lazy=True)
 
-        return __init__
-
-    def deferred(original: Any) -> Any:
-        def prepare(self: Any, transfers: list[Any]) -> list[Any]:
-            prepared = original(self, transfers)
-            for one in prepared if "books" in BED.parts else ():
-                page_size = int(one.host_pool.page_size)
-                if one.host_pool.layout == "page_first_direct":
-                    for indices in (one.host_indices, one.device_indices):
-                        check_aligned(BED.report, type(one.host_pool).__name__, indices, page_size)
-            return [one._replace(host_pool=Deferred(one.host_pool)) for one in prepared]
-
-        return prepare
-
-    wrap(engine, "__init__", with_lazy_streams)
-    wrap(engine, "_prepare_transfers", deferred)
+    @wrapping(engine)
+    def _prepare_transfers(original: Any, self: Any, transfers: list[Any]) -> list[Any]:
+        prepared = original(self, transfers)
+        for one in prepared:
+            page_size = int(one.host_pool.page_size)
+            if one.host_pool.layout == "page_first_direct":
+                for indices in (one.host_indices, one.device_indices):
+                    check_aligned(BED.report, type(one.host_pool).__name__, indices, page_size)
+        return [one._replace(host_pool=Deferred(one.host_pool)) for one in prepared]
 
 
 # ---- Host pages ----
@@ -220,55 +218,41 @@ def _host_pools(module: ModuleType) -> None:
     pool_class = module.HostKVCache
     _watch_pages(pool_class)
 
-    def after_copies(original: Any) -> Any:
-        def destroy(self: Any) -> Any:
-            BED.device.synchronize()
-            return original(self)
-
-        return destroy
-
-    wrap(pool_class, "destroy", after_copies)
+    @wrapping(pool_class)
+    def destroy(original: Any, self: Any) -> Any:
+        BED.device.synchronize()
+        return original(self)
 
 
 def _watch_pages(pool_class: Any) -> None:
-    def allocating(original: Any) -> Any:
-        def alloc(self: Any, need_size: int) -> Any:
-            indices = original(self, need_size)
-            book = pages_of(self)
-            if book is not None and indices is not None and len(indices):
-                BED.report.ran("host-alloc")
-                with BED.device.lock:
-                    book.allocated(indices)
-            return indices
+    @wrapping(pool_class)
+    def alloc(original: Any, self: Any, need_size: int) -> Any:
+        indices = original(self, need_size)
+        book = pages_of(self)
+        if book is not None and indices is not None and len(indices):
+            BED.report.ran("host-alloc")
+            with BED.device.lock:
+                book.allocated(indices)
+        return indices
 
-        return alloc
+    @wrapping(pool_class)
+    def free(original: Any, self: Any, indices: torch.Tensor) -> Any:
+        book = pages_of(self)
+        if book is not None and len(indices):
+            BED.report.ran("host-free")
+            with BED.device.lock:
+                book.freed(indices)
+        return original(self, indices)
 
-    def freeing(original: Any) -> Any:
-        def free(self: Any, indices: torch.Tensor) -> Any:
-            book = pages_of(self)
-            if book is not None and len(indices):
-                BED.report.ran("host-free")
-                with BED.device.lock:
-                    book.freed(indices)
-            return original(self, indices)
-
-        return free
-
-    def clearing(original: Any) -> Any:
-        def clear(self: Any) -> None:
-            book = pages_of(self)
-            if book is not None:
-                with BED.device.lock:
-                    book.cleared()
-            original(self)
-            if book is None and _keeps_own_pages(self):
-                vars(self)[_HOST] = HostPages(self, BED.report, "poison" in BED.parts)
-
-        return clear
-
-    wrap(pool_class, "alloc", allocating)
-    wrap(pool_class, "free", freeing)
-    wrap(pool_class, "clear", clearing)
+    @wrapping(pool_class)
+    def clear(original: Any, self: Any) -> None:
+        book = pages_of(self)
+        if book is not None:
+            with BED.device.lock:
+                book.cleared()
+        original(self)
+        if book is None and _keeps_own_pages(self):
+            vars(self)[_HOST] = HostPages(self, BED.report)
 
 
 def _mamba_pools(module: ModuleType) -> None:
@@ -276,62 +260,48 @@ def _mamba_pools(module: ModuleType) -> None:
 
 
 def _keeps_own_pages(pool: Any) -> bool:
-    return (
-        "books" in BED.parts
-        and getattr(pool, "kv_buffer", None) is not None
-        and pool.shared_allocation_domain is None
-    )
+    return getattr(pool, "kv_buffer", None) is not None and pool.shared_allocation_domain is None
 
 
 # ---- Device slots ----
 
 
 def _paged_allocator(module: ModuleType) -> None:
-    def releasing(original: Any) -> Any:
-        def release(self: Any, *page_ids: torch.Tensor) -> None:
-            book = slots_of(self.get_kvcache(), page_size=self.page_size)
-            if book is not None:
-                BED.report.ran("device-free")
-                with BED.device.lock:
-                    for pages in page_ids:
-                        first = pages.cpu().numpy()[:, None] * self.page_size
-                        book.freed((first + np.arange(self.page_size)).reshape(-1))
-            original(self, *page_ids)
+    @wrapping(module.PagedTokenToKVPoolAllocator)
+    def _release_page_ids(original: Any, self: Any, *page_ids: torch.Tensor) -> None:
+        book = slots_of(self.get_kvcache(), page_size=self.page_size)
+        if book is not None:
+            BED.report.ran("device-free")
+            with BED.device.lock:
+                for pages in page_ids:
+                    first = pages.cpu().numpy()[:, None] * self.page_size
+                    book.freed((first + np.arange(self.page_size)).reshape(-1))
+        original(self, *page_ids)
 
-        return release
-
-    wrap(module.PagedTokenToKVPoolAllocator, "_release_page_ids", releasing)
     _watch_clear(module.PagedTokenToKVPoolAllocator)
 
 
 def _token_allocator(module: ModuleType) -> None:
-    def freeing(original: Any) -> Any:
-        def free(self: Any, free_index: torch.Tensor) -> None:
-            book = slots_of(self.get_kvcache(), page_size=1)
-            if book is not None and self.free_group is None and free_index.numel():
-                BED.report.ran("device-free")
-                with BED.device.lock:
-                    book.freed(free_index.cpu().numpy())
-            original(self, free_index)
+    @wrapping(module.TokenToKVPoolAllocator)
+    def free(original: Any, self: Any, free_index: torch.Tensor) -> None:
+        book = slots_of(self.get_kvcache(), page_size=1)
+        if book is not None and self.free_group is None and free_index.numel():
+            BED.report.ran("device-free")
+            with BED.device.lock:
+                book.freed(free_index.cpu().numpy())
+        original(self, free_index)
 
-        return free
-
-    wrap(module.TokenToKVPoolAllocator, "free", freeing)
     _watch_clear(module.TokenToKVPoolAllocator)
 
 
 def _watch_clear(allocator_class: Any) -> None:
-    def clearing(original: Any) -> Any:
-        def clear(self: Any) -> None:
-            book = slots_of(self.get_kvcache(), page_size=self.page_size)
-            if book is not None:
-                with BED.device.lock:
-                    book.cleared()
-            original(self)
-
-        return clear
-
-    wrap(allocator_class, "clear", clearing)
+    @wrapping(allocator_class)
+    def clear(original: Any, self: Any) -> None:
+        book = slots_of(self.get_kvcache(), page_size=self.page_size)
+        if book is not None:
+            with BED.device.lock:
+                book.cleared()
+        original(self)
 
 
 # ---- Storage ----
@@ -340,79 +310,64 @@ def _watch_clear(allocator_class: Any) -> None:
 def _storage(module: ModuleType) -> None:
     before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
 
-    def storing(original: Any) -> Any:
-        def begin_store(
-            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, store: Any
-        ) -> Any:
-            book = pages_of(self._pool(pool))
-            if book is None:
-                return original(self, pool, hashes, host_indices, store)
-            BED.report.ran("store")
+    @wrapping(module.TieredStorage)
+    def begin_store(
+        original: Any, self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, store: Any
+    ) -> Any:
+        book = pages_of(self._pool(pool))
+        if book is None:
+            return original(self, pool, hashes, host_indices, store)
+        BED.report.ran("store")
+        with BED.device.lock:
+            checksums = book.begin_store(host_indices)
+        try:
+            begun = original(self, pool, hashes, host_indices, store)
+        except BaseException:
             with BED.device.lock:
-                checksums = book.begin_store(host_indices)
-            try:
-                begun = original(self, pool, hashes, host_indices, store)
-            except BaseException:
+                book.end_store(host_indices, checksums)
+            raise
+        before[begun] = book, checksums
+        return begun
+
+    @wrapping(module.TieredStorage)
+    def end_store(original: Any, self: Any, begun: Any) -> Any:
+        try:
+            return original(self, begun)
+        finally:
+            if begun in before:
+                book, checksums = before.pop(begun)
                 with BED.device.lock:
-                    book.end_store(host_indices, checksums)
-                raise
-            before[begun] = book, checksums
-            return begun
+                    book.end_store(begun.host_indices, checksums)
 
-        return begin_store
+    @wrapping(module.TieredStorage)
+    def begin_load(
+        original: Any, self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, **named: Any
+    ) -> Any:
+        book = pages_of(self._pool(pool))
+        if book is None:
+            return original(self, pool, hashes, host_indices, **named)
+        BED.report.ran("load")
+        with BED.device.lock:
+            book.begin_write(host_indices, "load")
 
-    def stored(original: Any) -> Any:
-        def end_store(self: Any, begun: Any) -> Any:
-            try:
-                return original(self, begun)
-            finally:
-                if begun in before:
-                    book, checksums = before.pop(begun)
-                    with BED.device.lock:
-                        book.end_store(begun.host_indices, checksums)
-
-        return end_store
-
-    def loading(original: Any) -> Any:
-        def begin_load(
-            self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, **named: Any
-        ) -> Any:
-            book = pages_of(self._pool(pool))
-            if book is None:
-                return original(self, pool, hashes, host_indices, **named)
-            BED.report.ran("load")
+        def note_end(job: Any) -> None:
             with BED.device.lock:
-                book.begin_write(host_indices, "load")
+                book.end_write(host_indices)
+                for page, is_there in zip(host_indices.split(book.size), job.ok, strict=True):
+                    if not is_there:
+                        book.not_written(page)
 
-            def note_end(job: Any) -> None:
-                with BED.device.lock:
-                    book.end_write(host_indices)
-                    for page, is_there in zip(host_indices.split(book.size), job.ok, strict=True):
-                        if not is_there:
-                            book.not_written(page)
-
-            job = original(self, pool, hashes, host_indices, **named)
-            job.call_at_end(note_end)
-            return job
-
-        return begin_load
-
-    wrap(module.TieredStorage, "begin_store", storing)
-    wrap(module.TieredStorage, "end_store", stored)
-    wrap(module.TieredStorage, "begin_load", loading)
+        job = original(self, pool, hashes, host_indices, **named)
+        job.call_at_end(note_end)
+        return job
 
 
 def _load_planning(module: ModuleType) -> None:
-    def counting(original: Any) -> Any:
-        def note_batch(self: Any, spans: Any, seconds: float, num_copied: int = 0) -> None:
-            BED.report.ran("lesson")
-            if "books" in BED.parts:
-                BED.lessons.note()
-            original(self, spans, seconds, num_copied)
-
-        return note_batch
-
-    wrap(module.LoadPlanner, "note_batch", counting)
+    @wrapping(module.LoadPlanner)
+    def note_batch(original: Any, *given: Any, **named: Any) -> None:
+        BED.report.ran("lesson")
+        BED.lessons.note()
+        original(*given, **named)
 
 
 # ---- Streams ----
@@ -425,28 +380,20 @@ def _torch_cpu(module: ModuleType) -> None:
 
 
 def _scheduler(module: ModuleType) -> None:
-    def with_late_results(original: Any) -> Any:
-        def init_overlap(self: Any) -> None:
-            from sglang.srt.runtime_context import get_parallel
+    @wrapping(module.Scheduler)
+    def init_overlap(original: Any, self: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
 
-            BED.report.ran("scheduler")
-            BED.device.rank = int(get_parallel().tp_rank or 0)
-            original(self)
-            copies: Stream = self.copy_stream
-            copies.called("results", lazy=True)
+        BED.report.ran("scheduler")
+        BED.device.rank = int(get_parallel().tp_rank or 0)
+        original(self)
+        copies: Stream = self.copy_stream
+        copies.called("results", lazy=True)
 
-        return init_overlap
-
-    def with_a_look(original: Any) -> Any:
-        def on_idle(self: Any) -> None:
-            original(self)
-            if "books" in BED.parts:
-                BED.rest.look(self)
-
-        return on_idle
-
-    wrap(module.Scheduler, "init_overlap", with_late_results)
-    wrap(module.Scheduler, "on_idle", with_a_look)
+    @wrapping(module.Scheduler)
+    def on_idle(original: Any, self: Any) -> None:
+        original(self)
+        BED.rest.look(self)
 
 
 class _Over:
@@ -483,15 +430,11 @@ _RECEIVED_INTO, _RECEIVING = "_async_platform_pools", "_async_platform_rooms"
 def _disaggregation_decode(module: ModuleType) -> None:
     """The receiver is told page numbers, and the queue knows of which pools."""
 
-    def with_pools(original: Any) -> Any:
-        def _pre_alloc_host(self: Any, decode_req: Any) -> Any:
-            pools = (self.host_pool, getattr(self, "host_swa_pool", None))
-            setattr(decode_req.kv_receiver, _RECEIVED_INTO, pools)
-            return original(self, decode_req)
-
-        return _pre_alloc_host
-
-    wrap(module.DecodePreallocQueue, "_pre_alloc_host", with_pools)
+    @wrapping(module.DecodePreallocQueue)
+    def _pre_alloc_host(original: Any, self: Any, decode_req: Any) -> Any:
+        pools = (self.host_pool, getattr(self, "host_swa_pool", None))
+        setattr(decode_req.kv_receiver, _RECEIVED_INTO, pools)
+        return original(self, decode_req)
 
 
 def _handoff(module: ModuleType) -> None:
@@ -504,62 +447,57 @@ def _handoff(module: ModuleType) -> None:
                 if not is_received:
                     book.not_written(slots)
 
-    def beginning(original: Any) -> Any:
-        def send_metadata(
-            self: Any,
-            kv_indices: Any,
-            aux_index: int | None = None,
-            state_indices: Any = None,
-            *arguments: Any,
-            **named: Any,
-        ) -> None:
-            import torch
+    @wrapping(module.ZmqKVReceiver)
+    def send_metadata(
+        original: Any,
+        self: Any,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
+        import torch
 
-            is_host = named.get("destination") == module.KVTransferDestination.HOST
-            into = getattr(self, _RECEIVED_INTO) if is_host else ()
-            rows = (kv_indices, *(state_indices or ()))
-            writes = []
-            for pool, pages in zip(into, rows, strict=False):
-                book = pages_of(pool)
-                if book is not None and len(pages):
-                    numbers = torch.from_numpy(np.array(pages, np.int64))
-                    slots = numbers[:, None] * book.size + torch.arange(book.size)
-                    writes.append((book, slots.reshape(-1)))
-            if writes:
-                BED.report.ran("receive")
-                with BED.device.lock:
-                    rooms = vars(self.kv_mgr).setdefault(_RECEIVING, {})
-                    rooms[self.bootstrap_room] = writes
-                    for book, slots in writes:
-                        book.begin_write(slots, "receive")
-            original(self, kv_indices, aux_index, state_indices, *arguments, **named)
+        is_host = named.get("destination") == module.KVTransferDestination.HOST
+        into = getattr(self, _RECEIVED_INTO) if is_host else ()
+        rows = (kv_indices, *(state_indices or ()))
+        writes = []
+        for pool, pages in zip(into, rows, strict=False):
+            book = pages_of(pool)
+            if book is not None and len(pages):
+                numbers = torch.from_numpy(np.array(pages, np.int64))
+                slots = numbers[:, None] * book.size + torch.arange(book.size)
+                writes.append((book, slots.reshape(-1)))
+        if writes:
+            BED.report.ran("receive")
+            with BED.device.lock:
+                rooms = vars(self.kv_mgr).setdefault(_RECEIVING, {})
+                rooms[self.bootstrap_room] = writes
+                for book, slots in writes:
+                    book.begin_write(slots, "receive")
+        original(self, kv_indices, aux_index, state_indices, *arguments, **named)
 
-        return send_metadata
+    @wrapping(module.KVManagerRole)
+    def _conclude(
+        original: Any, self: Any, room: int, status: int, *why: Any, **named: Any
+    ) -> None:
+        end(self, room, is_received=status == module.KVPoll.Success)
+        original(self, room, status, *why, **named)
 
-    def concluding(original: Any) -> Any:
-        def _conclude(self: Any, room: int, status: int, reason: str | None = None) -> None:
-            end(self, room, is_received=status == module.KVPoll.Success)
-            original(self, room, status, reason)
+    def close(original: Any, self: Any) -> None:
+        original(self)
+        end(self.kv_mgr, self.bootstrap_room, is_received=False)
 
-        return _conclude
-
-    def closing(original: Any) -> Any:
-        def close(self: Any) -> None:
-            original(self)
-            end(self.kv_mgr, self.bootstrap_room, is_received=False)
-
-        return close
-
-    wrap(module.ZmqKVReceiver, "send_metadata", beginning)
-    wrap(module.ZmqKVReceiver, "abort", closing)
-    wrap(module.ZmqKVReceiver, "_clear", closing)
-    wrap(module.KVManagerRole, "_conclude", concluding)
+    wrap(module.ZmqKVReceiver, "abort", close)
+    wrap(module.ZmqKVReceiver, "_clear", close)
 
 
 def _model_runner(module: ModuleType) -> None:
     import forwards
 
-    wrap(module.ModelRunner, "forward", forwards.late(BED, slots_of))
+    late = forwards.late(BED, slots_of)
+    wrap(module.ModelRunner, "forward", lambda original, *given, **n: late(original)(*given, **n))
 
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {

@@ -11,7 +11,6 @@ without it nothing happens. The settings:
 | ``ASYNC_PLATFORM_HORIZON_S`` | the longest delay; 0.15 |
 | ``ASYNC_PLATFORM_REPORT`` | the file for violations and seams that ran |
 | ``ASYNC_PLATFORM_DRAIN`` | a file that, once it is there, makes an idle scheduler empty its tree |
-| ``ASYNC_PLATFORM_OFF`` | parts to leave out, with commas: ``poison``, ``books`` and ``late-kv`` |
 
 Only one ``sitecustomize`` is imported, so this one executes the next of the path, the slow disks.
 """  # noqa: E501

@@ -28,6 +28,7 @@ __all__ = [
     "flush",
     "keys_of",
     "make_cache",
+    "make_pool",
     "settle",
     "step",
     "storage_flags",
@@ -51,12 +52,31 @@ def storage_flags() -> dict[str, str]:
     }
 
 
+def make_pool(num_pages: int, page_size: int, *, layers: int, heads: int, dim: int) -> Any:
+    """A device pool on the CPU: its allocator, which knows it."""
+    import torch
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    size = num_pages * page_size
+    pool = MHATokenToKVPool(
+        size=size,
+        page_size=page_size,
+        dtype=torch.float32,
+        head_num=heads,
+        head_dim=dim,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", pool, False)
+
+
 def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) -> Any:
     """``rank``: among all. ``groups``: of this rank, by their names in ``CacheInitParams``."""
     import torch
-    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -92,23 +112,11 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
             pp_size=1,
         )
     )
-    pool = MHATokenToKVPool(
-        size=PAGE * PAGES,
-        page_size=PAGE,
-        dtype=torch.float32,
-        head_num=HEADS,
-        head_dim=DIM,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
     params = CacheInitParams(
         req_to_token_pool=ReqToTokenPool(
             size=4, max_context_len=512, device="cpu", enable_memory_saver=False
         ),
-        token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(
-            PAGE * PAGES, PAGE, torch.float32, "cpu", pool, False
-        ),
+        token_to_kv_pool_allocator=make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM),
         page_size=PAGE,
         disable=False,
         tree_components=(ComponentType.FULL,),

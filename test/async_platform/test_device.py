@@ -65,28 +65,6 @@ def recorded(stream: Stream) -> Event:
     return stream.record_event(Event(enable_timing=True))
 
 
-def test_copies_run_late_and_in_stream_order(make: Make) -> None:
-    made = make(d2h=0.02)
-    stream, log = made.stream("d2h"), []
-    for number in range(6):
-        stream.copy(lambda number=number: log.append(number))
-    event = recorded(stream)
-    assert not event.query() and log == []
-    eventually(event.query)
-    assert log == list(range(6))
-    assert made.device.counts == {"due": 6}
-
-
-def test_copy_touches_memory_only_when_it_runs(make: Make) -> None:
-    stream = make(d2h=LONG_S).stream("d2h")
-    source, target = [1], [0]
-    stream.copy(lambda: target.__setitem__(0, source[0]))
-    source[0] = 7
-    assert target == [0]
-    stream.synchronize()
-    assert target == [7]
-
-
 def test_unrecorded_event_is_done_and_delays_no_wait(make: Make) -> None:
     made = make(d2h=LONG_S)
     event, stream = Event(), made.stream("d2h")
@@ -109,16 +87,6 @@ def test_wait_ignores_a_later_recording_of_its_event(
     second.copy(lambda: log.append("second"))
     eventually(second.query)
     assert log == ["second"] and not event.query()
-
-
-def test_copy_follows_a_wait_for_another_stream(make: Make) -> None:
-    made = make(before=0.05, after=0.0)
-    before, after, log = made.stream("before"), made.stream("after"), []
-    before.copy(lambda: log.append("before"))
-    after.wait_stream(before)
-    after.copy(lambda: log.append("after"))
-    eventually(after.query)
-    assert log == ["before", "after"]
 
 
 def test_each_thread_has_a_stream_of_its_own(make: Make) -> None:
@@ -163,19 +131,6 @@ def test_eager_computation_follows_the_loads_it_awaited(make: Make) -> None:
     eventually(done.query)
 
 
-def test_computed_bytes_appear_once_they_are_awaited(
-    make: Make,
-) -> None:
-    made = make(forward=LONG_S)
-    eager, other, log = made.stream("forward", lazy=False), made.stream("other", lazy=False), []
-    eager.busy(lambda: log.append("appeared"))
-    eager.wait_stream(other)  # has nothing to do with it
-    assert log == []
-    done = recorded(eager)
-    other.wait_event(done)
-    assert log == ["appeared"] and not done.query()
-
-
 def test_waiting_host_makes_awaited_work_due(make: Make) -> None:
     made = make(h2d=LONG_S, d2h=LONG_S, forward=LONG_S)
     copies, fence = made.stream("h2d"), made.stream("d2h")
@@ -213,30 +168,6 @@ def test_wait_orders_work_through_other_streams_too(make: Make) -> None:
     assert b.clock[a] > index and a not in c.clock
     c.wait_stream(b)
     assert c.clock[a] == b.clock[a] and c.clock[b] == b.end
-
-
-def test_failing_copy_is_reported_and_its_stream_continues(make: Make) -> None:
-    made = make(d2h=0.0)
-    stream, log = made.stream("d2h"), []
-
-    def fail() -> None:
-        raise ValueError("no buffer")
-
-    stream.copy(fail)
-    stream.copy(lambda: log.append("next"))
-    stream.synchronize()
-    assert made.found == ["copy-failed"] and log == ["next"]
-
-
-def test_synchronize_makes_all_streams_visible(make: Make) -> None:
-    made = make(h2d=LONG_S, d2h=LONG_S)
-    log: list[str] = []
-    for name in ("h2d", "d2h"):
-        made.stream(name).copy(lambda name=name: log.append(name))
-    kept = made.stream("h2d")
-    kept.copy(lambda: log.append("kept"))
-    made.module.synchronize()
-    assert kept.query() and sorted(log) == ["d2h", "h2d", "kept"]
 
 
 def test_unreferenced_stream_still_runs_its_copies(make: Make) -> None:

@@ -16,6 +16,7 @@ from simulation.engine import running
 from simulation.ledger import TIMEOUT_S, held, keys, store, submit
 
 from kit.faulty import Fault, FaultyDevice
+from kit.request_hooks import before
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Reason, Tier
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.timeout(120)
 
 A, B = b"a" * 16, b"b" * 16
 GONE, STAYS, LATER = keys(range(8)), keys(range(100, 108)), keys(range(200, 204))
+C = b"c" * 16
 SELECTORS = {
     "pages": Erasure.of([*GONE, *LATER]),
     "tenant": Erasure(tenant=A),
@@ -117,38 +119,28 @@ def pinned(engine: RegionEngine, disk: Disk) -> None:
     assert is_true(made, TIMEOUT_S)
 
 
-def in_another_namespace(engine: RegionEngine, disk: Disk) -> None:
-    fill(engine)
-    engine.set_namespace(b"\x77" * 32)
-
-
-def on_its_way_before_another_namespace(engine: RegionEngine, disk: Disk) -> None:
-    """A later process may serve its namespace again."""
-    on_its_way(engine, disk)
-    engine.set_namespace(b"\x77" * 32)
-
-
 PLACES = [
-    synced,
-    unsynced,
-    on_its_way,
-    behind_a_failed_write,
-    pinned,
-    in_another_namespace,
-    on_its_way_before_another_namespace,
+    *((place, False) for place in (synced, unsynced, on_its_way, behind_a_failed_write, pinned)),
+    *((place, True) for place in (synced, on_its_way)),  # a later process may serve it again
 ]
 
 
 @erases
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "is_in_another_namespace"), PLACES)
 @pytest.mark.parametrize("mode", ["close", "kill", "drop", "reorder"])
 def test_nothing_erased_comes_back(
-    tmp_path: Path, what: Erasure, place: Callable[[RegionEngine, Disk], None], mode: Any
+    tmp_path: Path,
+    what: Erasure,
+    place: Callable[[RegionEngine, Disk], None],
+    is_in_another_namespace: bool,
+    mode: Any,
 ) -> None:
     device = SimulatedDevice()
     disk = Disk(device)
     with running(tmp_path, disk) as engine:
         place(engine, disk)
+        if is_in_another_namespace:
+            engine.set_namespace(b"\x77" * 32)
         durable = engine.erase(what)
         assert not any(engine.contains([*GONE, *LATER])), "hidden at once"
         disk.release()
@@ -184,13 +176,13 @@ def test_true_waits_for_what_failed_before(
     with running(tmp_path, disk) as engine:
         pinned(engine, disk)
         if "sync" in operations:  # what is there already is appended to
-            assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+            assert is_true(engine.erase(Erasure(tenant=C)), TIMEOUT_S)
         disk.faults = [Fault(0, each, times=1 << 30, error=errno.EIO) for each in operations]
-        for each in (what, what, Erasure(tenant=b"c" * 16)):
+        for each in (what, what, Erasure(tenant=C)):
             assert not is_true(engine.erase(each), TIMEOUT_S)
             assert held(engine, GONE) == 0, "not durable, but hidden"
         disk.faults = []
-        assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=C)), TIMEOUT_S)
         files = inner.crash("drop")
     with running(tmp_path, SimulatedDevice(files)) as engine:
         assert not engine.pins()
@@ -206,7 +198,7 @@ def test_a_failed_append_leaves_no_doubt(tmp_path: Path, what: Erasure, operatio
     disk = Disk(inner)
     with running(tmp_path, disk) as engine:
         fill(engine)
-        assert is_true(engine.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+        assert is_true(engine.erase(Erasure(tenant=C)), TIMEOUT_S)
         if operation == "sync":
             inner.lossy_syncs = 1
         else:
@@ -299,22 +291,18 @@ def test_many_erasures_cost_others_nothing(tmp_path: Path, whats: list[Erasure])
 # ---- A bucket, and the servers that share it ----
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    with ExitStack() as opened:
-        yield Servers(tmp_path, opened, Tier.OBJECT)
+def sharing(*tiers: Tier) -> Any:
+    """A fixture: servers that share these tiers."""
+
+    @pytest.fixture
+    def servers(tmp_path: Path) -> Iterator[Servers]:
+        with ExitStack() as opened:
+            yield Servers(tmp_path, opened, *tiers)
+
+    return servers
 
 
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Servers]:
-    with ExitStack() as opened:
-        yield Servers(tmp_path, opened, Tier.PEER)
-
-
-@pytest.fixture
-def both(tmp_path: Path) -> Iterator[Servers]:
-    with ExitStack() as opened:
-        yield Servers(tmp_path, opened, Tier.PEER, Tier.OBJECT)
+servers, peers, both = sharing(Tier.OBJECT), sharing(Tier.PEER), sharing(Tier.PEER, Tier.OBJECT)
 
 
 def look(stack: TierStack) -> None:
@@ -402,19 +390,14 @@ def test_no_two_clocks_are_compared(servers: Servers, what: Erasure) -> None:
 
 
 @erases
-def test_a_refused_tombstone_stops_no_discovery(
-    servers: Servers, what: Erasure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_tombstone_stops_no_discovery(servers: Servers, what: Erasure) -> None:
     one, other = servers.open("one"), servers.open("other")
-    client: Any = one.bucket._requests  # type: ignore[union-attr]
-    put = client.put
+    assert one.bucket is not None
 
-    def refuse(path: str, data: bytes) -> None:
-        if "/erased/" in path:
-            raise BucketError(Failure.DENIED, "no")
-        put(path, data)
+    def refuse() -> None:
+        raise BucketError(Failure.DENIED, "no")
 
-    monkeypatch.setattr(client, "put", refuse)
+    before(one.bucket, "put", refuse, "/erased/", times=2)
     for _ in range(2):
         assert not is_true(one.erase(what), TIMEOUT_S)
     assert store(other, STAYS, B) == [Reason.OK] * 8
@@ -537,7 +520,7 @@ def test_told_twice_it_is_erased_once(both: Servers, what: Erasure, told_by: str
     for by in later:
         hear(other, one, by, both)
     assert all(other.nvme.contains(GONE[:4])), "it is erased again"
-    assert is_true(one.erase(Erasure(tenant=b"c" * 16)), TIMEOUT_S)
+    assert is_true(one.erase(Erasure(tenant=C)), TIMEOUT_S)
     both.open("third")  # it hears of all that was ever erased
     for stack in (other, both.open("fourth"), one):
         assert stack.bucket is not None

@@ -123,11 +123,6 @@ def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
         assert server.stats.num_requests == 0
 
 
-def test_nothing_asked_for_ends_at_once() -> None:
-    with page_client() as client:
-        assert Wanted(client, 1, {}).wait() == []
-
-
 def test_closed_client_cancels_open_and_later_fetches() -> None:
     pages = make_pages(11, [4096] * 4)
     with page_server(pages) as (server, reader), page_client() as client:

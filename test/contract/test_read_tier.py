@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ from peer_child import sharer
 from peer_servers import know_each_other
 from shared_tier import SharedTier
 
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData, select
-from kit.tiers import KEEPING, open_region, open_tier
-from kit.waiting import TIMEOUT_S, drained, eventually, finished
+from kit.runs import NAMESPACE, MakeRun, blank, page_data, select
+from kit.tiers import KEEPING, close_whole, loads, open_region, open_tier
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
@@ -103,28 +103,22 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with ExitStack() as opened:
         made = open_place(request.param, tmp_path, opened)
         yield made
-        assert drained(made.tier, TIMEOUT_S)
-        made.tier.check_integrity()
-        made.tier.close()
+        close_whole(made.tier)
 
 
-loads = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=True)
+loads_from = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=True)
 
 
-@loads
-def test_what_was_stored_comes_back(
-    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+@loads_from
+def test_what_was_stored_comes_back(place: Place, make_run: MakeRun) -> None:
     run = make_run(1, ODD_SIZES)
     place.store(run)
     assert place.tier.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
     assert place.tier.contains(run.keys) == [True] * run.num_pages
-    target = blank(run)
-    assert place.load(target) == [Reason.OK] * run.num_pages
-    assert page_data(target) == page_data(run)
+    loads(place.tier, run)
 
 
-@loads
+@loads_from
 def test_segmentation_may_differ_between_store_and_load(place: Place, make_run: MakeRun) -> None:
     run = make_run(2, [(5000, 5000)])
     place.store(run)
@@ -135,7 +129,7 @@ def test_segmentation_may_differ_between_store_and_load(place: Place, make_run: 
     assert bytes(buffer[:3]) == b"\0\0\0", "a byte beside the page was touched"
 
 
-@loads
+@loads_from
 def test_aligned_pages_of_one_pool(place: Place, make_run: MakeRun) -> None:
     size, count = 8192, 40
     pool = aligned_buffer(size * count)
@@ -156,10 +150,8 @@ def test_lookup_counts_leading_hits_only(place: Place, make_run: MakeRun) -> Non
     assert place.tier.contains(run.keys) == [True, True, False, True, True]
 
 
-@loads
-def test_missing_page_in_the_middle_leaves_its_neighbours(
-    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+@loads_from
+def test_missing_page_in_the_middle_leaves_its_neighbours(place: Place, make_run: MakeRun) -> None:
     run = make_run(5, [4096, 5000, 4096, 100])
     place.store(select(run, [0, 2, 3]))
     target = blank(run)
@@ -168,46 +160,29 @@ def test_missing_page_in_the_middle_leaves_its_neighbours(
     assert page_data(target)[2:] == page_data(run)[2:]
 
 
-@loads
-def test_buffer_of_wrong_length_is_an_untouched_miss(
-    place: Place, make_run: MakeRun, page_data: PageData
-) -> None:
+@loads_from
+def test_buffer_of_wrong_length_is_an_untouched_miss(place: Place, make_run: MakeRun) -> None:
     run = make_run(6, [4096])
     place.store(run)
     for nbytes in (4095, 4097, 8192):
-        target = Run(run.keys, ((memoryview(bytearray(b"\xa5" * nbytes)),),))
+        target = blank(Run(run.keys, ((memoryview(bytes(nbytes)),),)))
         assert place.load(target) == [Reason.MISS]
         assert page_data(target) == [b"\xa5" * nbytes]
         place.store(make_run(60 + nbytes, [10]))  # a change, so that a peer tells of it anew
 
 
-@loads
-def test_loads_from_many_threads(
-    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+@loads_from
+def test_loads_from_many_threads(place: Place, make_run: MakeRun) -> None:
     runs = [make_run(20 + number, [10_000] * 20) for number in range(8)]
     for run in runs:
         place.store(run)
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(5):
-            target = blank(runs[number])
-            reasons = place.load(target)
-            if set(reasons) != {Reason.OK} or page_data(target) != page_data(runs[number]):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(lambda run: loads(place.tier, *[run] * 5), runs):
+            pass
 
 
-@loads
-def test_a_callback_sees_complete_reasons(place: Place, make_run: MakeRun, blank: Blank) -> None:
+@loads_from
+def test_a_callback_sees_complete_reasons(place: Place, make_run: MakeRun) -> None:
     run = make_run(12, [4096] * 3)
     place.store(run)
     seen: list[list[Reason]] = []
@@ -231,9 +206,7 @@ def test_what_was_purged_is_hidden_at_once(
     assert place.tier.lookup(run.keys).num_hits == 0
 
 
-def test_a_forgotten_page_is_hidden_until_stored_again(
-    place: Place, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_a_forgotten_page_is_hidden_until_stored_again(place: Place, make_run: MakeRun) -> None:
     run = make_run(16, [4096] * 4)
     place.store(run)
     assert place.tier.lookup(run.keys).num_hits == 4
@@ -267,10 +240,8 @@ def test_pages_of_another_namespace_are_not_found(place: Place, make_run: MakeRu
     assert place.tier.contains(run.keys) == [False] * 3
 
 
-@loads
-def test_a_closed_tier_answers_and_promises_nothing(
-    place: Place, make_run: MakeRun, blank: Blank
-) -> None:
+@loads_from
+def test_a_closed_tier_answers_and_promises_nothing(place: Place, make_run: MakeRun) -> None:
     run = make_run(15, [4096] * 2)
     place.store(run)
     begun = place.tier.erase(Erasure(tenant=b"u" * 16))

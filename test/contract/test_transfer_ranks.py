@@ -4,11 +4,12 @@ ranks that send nothing, pipeline stages, and several instances of both roles at
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from transfer_pair import TCP, Prefill, Shape, decode, prefill
+from transfer_pair import TCP, Prefill, Shape, decode, prefill, share_of, sources_of, whole_kv
 
 from kit.waiting import eventually
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(60)
 
-NUM_HEADS, HEAD_BYTES, NUM_PAGES, PAGE_SIZE = 4, 16, 16, 4
+BASE = Shape(num_pages=16, num_heads=4, head_bytes=16)
 SOURCE_PAGES, PAGES = [3, 9, 4], [12, 2, 7]
 
 
@@ -28,41 +29,14 @@ def stack() -> Iterator[ExitStack]:
 
 
 def shape_of(tp_rank: int, tp_size: int, num_layers: int = 2, first_layer: int = 0) -> Shape:
-    return Shape(
-        num_layers=num_layers,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        num_heads=NUM_HEADS,
-        head_bytes=HEAD_BYTES,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        first_layer=first_layer,
-    )
-
-
-def model(num_layers: int = 2) -> Any:
-    """[K or V, layer, page, token, head, byte]"""
-    size = (2, num_layers, NUM_PAGES, PAGE_SIZE, NUM_HEADS, HEAD_BYTES)
-    return np.random.default_rng(11).integers(1, 256, size, dtype=np.uint8)
-
-
-def share_of(whole: Any, shape: Shape) -> Any:
-    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
-    part = whole[:, layers][..., list(shape.heads), :]
-    return part.reshape(2 * shape.num_layers, NUM_PAGES, PAGE_SIZE, -1)
+    place = {"tp_rank": tp_rank, "tp_size": tp_size, "first_layer": first_layer}
+    return replace(BASE, num_layers=num_layers, **place)
 
 
 def prefill_of(stack: ExitStack, whole: Any, shape: Shape) -> Prefill:
     one = stack.enter_context(prefill(shape, settings=TCP))
     one.pool.kv[:] = share_of(whole, shape)
     return one
-
-
-def sources_of(rank: int, prefills: Sequence[Prefill], decode_tp: int) -> list[Prefill]:
-    if decode_tp >= len(prefills):
-        return [prefills[rank // (decode_tp // len(prefills))]]
-    group = len(prefills) // decode_tp
-    return list(prefills[rank * group : (rank + 1) * group])
 
 
 def serve(
@@ -81,7 +55,7 @@ def test_every_decode_rank_gets_its_heads(
     stack: ExitStack, prefill_tp: int, decode_tp: int
 ) -> None:
     """With 8 ranks and 4 heads, each head is on two of them."""
-    whole = model()
+    whole = whole_kv(BASE, 2)
     prefills = [prefill_of(stack, whole, shape_of(rank, prefill_tp)) for rank in range(prefill_tp)]
     decodes = [
         stack.enter_context(decode(shape_of(rank, decode_tp), settings=TCP))
@@ -90,18 +64,14 @@ def test_every_decode_rank_gets_its_heads(
     for sender in prefills:
         sender.endpoint.expect_room(1)
     for rank, receiver in enumerate(decodes):
-        receiver.open(
-            1,
-            sources_of(rank, prefills, decode_tp),
-            PAGES,
-            num_receivers=max(1, decode_tp // prefill_tp),
-        )
+        asked = [prefills[source] for source in sources_of(rank, prefill_tp, decode_tp)]
+        receiver.open(1, asked, PAGES, num_receivers=max(1, decode_tp // prefill_tp))
     serve(1, prefills)
     for rank, receiver in enumerate(decodes):
         receiver.events.wait_for("received", 1)
         expected = share_of(whole, shape_of(rank, decode_tp))[:, SOURCE_PAGES]
         assert np.array_equal(receiver.pool.pages(PAGES), expected), rank
-        others = [page for page in range(NUM_PAGES) if page not in PAGES]
+        others = [page for page in range(BASE.num_pages) if page not in PAGES]
         assert not receiver.pool.pages(others).any()
         receiver.endpoint.close_room(1)
     for sender in prefills:
@@ -124,10 +94,8 @@ def test_latent_kv_is_sent_by_one_rank(stack: ExitStack) -> None:
     assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
 
 
-def test_pipeline_stages_send_layers_and_metadata(
-    stack: ExitStack,
-) -> None:
-    whole = model(4)
+def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack) -> None:
+    whole = whole_kv(BASE, 4)
     stages = [prefill_of(stack, whole, shape_of(0, 1, 2, first)) for first in (0, 2)]
     stages[1].pool.aux[:, 1] = 42
     receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
@@ -142,7 +110,7 @@ def test_pipeline_stages_send_layers_and_metadata(
 
 
 def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
-    whole = model(4)
+    whole = whole_kv(BASE, 4)
     first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
     receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
     first.endpoint.expect_room(1)
@@ -152,7 +120,7 @@ def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
 
 
 def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
-    whole = model()
+    whole = whole_kv(BASE, 2)
     prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]
     receiver = stack.enter_context(decode(shape_of(0, 1)))
     for sender in prefills:
@@ -170,21 +138,21 @@ def test_several_instances_of_both_roles_interleave(stack: ExitStack) -> None:
     shape = Shape()
     prefills = [stack.enter_context(prefill(shape, seed=seed)) for seed in (1, 2, 3)]
     decodes = [stack.enter_context(decode(shape)) for _ in range(3)]
-    rooms = [(a, b, number) for a in range(3) for b in range(3) for number in range(4)]
-    for a, b, number in rooms:
-        room = 100 * a + 10 * b + number
-        prefills[a].endpoint.expect_room(room)
-        decodes[b].open(room, [prefills[a]], [a * 16 + number * 4 + page for page in range(4)])
-    for a, b, number in rooms:
-        room = 100 * a + 10 * b + number
-        prefills[a].events.wait_for("ready", room)
-        prefills[a].send(room, [(room + page) % 64 for page in range(4)])
-    for a, b, number in rooms:
-        room = 100 * a + 10 * b + number
-        decodes[b].events.wait_for("received", room)
-        got = decodes[b].pool.pages([a * 16 + number * 4 + page for page in range(4)])
-        assert np.array_equal(
-            got, prefills[a].pool.pages([(room + page) % 64 for page in range(4)])
-        )
-        prefills[a].events.wait_for("sent", room)
+    rooms = {
+        100 * a + 10 * b + number: (one, other, range(a * 16 + number * 4, a * 16 + number * 4 + 4))
+        for a, one in enumerate(prefills)
+        for b, other in enumerate(decodes)
+        for number in range(4)
+    }
+    source = {room: [(room + page) % 64 for page in range(4)] for room in rooms}
+    for room, (one, other, pages) in rooms.items():
+        one.endpoint.expect_room(room)
+        other.open(room, [one], pages)
+    for room, (one, _, _) in rooms.items():
+        one.events.wait_for("ready", room)
+        one.send(room, source[room])
+    for room, (one, other, pages) in rooms.items():
+        other.events.wait_for("received", room)
+        assert np.array_equal(other.pool.pages(pages), one.pool.pages(source[room]))
+        one.events.wait_for("sent", room)
     assert [one.endpoint.num_sessions for one in prefills + decodes] == [3] * 6  # type: ignore[operator]

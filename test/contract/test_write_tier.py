@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
-from kit.runs import Blank, MakeRun, PageData, make_run, of, select
-from kit.tiers import KEEPING, open_tier
-from kit.waiting import TIMEOUT_S, drained, finished
+from kit.runs import MakeRun, blank, make_run, of, page_data, select
+from kit.tiers import KEEPING, close_whole, loads, open_tier
+from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Erasure,
@@ -46,40 +48,20 @@ PAGES = [8192] * 4
 
 @pytest.fixture(params=KEEPING)
 def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
-    made: list[TierEngine] = []
+    with ExitStack() as opened:
 
-    def make(max_tenant_bytes: int | None = None) -> TierEngine:
-        made.append(
-            open_tier(
-                request.param,
-                tmp_path,
-                capacity_bytes=CAPACITY,
-                region_bytes=64 * 1024,
-                max_tenant_bytes=max_tenant_bytes,
-            )
-        )
-        return made[-1]
+        def make(max_tenant_bytes: int | None = None, **sizes: int) -> TierEngine:
+            bounds = {"capacity_bytes": CAPACITY, "region_bytes": 64 << 10} | sizes
+            engine = open_tier(request.param, tmp_path, max_tenant_bytes=max_tenant_bytes, **bounds)
+            opened.callback(close_whole, engine)
+            return engine
 
-    yield make
-    for engine in made:
-        assert drained(engine, TIMEOUT_S)
-        engine.check_integrity()
-        engine.close()
+        yield make
 
 
-@pytest.fixture(params=KEEPING)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierEngine]:
-    made = open_tier(
-        request.param,
-        tmp_path,
-        capacity_bytes=CAPACITY,
-        region_bytes=256 * 1024,
-        queue_bytes=QUEUE,
-    )
-    yield made
-    assert drained(made, TIMEOUT_S)
-    made.check_integrity()
-    made.close()
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> TierEngine:
+    return make_engine(region_bytes=256 << 10, queue_bytes=QUEUE)
 
 
 def store(engine: TierEngine, run: Run) -> list[Reason]:
@@ -109,9 +91,7 @@ def test_a_page_beyond_the_tier_has_no_space(engine: TierEngine, make_run: MakeR
     assert store(engine, run) == [Reason.OK, Reason.NO_SPACE]
 
 
-def test_a_store_beyond_the_queue_goes_in_parts(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_a_store_beyond_the_queue_goes_in_parts(engine: TierEngine, make_run: MakeRun) -> None:
     run = rest = make_run(17, [16_384] * 40)
     assert QUEUE < run.num_bytes < CAPACITY
     while rest.num_pages:
@@ -119,9 +99,7 @@ def test_a_store_beyond_the_queue_goes_in_parts(
         assert num_taken, f"the last {rest.num_pages} of {run.num_pages} pages are never taken"
         rest = select(rest, list(range(num_taken, rest.num_pages)))
     assert engine.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
-    target = blank(run)
-    assert set(load(engine, target)) == {Reason.OK}
-    assert page_data(target) == page_data(run)
+    loads(engine, run)
 
 
 def test_a_full_queue_drops_from_the_end(engine: TierEngine, make_run: MakeRun) -> None:
@@ -140,7 +118,7 @@ def test_a_full_queue_drops_from_the_end(engine: TierEngine, make_run: MakeRun) 
 
 
 def test_eviction_holds_the_cap_and_forgets_the_oldest(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, make_run: MakeRun
 ) -> None:
     runs = [make_run(seed, [16_384] * 8) for seed in range(100, 130)]
     for run in runs:
@@ -150,23 +128,16 @@ def test_eviction_holds_the_cap_and_forgets_the_oldest(
     assert engine.lookup(runs[0].keys).num_hits == 0
     assert engine.lookup(runs[-1].keys).num_hits == 8
     assert engine.stats().num_pages_evicted > 0
-    target = blank(runs[-1])
-    assert set(load(engine, target)) == {Reason.OK}
-    assert page_data(target) == page_data(runs[-1])
+    loads(engine, runs[-1])
 
 
-def test_the_store_lets_go_of_the_buffers(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_the_store_lets_go_of_the_buffers(engine: TierEngine, make_run: MakeRun) -> None:
     original = make_run(9, [4096, 4097])
-    buffers = [bytearray(b"".join(page)) for page in original.pages]
-    run = Run(original.keys, tuple((memoryview(buffer),) for buffer in buffers))
-    store(engine, run)
+    buffers = [bytearray(page) for page in page_data(original)]
+    store(engine, Run(original.keys, tuple((memoryview(buffer),) for buffer in buffers)))
     for buffer in buffers:
         buffer[:] = bytes(len(buffer))
-    target = blank(run)
-    assert load(engine, target) == [Reason.OK] * 2
-    assert [b"".join(page) for page in target.pages] == [b"".join(p) for p in original.pages]
+    loads(engine, original)
 
 
 def test_cancelled_store_still_finishes(engine: TierEngine, make_run: MakeRun) -> None:
@@ -178,61 +149,41 @@ def test_cancelled_store_still_finishes(engine: TierEngine, make_run: MakeRun) -
     assert engine.lookup(run.keys).num_hits == job.num_leading_ok
 
 
-def test_visible_only_when_readable(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_visible_only_when_readable(engine: TierEngine, make_run: MakeRun) -> None:
     runs = [make_run(seed, [4096] * 4) for seed in range(200, 230)]
-    wrong: list[str] = []
     submitted = threading.Event()
 
-    def reader() -> None:
+    def read() -> None:
         for run in runs:
             while engine.lookup(run.keys).num_hits < run.num_pages and not submitted.is_set():
                 pass
-            num_hits = engine.lookup(run.keys).num_hits
-            target = blank(select(run, list(range(num_hits))))
-            if num_hits and load(engine, target) != [Reason.OK] * num_hits:
-                wrong.append("a visible page could not be read")
-            if page_data(target) != page_data(run)[:num_hits]:
-                wrong.append("a visible page held other bytes")
+            loads(engine, select(run, range(engine.lookup(run.keys).num_hits)))
 
-    thread = threading.Thread(target=reader)
-    thread.start()
-    for run in runs:
-        finished(engine.submit_store(run))
-    submitted.set()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
-    assert not wrong
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        for run in runs:
+            store(engine, run)
+        submitted.set()
+        reading.result(TIMEOUT_S)
 
 
-def test_concurrent_stores_and_loads(
-    engine: TierEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    wrong: list[object] = []
-
+def test_concurrent_stores_and_loads(engine: TierEngine, make_run: MakeRun) -> None:
     def work(worker: int) -> None:
         for step in range(15):
             run = make_run(1000 * (worker % 2) + step, [8192, 100, (5000, 5000)] * 3)
-            finished(engine.submit_store(run))
+            store(engine, run)
             target = blank(run)
             reasons = load(engine, target)
-            for i, reason in enumerate(reasons):
-                if reason is Reason.OK and page_data(target)[i] != page_data(run)[i]:
-                    wrong.append((worker, step, i))
-                if reason not in (Reason.OK, Reason.MISS):
-                    wrong.append(reason)
+            assert set(reasons) <= {Reason.OK, Reason.MISS}
+            for reason, got, wanted in zip(reasons, page_data(target), page_data(run), strict=True):
+                assert reason is Reason.MISS or got == wanted, (worker, step)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(work, range(4)):
+            pass
 
 
-def test_the_books_balance(engine: TierEngine, make_run: MakeRun, blank: Blank) -> None:
+def test_the_books_balance(engine: TierEngine, make_run: MakeRun) -> None:
     run = make_run(14, [4096, 5000, 100])
     store(engine, run)
     store(engine, run)
@@ -268,30 +219,22 @@ def as_stored(engine: TierEngine, run: Run) -> Run:
 def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
     """Flip a bit of the stored copy of ``data``, behind the engine's back."""
     inner = engine.inner if isinstance(engine, FaultyEngine) else engine
+    changed = bytes([data[0] ^ 1]) + data[1:]
     if isinstance(inner, MemoryEngine):
         for page in inner._pages.values():
-            if page.data == data:
-                page.data[0] ^= 1
-        return
-    if isinstance(inner, BucketEngine):
+            page.data[:] = page.data.replace(data, changed)
+    elif isinstance(inner, BucketEngine):
         client, folder = inner._requests, inner._state.layout.pages
-        for listed in [entry for chunk in client.listing(folder) for entry in chunk]:
-            stored = bytearray(client.get(listed.path, listed.size))
-            position = stored.find(data)
-            if position >= 0:
-                stored[position] ^= 1
-                client.put(listed.path, bytes(stored))
-        return
+        for each in [entry for chunk in client.listing(folder) for entry in chunk]:
+            stored = bytes(client.get(each.path, each.size))
+            if data in stored:
+                client.put(each.path, stored.replace(data, changed))
     for file in directory.glob("*.kv"):
-        position = file.read_bytes().find(data)
-        if position >= 0:
-            with file.open("r+b") as stream:
-                stream.seek(position)
-                stream.write(bytes([data[0] ^ 1]))
+        file.write_bytes(file.read_bytes().replace(data, changed))
 
 
 def test_a_flipped_bit_is_corrupt_then_a_miss(
-    engine: TierEngine, tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
+    engine: TierEngine, tmp_path: Path, make_run: MakeRun
 ) -> None:
     run = make_run(16, [4096, 4096, 4096])
     store(engine, run)
@@ -316,19 +259,12 @@ def usage(engine: TierEngine) -> dict[bytes, TenantUsage]:
     return {entry.tenant: entry for entry in engine.tenants(100)}
 
 
-def test_a_tenant_of_wrong_length_raises(make_run: MakeRun) -> None:
-    with pytest.raises(ValueError, match="a tenant has 3 bytes"):
-        of(b"abc", make_run(1, PAGES))
-
-
-def test_pages_count_for_the_tenant_that_stored_them(
-    engine: TierEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_pages_count_for_the_tenant_that_stored_them(engine: TierEngine, make_run: MakeRun) -> None:
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, [100, 5000])), make_run(3, [4096])]
     for run in runs:
-        finished(engine.submit_store(run))
-        finished(engine.submit_store(run))  # duplicates count once
-        finished(engine.submit_load(blank(run)))
+        store(engine, run)
+        store(engine, run)  # duplicates count once
+        load(engine, blank(run))
     found = usage(engine)
     num_bytes = [as_stored(engine, run).num_bytes for run in runs]
     assert {name: entry[1:3] for name, entry in found.items()} == {
@@ -352,14 +288,12 @@ ERASED = {
 
 
 @pytest.mark.parametrize("what", ERASED.values(), ids=ERASED)
-def test_an_erasure_takes_what_it_names_alone(
-    make_engine: MakeEngine, what: Erasure, blank: Blank, page_data: PageData
-) -> None:
+def test_an_erasure_takes_what_it_names_alone(make_engine: MakeEngine, what: Erasure) -> None:
     """And it may be stored again."""
     engine = make_engine()
     runs = [of(A, make_run(1, PAGES)), of(B, make_run(2, PAGES)), make_run(3, PAGES)]
     for run in runs:
-        assert finished(engine.submit_store(run)) == [Reason.OK] * 4
+        assert store(engine, run) == [Reason.OK] * 4
     assert is_true(engine.erase(what), TIMEOUT_S)
     num_left = 0
     for run in runs:
@@ -368,17 +302,15 @@ def test_an_erasure_takes_what_it_names_alone(
         held = [key not in gone for key in run.keys]
         num_left += sum(held)
         assert engine.contains(run.keys) == held
-        loaded = finished(engine.submit_load(blank(run)))
+        loaded = load(engine, blank(run))
         assert loaded == [Reason.OK if is_held else Reason.MISS for is_held in held]
     stats = engine.stats()
     assert (stats.num_pages, stats.num_pages_erased) == (num_left, 12 - num_left)
     assert stats.stored_bytes == num_left * 8192
     assert sum(entry.num_pages for entry in engine.tenants(9)) == num_left
     for run in runs:
-        assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
-        target = blank(run)
-        assert finished(engine.submit_load(target)) == [Reason.OK] * 4
-        assert page_data(target) == page_data(run)
+        assert set(store(engine, run)) <= {Reason.OK, Reason.DUPLICATE}
+        loads(engine, run)
 
 
 def test_no_earlier_store_lands_behind_an_erasure(engine: TierEngine) -> None:
@@ -389,7 +321,7 @@ def test_no_earlier_store_lands_behind_an_erasure(engine: TierEngine) -> None:
         number = 100_000
         while not stop.is_set():
             run = of(B, make_run(number, [4096] * 2))
-            if finished(engine.submit_store(run)) == [Reason.OK] * 2:
+            if store(engine, run) == [Reason.OK] * 2:
                 others.append(run)
             number += 1
 
@@ -420,11 +352,11 @@ def test_a_tenant_never_holds_more_than_its_share(
 ) -> None:
     engine = make_engine(SHARE)
     other = of(B, make_run(1, PAGES))
-    finished(engine.submit_store(other))
+    store(engine, other)
     last: list[Run] = []
     for seed in range(100, 200):
         run = of(A, make_run(seed, PAGES))
-        reasons = finished(engine.submit_store(run))
+        reasons = store(engine, run)
         assert set(reasons) <= {Reason.OK, Reason.OVER_SHARE}
         assert usage(engine)[A].physical_bytes <= SHARE
         last = [*last[-2:], run] if reasons == [Reason.OK] * 4 else last
@@ -440,7 +372,7 @@ def test_a_store_beyond_the_share_keeps_leading_pages(
 ) -> None:
     engine = make_engine(16_384)
     run = of(A, make_run(1, [8192, 4096, 8192, 8192]))
-    reasons = finished(engine.submit_store(run))
+    reasons = store(engine, run)
     assert reasons.count(Reason.OVER_SHARE) >= 1 or isinstance(engine, MemoryEngine | FaultyEngine)
     assert usage(engine)[A].physical_bytes <= 16_384
     assert finished(engine.submit_store(of(A, make_run(2, [16_385])))) == [Reason.OVER_SHARE]
@@ -450,5 +382,5 @@ def test_stores_of_no_tenant_have_no_share(make_engine: MakeEngine, make_run: Ma
     engine = make_engine(SHARE)
     runs = [make_run(seed, PAGES) for seed in range(12)]  # a share and a half
     for run in runs:
-        assert finished(engine.submit_store(run)) == [Reason.OK] * 4
+        assert store(engine, run) == [Reason.OK] * 4
     assert [hits(engine, run) for run in runs] == [4] * 12

@@ -22,8 +22,6 @@ from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = ["BucketChild", "child_run"]
-
 _MAX_RUNS_UNDER_WAY = 4
 
 

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Job
 
-__all__ = [
-    "TIMEOUT_S",
-    "collect",
-    "is_held",
-    "load",
-    "open_descriptors",
-    "open_engine",
-    "opened",
-    "paths",
-    "run_of",
-    "start_load",
-    "store",
-]
 
 TIMEOUT_S = 20.0
 PAGES_PER_RUN = 4

@@ -25,7 +25,6 @@ from sglang_tiered.storage.region.reclaim import CapacityControl
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FLOOR", "REGION", "STEPS", "TOTAL", "BudgetChild"]
 
 PAGE = 4096
 REGION = 64 * PAGE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from object_proxy import FaultProxy
@@ -10,12 +10,15 @@ from object_server import STANDING, ObjectServer, StandingServer, s3_environment
 from peer_servers import Servers
 from redis_server import RedisServer
 from route_mocks import Mocks
+from transfer_pair import Shape, decode, prefill
 
 from server_process import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from transfer_pair import Decode, Prefill
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +63,24 @@ def redis_server() -> Iterator[RedisServer]:
     """A Redis of the test's own, which it may kill."""
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture
+def sender(request: pytest.FixtureRequest) -> Iterator[Prefill]:
+    """A prefill endpoint of the module's ``SETTINGS`` and ``SHAPE``."""
+    with prefill(**_endpoint(request)) as one:
+        yield one
+
+
+@pytest.fixture
+def receiver(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    with decode(**_endpoint(request)) as one:
+        yield one
+
+
+def _endpoint(request: pytest.FixtureRequest) -> dict[str, Any]:
+    module = request.module
+    return {"shape": getattr(module, "SHAPE", Shape()), "settings": module.SETTINGS}
 
 
 @pytest.fixture

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kit.waiting import eventually
+
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Sequence
     from typing import Self
 
-__all__ = ["LineProcess"]
 
 TIMEOUT_S = 60.0
 
@@ -21,13 +24,17 @@ class LineProcess:
     """The other end of ``python -m module arguments``. As a context manager: killed at the latest
     when left."""
 
-    def __init__(self, module: str, *arguments: object) -> None:
+    def __init__(
+        self, module: str, *arguments: object, prefix: Sequence[str] = (), **environment: str
+    ) -> None:
+        """``prefix``: a command that runs the process elsewhere."""
+        paths = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [*prefix, sys.executable, "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": paths} | environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -52,6 +59,20 @@ class LineProcess:
         line, _, self._buffered = self._buffered.partition(b"\n")
         return line.decode()
 
+    def freeze(self) -> None:
+        """Returns when none of its threads runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        eventually(lambda: all(state == "T" for state in self._states()))
+
+    def _states(self) -> list[str]:
+        tasks = Path(f"/proc/{self.pid}/task")
+        return [
+            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()
+        ]
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def strike(self) -> None:
         """``kill -9``."""
         self._process.kill()
@@ -66,19 +87,10 @@ class LineProcess:
         lines, self._buffered = self._buffered.decode().splitlines(), b""
         return lines
 
-    def end(self) -> int:
-        self.tell("exit")
-        return self._process.wait(TIMEOUT_S)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.strike()
         self._orders.close()
         self._reports.close()

@@ -26,26 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from email.message import Message
-    from types import TracebackType
 
-__all__ = [
-    "HOST",
-    "Exchange",
-    "Fault",
-    "FaultProxy",
-    "Request",
-    "Response",
-    "Rule",
-    "drop_upload",
-    "expire",
-    "flip",
-    "hang",
-    "lose_response",
-    "reset",
-    "shorten",
-    "status",
-    "truncate",
-]
 
 HOST = "127.0.0.1"
 _TIMEOUT_S = 60.0
@@ -393,10 +374,5 @@ class FaultProxy:
     def __enter__(self) -> FaultProxy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -20,17 +20,12 @@ import signal
 import subprocess
 import sys
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
 import pytest
 from botocore.config import Config
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["CREDENTIALS", "REGION", "STANDING", "ObjectServer", "StandingServer", "s3_environment"]
 
 HOST = "127.0.0.1"
 REGION = "us-east-1"
@@ -129,12 +124,7 @@ class ObjectServer:
     def __enter__(self) -> ObjectServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -6,13 +6,10 @@ to say what no honest one would, and a server in a process of its own.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
@@ -263,22 +260,7 @@ class StrangeClient(_Stranger):
         return messages.decode_from_server(frames), frames[2:]
 
 
-class FrozenProcess(LineProcess):
-    """One that may be stopped, too."""
-
-    def freeze(self) -> None:
-        """Returns when none of its threads runs any more. SIGCONT lets it go on."""
-        os.kill(self.pid, signal.SIGSTOP)
-        eventually(lambda: all(state == "T" for state in self._states()))
-
-    def _states(self) -> list[str]:
-        tasks = Path(f"/proc/{self.pid}/task")
-        return [
-            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()
-        ]
-
-
-class ServerProcess(FrozenProcess):
+class ServerProcess(LineProcess):
     """A page server of its own, to be killed or stopped."""
 
     def __init__(self, seed: int, size: int, count: int) -> None:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from page_peers import DEADLINE_S, HOST, NAMESPACE, FrozenProcess, make_pages
+from line_process import LineProcess
+from page_peers import DEADLINE_S, HOST, NAMESPACE, make_pages
 from peer_servers import quick
 
 from kit.waiting import eventually
@@ -93,7 +94,7 @@ def sharer(roster: list[Target], directory: Path, **options: object) -> Iterator
         one.close()
 
 
-class SharerProcess(FrozenProcess):
+class SharerProcess(LineProcess):
     """The same in a process of its own, which follows those that are in the roster now."""
 
     def __init__(self, roster: list[Target], directory: Path, *run: int) -> None:

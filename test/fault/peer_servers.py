@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
 
-__all__ = [
-    "NAMESPACE",
-    "OTHER",
-    "Server",
-    "Servers",
-    "end_links",
-    "key",
-    "know_each_other",
-    "quick",
-]
 
 NAMESPACE, OTHER = bytes(range(32)), b"x" * 32
 

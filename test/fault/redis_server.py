@@ -17,17 +17,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import redis
 
 from kit.programs import program
 from server_process import free_port
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["RedisServer", "redis_program"]
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -124,10 +118,6 @@ class RedisServer:
             process.wait(TIMEOUT_S)
             Path(self.socket_path).unlink(missing_ok=True)
 
-    def restart_empty(self) -> None:
-        self.kill()
-        self.start()
-
     def close(self) -> None:
         for client in self._clients:
             client.close()
@@ -137,10 +127,5 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from route_mocks import Mock, Mocks
 
-__all__ = ["BIG", "BUSY_S", "CHAT", "Answer", "Front"]
 
 CHAT = "/v1/chat/completions"
 BIG = json.dumps({"input_ids": list(range(1000, 500_000)), "stream": True}).encode()

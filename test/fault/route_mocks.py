@@ -18,7 +18,6 @@ from sglang_tiered.policy.server_costs import ABANDONED, EventSource, ServerCost
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
 
-__all__ = ["MODEL", "PAGE", "Mock", "Mocks"]
 
 PAGE = 64
 NUM_TOKENS = 5

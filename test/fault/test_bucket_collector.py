@@ -50,14 +50,6 @@ def records(engine: Any) -> list[str]:
     return [each.path for chunk in engine._requests.listing(ERASED) for each in chunk]
 
 
-def test_without_a_limit_nothing_goes_however_old(url: str) -> None:
-    with opened(url) as engine:
-        assert store(engine, run_of(1)) == OK
-        report = collect(engine, 5000 * DAY)
-        assert (report.num_removed, report.num_pages) == (0, 4)
-        assert load(engine, run_of(1)) == OK
-
-
 def test_what_is_over_age_goes_and_is_missed(url: str) -> None:
     with opened(url) as engine, opened(url) as reader:
         assert store(engine, run_of(1)) == OK

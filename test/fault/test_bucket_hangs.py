@@ -106,23 +106,8 @@ def test_lookups_never_wait_whatever_hangs(
         assert not thread.is_alive()
 
 
-KINDS = {
-    "list": ("list", ""),
-    "get of a page": ("get", "/pages/"),
-    "put of a page": ("put", "/pages/"),
-    "put of a record": ("put", "/erased/"),
-    "delete": ("delete", ""),
-    "everything": ("*", ""),
-}
-USUAL = {"put of a page", "everything"}
-
-
 @pytest.mark.parametrize(
-    ("kind", "folder"),
-    [
-        pytest.param(*kind, id=name, marks=[] if name in USUAL else [pytest.mark.slow])
-        for name, kind in KINDS.items()
-    ],
+    ("kind", "folder"), [("put", "/pages/"), ("*", "")], ids=["put of a page", "everything"]
 )
 def test_closing_is_bounded_and_ends_every_job(
     s3_url: str, proxy: FaultProxy, kind: str, folder: str

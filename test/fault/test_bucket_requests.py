@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_descriptors, opened, run_of, store
-from object_proxy import (
-    drop_upload,
-    flip,
-    lose_response,
-    reset,
-    shorten,
-    status,
-    truncate,
-)
+from object_proxy import drop_upload, flip, lose_response, reset, shorten, status, truncate
 
 from kit.clock import Clock
 from kit.waiting import eventually

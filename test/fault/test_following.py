@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from page_peers import FrozenProcess
+from line_process import LineProcess
 from peer_servers import OTHER, key
 
 from kit.waiting import eventually
@@ -54,7 +52,7 @@ def test_two_addresses_of_one_server_are_one(servers: Servers) -> None:
 
 def test_a_killed_server_is_gone_at_once(servers: Servers) -> None:
     one = servers.open()
-    with FrozenProcess("peer_servers", one.target.port, 100, 50) as other:
+    with LineProcess("peer_servers", one.target.port, 100, 50) as other:
         name, port = other.line().split()
         servers.roster.append(Target("127.0.0.1", int(port)))
         eventually(lambda: one.finds_at(149) == name)
@@ -66,14 +64,14 @@ def test_a_killed_server_is_gone_at_once(servers: Servers) -> None:
 
 def test_a_hanging_server_is_gone_within_its_expiry(servers: Servers) -> None:
     one = servers.open(expiry_s=4.0)
-    with FrozenProcess("peer_servers", one.target.port, 100, 50) as other:
+    with LineProcess("peer_servers", one.target.port, 100, 50) as other:
         name, port = other.line().split()
         servers.roster.append(Target("127.0.0.1", int(port)))
         eventually(lambda: one.finds_at(149) == name)
         other.freeze()
         eventually(lambda: one.finds(149) == [False], timeout_s=10.0)
         assert "has said nothing" in one.sync.trouble or "closed" in one.sync.trouble
-        os.kill(other.pid, signal.SIGCONT)
+        other.thaw()
         eventually(lambda: one.finds_at(149) == name)
 
 

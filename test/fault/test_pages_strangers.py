@@ -153,9 +153,7 @@ def test_answers_nobody_asked_for_land_nowhere(liar: StrangeServer) -> None:
         assert client.stats.num_unasked == 3
 
 
-def test_answers_never_land_after_the_deadline(
-    liar: StrangeServer,
-) -> None:
+def test_answers_never_land_after_the_deadline(liar: StrangeServer) -> None:
     """Whatever the interleaving, what the buffers hold when ``done`` is called stays."""
     pages = make_pages(3, [100_000] * 8)
     settings = replace(PATIENT, request_bytes=100_000)

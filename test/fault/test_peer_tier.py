@@ -157,13 +157,7 @@ def test_closing_ends_what_is_under_way(own: Sharer, roster: list[Target], tmp_p
     own.tier.close()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"listen_host": "192.0.2.1"},
-        {"keys_directory": "nowhere"},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"listen_host": "192.0.2.1"}, {"keys_directory": "nowhere"}])
 def test_impossible_settings_are_refused_and_leave_nothing(
     changes: dict[str, str], own: Sharer, roster: list[Target]
 ) -> None:

@@ -11,8 +11,6 @@ from simulation.engine import running as running_on
 from simulation.ledger import TIMEOUT_S, held, keys, submit
 
 from kit.waiting import finished
-from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
@@ -52,17 +50,3 @@ def test_copy_of_a_busy_store_has_durable_pages(tmp_path: Path) -> None:
         with running(tmp_path / f"copy{number}") as engine:
             assert held(engine, BEFORE) == len(BEFORE)
             held(engine, MEANWHILE)  # some of them, and none of them wrong
-
-
-def test_restored_copy_must_be_purged_again(tmp_path: Path) -> None:
-    """What the page says to do after a restore: the copy cannot know of the purge."""
-    with running(tmp_path / "store") as engine:
-        store(engine, BEFORE)
-        assert engine.flush(TIMEOUT_S)
-        shutil.copytree(tmp_path / "store", tmp_path / "copy")
-        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    with running(tmp_path / "copy") as engine:
-        assert held(engine, BEFORE) == len(BEFORE)
-        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    with running(tmp_path / "copy") as engine:
-        assert held(engine, BEFORE) == 0

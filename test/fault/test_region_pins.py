@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 NUM_REGIONS = 6
 LIMITS: dict[str, Any] = {"capacity_bytes": NUM_REGIONS * REGION}
 KEPT = keys(range(9))
-CRASHES: tuple[tuple[CrashMode, int], ...] = (
-    ("kill", 0),
-    ("drop", 0),
-    ("torn", 1),
-    ("reorder", 2),
-)
+CRASHES: tuple[tuple[CrashMode, int], ...] = (("kill", 0), ("drop", 0), ("torn", 1), ("reorder", 2))
 
 
 def pin(engine: RegionEngine, name: str, wanted: Sequence[bytes]) -> bool:

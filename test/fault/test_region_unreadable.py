@@ -174,10 +174,7 @@ def test_a_disk_that_lost_most_is_refused(
     capacity = (2 * len(names) - 1) * REGION
     number, nbytes = len(names), len(names) * REGION
     told = rf"{number} or more of its region files cannot be read, and take {nbytes} of"
-    with (
-        pytest.raises(StoreError, match=told),
-        running(tmp_path, device, capacity_bytes=capacity),
-    ):
+    with pytest.raises(StoreError, match=told), running(tmp_path, device, capacity_bytes=capacity):
         pass
     assert device.crash("kill") == files
     assert not device.num_open

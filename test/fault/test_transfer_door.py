@@ -11,7 +11,6 @@ import socket
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,26 +22,11 @@ from sglang_tiered.transfer import messages, same_host
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
 from sglang_tiered.wire import sockets
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(60)
 
-PATIENT = replace(
+SETTINGS = replace(
     SAME_HOST, peer_timeout_s=60.0, connect_timeout_s=60.0, progress_timeout_s=60.0
 )  # with strangers, who give no sign of life
-
-
-@pytest.fixture
-def sender() -> Iterator[Prefill]:
-    with prefill(settings=PATIENT) as one:
-        yield one
-
-
-@pytest.fixture
-def receiver() -> Iterator[Decode]:
-    with decode(settings=PATIENT) as one:
-        yield one
 
 
 def test_no_process_may_trace_prefill_before_authentication(
@@ -74,10 +58,10 @@ def test_an_unread_endpoint_revokes_no_permission(
     """A process has one, which may be a debugger's."""
     allowed: list[int] = []
     monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with prefill(settings=PATIENT) as sender, strange_decode(sender.address) as stranger:
+    with prefill(settings=SETTINGS) as sender, strange_decode(sender.address) as stranger:
         assert stranger.greet(is_same_host=True).door is not None
     assert not allowed
-    with prefill(settings=PATIENT) as sender:
+    with prefill(settings=SETTINGS) as sender:
         hand_over(sender, receiver)
     assert allowed == [os.getpid(), 0]
 
@@ -156,10 +140,7 @@ def test_lack_of_descriptors_makes_no_busy_loop(
 
 def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome()
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
+        opened = stranger.opened_by(receiver, [7])
         pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
         stranger.send(pull, np.array([0], "<i4").tobytes())
         assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
@@ -168,7 +149,7 @@ def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
 def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
     with (
-        decode(settings=PATIENT) as receiver,
+        decode(settings=SETTINGS) as receiver,
         strange_prefill() as stranger,
         closing(Door()) as door,
     ):
@@ -186,11 +167,8 @@ def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
 def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
-    with decode(settings=PATIENT) as receiver, strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=name)
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
+    with decode(settings=SETTINGS) as receiver, strange_prefill() as stranger:
+        opened = stranger.opened_by(receiver, [7], door=name)
         stranger.slab(opened, stranger.pool.pages([0]).tobytes())
         stranger.send(messages.Last(1, opened.generation, 1, []))
         receiver.events.wait_for("received", 1)
@@ -199,7 +177,7 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
 def test_a_foreign_socket_is_not_talked_to(name: str) -> None:
     with (
-        decode(settings=PATIENT) as receiver,
+        decode(settings=SETTINGS) as receiver,
         strange_prefill() as stranger,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
     ):
@@ -219,16 +197,13 @@ def test_decode_reads_only_the_rooms_own_prefill() -> None:
     decode itself, and then addresses there."""
     secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
     with (
-        prefill(settings=PATIENT) as honest,
-        decode(settings=PATIENT) as receiver,
+        prefill(settings=SETTINGS) as honest,
+        decode(settings=SETTINGS) as receiver,
         strange_prefill() as stranger,
     ):
         door = honest.endpoint._peers.door
         assert door is not None
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=door.name)
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
+        opened = stranger.opened_by(receiver, [7], door=door.name)
         fence = Fence()
         pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
         stranger.send(pull, np.array([0], "<i4").tobytes())

@@ -16,10 +16,11 @@ from transfer_pair import (
     TCP,
     Decode,
     Pool,
-    Prefill,
     Recorder,
     Shape,
     decode,
+    hand_over,
+    meet,
     prefill,
 )
 from transfer_strangers import strange_decode, strange_prefill
@@ -58,16 +59,6 @@ def returns_everything(once: Callable[[], None], times: int = 8) -> None:
         once()
     # ZeroMQ closes in the background what another thread still had.
     eventually(lambda: num_files() <= files and threading.active_count() <= threads)
-
-
-def hand_over(sender: Prefill, receiver: Decode, room: int) -> None:
-    sender.endpoint.expect_room(room)
-    receiver.open(room, [sender], [1, 2])
-    sender.events.wait_for("ready", room)
-    sender.send(room, [8, 9])
-    receiver.events.wait_for("received", room)
-    sender.events.wait_for("sent", room)
-    receiver.endpoint.close_room(room)
 
 
 @pytest.mark.parametrize("way", ["tcp", "same_host", "keys"])
@@ -160,9 +151,7 @@ def test_ended_rooms_keep_no_memory() -> None:
 
         def some(first: int) -> None:
             for room in range(first, first + 60):
-                sender.endpoint.expect_room(room)
-                receiver.open(room, [sender], range(16))
-                sender.events.wait_for("ready", room)
+                meet(sender, receiver, room, range(16))
                 sender.send(room, range(16))
                 if room % 2:
                     receiver.events.wait_for("received", room)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from transfer_pair import IMPATIENT, TCP, Decode, Prefill, Shape, decode, indices, prefill
+from transfer_pair import IMPATIENT, TCP, Decode, Prefill, Shape, decode, indices, meet, prefill
 from transfer_relay import (
     Fault,
     Frames,
@@ -236,9 +236,7 @@ def test_a_last_slab_damaged_is_sent_again() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect_room(1)
-        receiver.open(1, [between.address], [1, 2])
-        sender.events.wait_for("ready", 1)
+        meet(sender, receiver, 1, [1, 2], between.address)
         sender.send(1, [7, 8])
         receiver.events.wait_for("received", 1)
         sender.events.wait_for("sent", 1)
@@ -253,9 +251,7 @@ def test_a_slab_never_intact_fails_its_room() -> None:
         decode(SHAPE, settings=TCP) as receiver,
         relay(sender.address, sometimes(flip(3), share=1.0, only=is_slab)) as between,
     ):
-        sender.endpoint.expect_room(1)
-        receiver.open(1, [between.address], [1])
-        sender.events.wait_for("ready", 1)
+        meet(sender, receiver, 1, [1], between.address)
         sender.send(1, [7])
         for events in (sender.events, receiver.events):
             assert "could not be delivered intact" in events.wait_for("failed", 1)[2]
@@ -278,9 +274,7 @@ def test_a_lost_slab_is_noticed_in_busy_sessions() -> None:
         decode(SHAPE, settings=settings) as receiver,
         relay(sender.address, fault) as between,
     ):
-        sender.endpoint.expect_room(0)
-        receiver.open(0, [between.address], [1])
-        sender.events.wait_for("ready", 0)
+        meet(sender, receiver, 0, [1], between.address)
         sender.send(0, [7])
         numbers = iter(range(1, 100_000))
 

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from transfer_pair import HOST, MODEL, decode, hand_over, prefill
 
-from sglang_tiered.transfer.messages import (
-    TOKENS_BYTES,
-    Asked,
-    is_other_model,
-    is_other_prompt,
-)
+from sglang_tiered.transfer.messages import TOKENS_BYTES, Asked, is_other_model, is_other_prompt
 
 if TYPE_CHECKING:
     from transfer_pair import Decode, Prefill
@@ -70,40 +65,38 @@ def test_requests_wait_until_both_models_are_known() -> None:
             assert (receiver.pool.pages(pages) == sender.pool.pages([8, 9])).all()
 
 
-@pytest.mark.parametrize("is_claimed_first", [False, True])
-def test_other_adapter_is_another_model(is_claimed_first: bool) -> None:
+def both_ask(
+    sender: Prefill, receiver: Decode, room: int, ours: Asked, theirs: Asked, *, is_claimed: bool
+) -> None:
+    """``is_claimed``: decode asks first."""
+    if not is_claimed:
+        sender.endpoint.expect_room(room, ours)
+    receiver.open(room, [sender], [1, 2], asked=theirs)
+    if is_claimed:
+        sender.endpoint.expect_room(room, ours)
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_other_adapter_is_another_model(is_claimed: bool) -> None:
+    ours = Asked(ADAPTER)
     with prefill() as sender, decode() as receiver:
-        for room, theirs in ((1, ADAPTER), (2, OTHER), (3, b"")):
-            calls = [
-                lambda room=room: sender.endpoint.expect_room(room, Asked(ADAPTER)),
-                lambda room=room, theirs=theirs: receiver.open(
-                    room, [sender], [1, 2], asked=Asked(theirs)
-                ),
-            ]
-            for call in reversed(calls) if is_claimed_first else calls:
-                call()
-            if theirs == ADAPTER:
-                sender.events.wait_for("ready", room)
-            else:
-                assert all("whose KV differs" in told for told in reasons(sender, receiver, room))
+        both_ask(sender, receiver, 1, ours, ours, is_claimed=is_claimed)
+        sender.events.wait_for("ready", 1)
+        for room, adapter in ((2, OTHER), (3, b"")):
+            both_ask(sender, receiver, room, ours, Asked(adapter), is_claimed=is_claimed)
+            assert all("whose KV differs" in told for told in reasons(sender, receiver, room))
 
 
-@pytest.mark.parametrize("is_claimed_first", [False, True])
+@pytest.mark.parametrize("is_claimed", [False, True])
 @pytest.mark.parametrize("adapter", [b"", ADAPTER])
-def test_other_tokens_are_refused_on_both_sides(adapter: bytes, is_claimed_first: bool) -> None:
+def test_other_tokens_are_refused_on_both_sides(adapter: bytes, is_claimed: bool) -> None:
     """A number that two requests share: KV of one prompt answered the other, and was filed so."""
+    ours = Asked(adapter, PROMPT)
     with prefill() as sender, decode() as receiver:
-        for room, prompt in ((1, PROMPT), (2, bytes(TOKENS_BYTES)), (3, PROMPT[::-1])):
-            asked, theirs = Asked(adapter, PROMPT), Asked(adapter, prompt)
-            calls = [
-                lambda room=room, asked=asked: sender.endpoint.expect_room(room, asked),
-                lambda room=room, asked=theirs: receiver.open(room, [sender], [1, 2], asked=asked),
-            ]
-            for call in reversed(calls) if is_claimed_first else calls:
-                call()
-            if prompt == PROMPT:
-                sender.events.wait_for("ready", room)
-                continue
+        both_ask(sender, receiver, 1, ours, ours, is_claimed=is_claimed)
+        sender.events.wait_for("ready", 1)
+        for room, prompt in ((2, bytes(TOKENS_BYTES)), (3, PROMPT[::-1])):
+            both_ask(sender, receiver, room, ours, Asked(adapter, prompt), is_claimed=is_claimed)
             for told in reasons(sender, receiver, room):
                 assert is_other_prompt(told) and not is_other_model(told)
                 assert f"prefill at {HOST}:30000 and decode at {HOST}:30001" in told

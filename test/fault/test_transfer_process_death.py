@@ -4,7 +4,6 @@ successor behind the same address is never mistaken for it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from transfer_child import SHAPE, Child, hand_over
@@ -12,40 +11,19 @@ from transfer_pair import IMPATIENT, SAME_HOST, Decode, Prefill, decode, prefill
 
 from kit.waiting import eventually
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(60)
 
 UNHURRIED = replace(IMPATIENT, peer_timeout_s=60.0, progress_timeout_s=60.0)
 """Within the deadline of a test, death is noticed by the connection or not at all."""
 
 
-@pytest.fixture
-def receiver() -> Iterator[Decode]:
-    with decode(SHAPE, settings=IMPATIENT) as one:
-        yield one
-
-
-@pytest.fixture
-def sender() -> Iterator[Prefill]:
-    with prefill(SHAPE, settings=IMPATIENT) as one:
-        yield one
-
-
-@pytest.fixture
-def unhurried() -> Iterator[Prefill]:
-    with prefill(SHAPE, settings=UNHURRIED) as one:
-        yield one
+SETTINGS = IMPATIENT
 
 
 def test_a_killed_prefill_fails_its_rooms_at_once() -> None:
     with decode(SHAPE, settings=UNHURRIED) as receiver, Child("prefill") as child:
         hand_over(child, receiver, 1)
-        receiver.open(2, [child.address], [2])
-        child.tell("expect 2")
-        child.tell("ready 2")
-        child.wait_for("ready 2")
+        child.opens(receiver, 2)
         child.kill()
         assert receiver.events.wait_for("failed", 2)[2]
         eventually(lambda: receiver.endpoint.num_sessions == 0)
@@ -57,9 +35,11 @@ def test_a_killed_prefill_fails_its_rooms_at_once() -> None:
     assert receiver.events.kinds(1) == ["received"], "what was received stays received"
 
 
-def test_a_killed_decode_fails_its_rooms_early(unhurried: Prefill) -> None:
-    sender = unhurried
-    with Child("decode", sender.endpoint.control_port) as child:
+def test_a_killed_decode_fails_its_rooms_early() -> None:
+    with (
+        prefill(SHAPE, settings=UNHURRIED) as sender,
+        Child("decode", sender.endpoint.control_port) as child,
+    ):
         for room in (1, 2):
             sender.endpoint.expect_room(room)
             child.tell(f"open {room}")
@@ -68,28 +48,23 @@ def test_a_killed_decode_fails_its_rooms_early(unhurried: Prefill) -> None:
         child.kill()
         for room in (1, 2):
             assert sender.events.wait_for("failed", room)[2]
-    eventually(lambda: sender.endpoint.num_sessions == sender.endpoint.num_rooms == 0)
-    with Child("decode", sender.endpoint.control_port) as successor:
-        sender.endpoint.expect_room(3)
-        successor.tell("open 3")
-        sender.events.wait_for("ready", 3)
-        sender.send(3, [3])
-        sender.events.wait_for("sent", 3)
+        eventually(lambda: sender.endpoint.num_sessions == sender.endpoint.num_rooms == 0)
+        with Child("decode", sender.endpoint.control_port) as successor:
+            sender.endpoint.expect_room(3)
+            successor.tell("open 3")
+            sender.events.wait_for("ready", 3)
+            sender.send(3, [3])
+            sender.events.wait_for("sent", 3)
 
 
-def test_a_stopped_prefill_fails_rooms_until_it_resumes(
-    receiver: Decode,
-) -> None:
+def test_a_stopped_prefill_fails_rooms_until_it_resumes(receiver: Decode) -> None:
     with Child("prefill") as child:
         hand_over(child, receiver, 1)
-        child.tell("expect 2")
-        receiver.open(2, [child.address], [2])
-        child.tell("ready 2")
-        child.wait_for("ready 2")
-        child.stop()
+        child.opens(receiver, 2)
+        child.freeze()
         reason = receiver.events.wait_for("failed", 2, IMPATIENT.peer_timeout_s + 3)[2]
         assert "silent" in reason
-        child.resume()
+        child.thaw()
         child.tell("failed 2")
         assert child.wait_for("failed"), "and prefill learns that its room is over"
         hand_over(child, receiver, 3)
@@ -100,10 +75,10 @@ def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
         sender.endpoint.expect_room(1)
         child.tell("open 1")
         sender.events.wait_for("ready", 1)
-        child.stop()
+        child.freeze()
         reason = sender.events.wait_for("failed", 1, IMPATIENT.peer_timeout_s + 3)[2]
         assert "silent" in reason
-        child.resume()
+        child.thaw()
         child.tell("failed 1")
         child.wait_for("failed")
         child.tell("open 2")
@@ -115,15 +90,9 @@ def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
 
 
 def test_a_prefill_killed_while_read_fails_the_room() -> None:
-    with (
-        Child("prefill", same_host=True) as child,
-        decode(SHAPE, settings=SAME_HOST) as receiver,
-    ):
+    with Child("prefill", same_host=True) as child, decode(SHAPE, settings=SAME_HOST) as receiver:
         hand_over(child, receiver, 1)
-        child.tell("expect 2")
-        receiver.open(2, [child.address], [2, 3])
-        child.tell("ready 2")
-        child.wait_for("ready 2")
+        child.opens(receiver, 2, [2, 3])
         child.tell("send 2 part")
         eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
         child.kill()

@@ -21,7 +21,10 @@ from transfer_pair import (
     Prefill,
     Shape,
     decode,
+    hand_over,
+    hold,
     indices,
+    meet,
     prefill,
 )
 from transfer_strangers import strange_decode, strange_prefill
@@ -34,23 +37,12 @@ from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, Chunk
 from sglang_tiered.wire import sockets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(60)
+SETTINGS = TCP
 
 STATES = ("expected", "opened", "ready", "part_sent", "last_queued", "concluded")
-
-
-@pytest.fixture
-def sender() -> Iterator[Prefill]:
-    with prefill() as one:
-        yield one
-
-
-@pytest.fixture
-def receiver() -> Iterator[Decode]:
-    with decode() as one:
-        yield one
 
 
 def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
@@ -112,13 +104,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
 def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     """And the session serves on, with all of its credit."""
     eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
-    sender.endpoint.expect_room(50)
-    receiver.open(50, [sender], [5])
-    sender.events.wait_for("ready", 50)
-    sender.send(50, [6])
-    receiver.events.wait_for("received", 50)
-    sender.events.wait_for("sent", 50)
-    receiver.endpoint.close_room(50)
+    hand_over(sender, receiver, 50)
     assert sender.endpoint.stats.num_sessions_lost == receiver.endpoint.stats.num_sessions_lost == 0
     for peer in sender.endpoint._peers:
         queue = peer.sending
@@ -142,10 +128,7 @@ def test_a_received_room_survives_losing_prefill() -> None:
 
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome()
-        stranger.joined()
-        first = stranger.hear(messages.Open)
+        first = stranger.opened_by(receiver, [7])
         receiver.endpoint.close_room(1)
         receiver.open(1, [stranger.address], [7])
         second = stranger.hear(messages.Open)
@@ -164,10 +147,7 @@ def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
 def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
     """A confirmation would have prefill free the room as one that decode got."""
     with strange_prefill() as stranger:
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome()
-        stranger.joined()
-        opened = stranger.hear(messages.Open)
+        opened = stranger.opened_by(receiver, [7])
         stranger.tell(messages.Failed(1, opened.generation, "out of memory"))
         receiver.events.wait_for("failed", 1)
         stranger.send(messages.Last(1, opened.generation, 1, []))
@@ -204,9 +184,7 @@ def test_an_unreadable_pool_fails_only_its_room(
 
     monkeypatch.setattr(sender.pool.memories.kv, "gather", broken)
     for room, source in ((1, 13), (2, 14)):
-        sender.endpoint.expect_room(room)
-        receiver.open(room, [sender], [room])
-        sender.events.wait_for("ready", room)
+        meet(sender, receiver, room, [room])
         sender.send(room, [source])
     for events in (sender.events, receiver.events):
         assert "device lost" in events.wait_for("failed", 1)[2]
@@ -225,9 +203,7 @@ def test_an_unwritable_pool_fails_only_its_room(
 
     monkeypatch.setattr(receiver.pool.memories.kv, "scatter", broken)
     for room in (1, 2):
-        sender.endpoint.expect_room(room)
-        receiver.open(room, [sender], [room])
-        sender.events.wait_for("ready", room)
+        meet(sender, receiver, room, [room])
         sender.send(room, [14])
     for events in (sender.events, receiver.events):
         assert "device lost" in events.wait_for("failed", 1, 5)[2]
@@ -238,9 +214,7 @@ def test_an_unwritable_pool_fails_only_its_room(
 
 def test_a_chunk_beyond_the_pool_fails_its_room(sender: Prefill, receiver: Decode) -> None:
     for room, (pages, row) in enumerate([([64, 1], 1), ([-1, 1], 1), ([1, 2], 16)]):
-        sender.endpoint.expect_room(room)
-        receiver.open(room, [sender], [1, 2])
-        sender.events.wait_for("ready", room)
+        meet(sender, receiver, room)
         sender.send(room, pages, aux_row=row)
         for events in (sender.events, receiver.events):
             assert "names page" in events.wait_for("failed", room)[2]
@@ -259,9 +233,7 @@ def test_a_closed_rooms_pages_never_change() -> None:
             number = worker
             while time.monotonic() < ended and not problems:
                 number += 8
-                sender.endpoint.expect_room(number)
-                receiver.open(number, [sender], pages)
-                sender.events.wait_for("ready", number)
+                meet(sender, receiver, number, pages)
                 sender.send(number, range(8))
                 if number % 3:  # often in the middle, sometimes at the end
                     eventually(receiver.pool.kv[:, pages[0]].any)
@@ -310,19 +282,6 @@ def test_a_slab_checked_during_close_never_lands(
     assert not receiver.pool.kv.any()
 
 
-def blocked(endpoint: object) -> Callable[[], None]:
-    """Hold an endpoint's thread until the function returned is called."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        entered.set()
-        leave.wait(DEADLINE_S)
-
-    endpoint._loop.call(hold)  # type: ignore[attr-defined]
-    assert entered.wait(DEADLINE_S)
-    return leave.set
-
-
 def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
     shape = Shape(num_layers=2, page_size=64, num_pages=64, num_heads=8, head_bytes=256)
     page_bytes = 4 * 64 * 8 * 256
@@ -332,23 +291,19 @@ def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
         decode(shape, settings=settings) as slow,
         decode(shape, settings=settings) as quick,
     ):
-        sender.endpoint.expect_room(1)
-        slow.open(1, [sender], range(64))
-        sender.events.wait_for("ready", 1)
-        release = blocked(slow.endpoint)
+        meet(sender, slow, 1, range(64))
+        leave = hold(slow.endpoint)
         sender.send(1, range(64))
         eventually(lambda: sender.endpoint.stats.sent_bytes >= settings.window_bytes)
         for room in range(2, 12):
-            sender.endpoint.expect_room(room)
-            quick.open(room, [sender], [room])
-            sender.events.wait_for("ready", room)
+            meet(sender, quick, room, [room])
             sender.send(room, [room])
             quick.events.wait_for("received", room)
             quick.endpoint.close_room(room)
         assert slow.events.kinds(1) == []
         under_way = sender.endpoint.stats.sent_bytes - 10 * page_bytes
         assert under_way <= settings.window_bytes + TARGET_SLAB_BYTES
-        release()
+        leave.set()
         slow.events.wait_for("received", 1)
         assert np.array_equal(slow.pool.kv, sender.pool.kv)
 
@@ -404,11 +359,11 @@ def test_tiny_rooms_never_overrun_a_paused_readers_queue() -> None:
             sender.endpoint.expect_room(room)
             receiver.open(room, [sender], [], aux_row=None)
         eventually(lambda: sender.events.kinds(num_rooms - 1) == ["ready"])
-        release = blocked(receiver.endpoint)
+        leave = hold(receiver.endpoint)
         for room in range(num_rooms):
             sender.send(room, [], aux_row=None)
         eventually(lambda: sender.endpoint.stats.num_slabs >= 2000)
-        release()
+        leave.set()
         receiver.events.wait_for("received", num_rooms - 1)
         assert sender.endpoint.stats.num_sessions_lost == 0
 
@@ -436,16 +391,14 @@ def silent_addresses() -> Iterator[list[tuple[str, int]]]:
         yield [(f"127.7.{index // 250}.{index % 250 + 1}", port) for index in range(NUM_SILENT)]
 
 
-def test_rooms_at_many_silent_addresses_all_end(
-    sender: Prefill,
-) -> None:
+def test_rooms_at_many_silent_addresses_all_end(sender: Prefill) -> None:
     """A client names the addresses: whoever names many must not make a room hang."""
     with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
         for room, address in enumerate(addresses):
             receiver.open(room, [address], [0])
         reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
         assert all("did not answer" in reason for reason in reasons)
-        hand_over_one(sender, receiver)
+        hand_over(sender, receiver, NUM_SILENT)
 
 
 @pytest.mark.parametrize("files", [512, 516, 520])  # another socket of three is the first to lack
@@ -464,28 +417,20 @@ def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefi
             reasons = [receiver.events.wait_for("failed", room)[2] for room in range(NUM_SILENT)]
             assert any("cannot be addressed: Too many open files" in why for why in reasons)
             eventually(lambda: receiver.endpoint.num_sessions == 0)
-            hand_over_one(sender, receiver)
+            hand_over(sender, receiver, NUM_SILENT)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def hand_over_one(sender: Prefill, receiver: Decode) -> None:
-    sender.endpoint.expect_room(NUM_SILENT)
-    receiver.open(NUM_SILENT, [sender], [0])
-    sender.events.wait_for("ready", NUM_SILENT)
-    sender.send(NUM_SILENT, [1])
-    receiver.events.wait_for("received", NUM_SILENT)
 
 
 def test_a_room_that_cannot_be_encoded_fails_alone(sender: Prefill, receiver: Decode) -> None:
     no_number: Any = np.int64(0)  # as SGLang's might be, and which no message can hold
     receiver.open(1, [sender], [0], prefix_tokens=no_number)
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 1)[2]
-    hand_over_one(sender, receiver)
+    hand_over(sender, receiver, NUM_SILENT)
 
 
 def test_a_room_number_too_large_fails_alone(sender: Prefill, receiver: Decode) -> None:
     """Not even that it was given up can be said then."""
     receiver.open(2**64, [sender], [0])
     assert "could not ask for the pages" in receiver.events.wait_for("failed", 2**64)[2]
-    hand_over_one(sender, receiver)
+    hand_over(sender, receiver, NUM_SILENT)

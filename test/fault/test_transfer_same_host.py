@@ -21,6 +21,8 @@ from transfer_pair import (
     Shape,
     decode,
     hand_over,
+    hold,
+    meet,
     prefill,
 )
 from transfer_strangers import introduced
@@ -33,26 +35,15 @@ from sglang_tiered.transfer.same_host import Fence, Guest, PeerMemory
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.wire.keys import Tagger
 
 pytestmark = pytest.mark.timeout(60)
+SETTINGS = SAME_HOST
 
 LOST_SOON = replace(SAME_HOST, ping_interval_s=0.1, peer_timeout_s=0.6)
-
-
-@pytest.fixture
-def sender() -> Iterator[Prefill]:
-    with prefill(settings=SAME_HOST) as one:
-        yield one
-
-
-@pytest.fixture
-def receiver() -> Iterator[Decode]:
-    with decode(settings=SAME_HOST) as one:
-        yield one
 
 
 def test_pages_are_read_and_not_sent(sender: Prefill, receiver: Decode) -> None:
@@ -133,19 +124,6 @@ def test_memory_with_unusable_offer_is_sent_instead(
     assert receiver.endpoint.stats.num_forged == 0
 
 
-def hold(endpoint: Any) -> threading.Event:
-    """Hold an endpoint's thread until the event is set."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        entered.set()
-        leave.wait(DEADLINE_S)
-
-    endpoint._loop.call(wait)
-    assert entered.wait(DEADLINE_S)
-    return leave
-
-
 @pytest.mark.parametrize("by", ["silence", "fail_room", "drop_room", "close"])
 def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
@@ -154,9 +132,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         hand_over(sender, receiver, 1)
         receiver.pool.kv[:] = 0
-        sender.endpoint.expect_room(2)
-        receiver.open(2, [sender], [1, 2])
-        sender.events.wait_for("ready", 2)
+        meet(sender, receiver, 2)
         leave = hold(receiver.endpoint)
         before = sender.endpoint.stats.num_slabs
         sender.send(2, [8, 9])
@@ -180,15 +156,11 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
         assert "received" not in receiver.events.kinds(2)
 
 
-def test_a_slab_of_released_pages_is_not_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checksum would be right, of the next request's bytes."""
     settings = replace(SAME_HOST, same_host=False)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
-        sender.endpoint.expect_room(2)
-        receiver.open(2, [sender], [1, 2])
-        sender.events.wait_for("ready", 2)
+        meet(sender, receiver, 2)
         gather = sender.pool.memories.kv.gather
         entered, leave = threading.Event(), threading.Event()
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from transfer_pair import HOST, IMPATIENT, MODEL, Decode, Prefill, decode, prefill
+from transfer_pair import HOST, IMPATIENT, MODEL, Decode, Prefill, decode, hand_over, meet, prefill
 from transfer_strangers import TIMEOUT_MS, Scanner, StrangePrefill, strange_decode, strange_prefill
 from zmq.utils.monitor import parse_monitor_message
 
@@ -25,32 +25,10 @@ from sglang_tiered.wire.keys import load_keys, make_keys
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def sender() -> Iterator[Prefill]:
-    with prefill(settings=IMPATIENT) as one:
-        yield one
-
-
-@pytest.fixture
-def receiver() -> Iterator[Decode]:
-    with decode(settings=IMPATIENT) as one:
-        yield one
-
-
-def works(sender: Prefill, receiver: Decode, room: int = 99) -> None:
-    sender.endpoint.expect_room(room)
-    receiver.open(room, [sender], [3])
-    sender.events.wait_for("ready", room)
-    sender.send(room, [5])
-    receiver.events.wait_for("received", room)
-    assert np.array_equal(receiver.pool.pages([3]), sender.pool.pages([5]))
-    receiver.endpoint.close_room(room)
+SETTINGS = IMPATIENT
 
 
 GARBAGE = {
@@ -72,10 +50,10 @@ GARBAGE = {
 def test_bytes_that_are_no_zeromq_are_disconnected(
     name: str, sender: Prefill, receiver: Decode
 ) -> None:
-    works(sender, receiver, 1)
+    hand_over(sender, receiver, 1)
     for port in (sender.endpoint.control_port, sender.endpoint._peers.data_port):
         Scanner(port).say(*GARBAGE[name])
-    works(sender, receiver, 2)
+    hand_over(sender, receiver, 2)
     assert sender.endpoint.num_sessions == 1
 
 
@@ -99,14 +77,14 @@ FRAMES: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_foreign_frames_harm_no_session(name: str, sender: Prefill, receiver: Decode) -> None:
-    works(sender, receiver, 1)
+    hand_over(sender, receiver, 1)
     with strange_decode(sender.address) as stranger:
         stranger.control.send_multipart(FRAMES[name])
         stranger.greet()
         stranger.join()
         assert stranger.data is not None
         stranger.data.send_multipart(FRAMES[name])
-        works(sender, receiver, 2)
+        hand_over(sender, receiver, 2)
     eventually(lambda: sender.endpoint.num_sessions == 1)
     assert sender.endpoint.stats.num_sessions_lost == 1
 
@@ -116,7 +94,7 @@ def test_an_oversized_frame_is_not_buffered(sender: Prefill, receiver: Decode) -
         stranger.greet()
         stranger.control.send_multipart([VERSION_FRAME, bytes(messages.MAX_CONTROL_BYTES + 1)])
         eventually(lambda: sender.endpoint.stats.num_sessions_lost == 1)
-    works(sender, receiver)
+    hand_over(sender, receiver, 99)
 
 
 def test_garbage_does_not_flood_the_log(sender: Prefill, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,14 +124,9 @@ def test_a_prefill_of_another_version_fails_the_room(receiver: Decode) -> None:
 LAYOUT_LIES: dict[str, dict[str, Any]] = {
     "page_size": {"page_size": 8},
     "no_page_size": {"page_size": 0},
-    "dtype": {"dtype": "fp8_e4m3"},
-    "states": {"states": [messages.StateLayout("mamba", [8])]},
-    "aux": {"aux_bytes": [24]},
-    "layers": {"layer_ids": [8, 9, 8, 9]},
     "fewer_layers_than_buffers": {"layer_ids": [0]},
     "no_ranks": {"tp_size": 0},
     "rank_out_of_range": {"tp_rank": 4, "tp_size": 2},
-    "page_bytes": {"page_bytes": [12] * 4},
     "no_page_bytes": {"page_bytes": [0] * 4},
     "more_layers_than_any_model": {"page_bytes": [1] * 4097, "layer_ids": [0] * 4097},
     "no_split_by_heads": {"tp_rank": 1, "tp_size": 2, "page_bytes": [100] * 4},
@@ -170,7 +143,7 @@ def test_a_layout_that_misfits_is_refused(name: str, sender: Prefill, receiver: 
         assert answer.reason.endswith(".")
         assert "\n" not in answer.reason
     assert sender.endpoint.num_sessions == 0
-    works(sender, receiver)
+    hand_over(sender, receiver, 99)
 
 
 WELCOME_LIES: dict[str, dict[str, Any]] = {
@@ -226,7 +199,7 @@ def test_a_wrong_proof_joins_no_session(sender: Prefill, tmp_path: Path) -> None
     make_keys(tmp_path)
     ours, theirs = load_keys(tmp_path, "prefill"), load_keys(tmp_path, "decode")
     with prefill(keys=ours) as guarded, decode(keys=theirs) as receiver:
-        works(guarded, receiver, 1)
+        hand_over(guarded, receiver, 1)
         session = next(iter(guarded.endpoint._peers))
         with strange_decode(sender.address) as stranger:
             stranger.welcome = messages.Welcome(
@@ -265,9 +238,7 @@ def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: De
     with strange_decode(sender.address) as stranger:
         stranger.greet()
         stranger.join()
-        sender.endpoint.expect_room(1)
-        receiver.open(1, [sender], [1, 2])
-        sender.events.wait_for("ready", 1)
+        meet(sender, receiver)
         stranger.open(1, 2)
         assert "serves this room number already" in stranger.hear(messages.Failed).reason
         stranger.tell(messages.Abort(1, 0, "mine now"))
@@ -297,15 +268,6 @@ def page(of: StrangePrefill, number: int = 0) -> bytes:
     return of.pool.pages([number]).tobytes()
 
 
-def opened_by(receiver: Decode, stranger: StrangePrefill, pages: list[int]) -> messages.Open:
-    receiver.open(1, [stranger.address], pages)
-    stranger.welcome()
-    stranger.joined()
-    opened = stranger.hear(messages.Open)
-    assert isinstance(opened, messages.Open)
-    return opened
-
-
 SLAB_LIES: dict[str, dict[str, Any]] = {
     "pages_out_of_bounds": {"start": 1},
     "far_out_of_bounds": {"start": 2**62},
@@ -325,7 +287,7 @@ SLAB_LIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SLAB_LIES)
 def test_a_forged_slab_fails_its_room_unwritten(name: str, receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7])
+        opened = stranger.opened_by(receiver, [7])
         stranger.slab(opened, page(stranger), **SLAB_LIES[name])
         assert receiver.events.wait_for("failed", 1)[2]
         assert stranger.hear((messages.Abort, messages.Bye)).reason
@@ -333,11 +295,9 @@ def test_a_forged_slab_fails_its_room_unwritten(name: str, receiver: Decode) -> 
 
 
 def test_slabs_of_anothers_room_end_the_session(sender: Prefill, receiver: Decode) -> None:
-    sender.endpoint.expect_room(5)
-    receiver.open(5, [sender], [7])
-    sender.events.wait_for("ready", 5)
+    meet(sender, receiver, 5, [7])
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [8])
+        opened = stranger.opened_by(receiver, [8])
         generation = receiver.endpoint._rooms[5].generation
         theirs = msgspec.structs.replace(opened, room=5, generation=generation)
         stranger.tell(messages.Failed(5, generation, "not yours to fail"))
@@ -351,7 +311,7 @@ def test_slabs_of_anothers_room_end_the_session(sender: Prefill, receiver: Decod
 
 def test_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
     with strange_prefill(key=b"k" * 32) as stranger:
-        opened = opened_by(receiver, stranger, [7])
+        opened = stranger.opened_by(receiver, [7])
         header = messages.Slab(1, opened.generation, 0, -1, 0, 4, 0, 1, 0, 0, 0)
         for tag in (b"", b"x" * 16):
             stranger.send(header, page(stranger), tag=tag)
@@ -366,7 +326,7 @@ def test_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
 def test_a_room_missing_bytes_is_not_received(receiver: Decode) -> None:
     """A sender that forgets a page, a layer or a head says that it is done all the same."""
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7, 8])
+        opened = stranger.opened_by(receiver, [7, 8])
         stranger.slab(opened, page(stranger), num_pages=1)
         stranger.send(messages.Last(1, opened.generation, 1, []))
         assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
@@ -374,32 +334,26 @@ def test_a_room_missing_bytes_is_not_received(receiver: Decode) -> None:
 
 def test_nothing_lands_in_a_room_that_was_received(receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7])
+        opened = stranger.opened_by(receiver, [7])
         stranger.slab(opened, page(stranger))
         stranger.send(messages.Last(1, opened.generation, 1, []))
         receiver.events.wait_for("received", 1)
         before = receiver.pool.kv.copy()
         stranger.slab(opened, page(stranger, 9), seq=1)
-        seen: set[tuple[int, int, int]] = set()
-        while (1, opened.generation, 1) not in seen or len(seen) < 2:
-            message = stranger.heard_of_data()
-            seen |= set(getattr(message, "slabs", ()))
-            if receiver.endpoint.stats.num_slabs == 2:
-                break
         eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
         assert np.array_equal(receiver.pool.kv, before)
 
 
 def test_metadata_of_another_shape_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [])
+        opened = stranger.opened_by(receiver, [])
         stranger.send(messages.Last(1, opened.generation, 0, [b"short"]))
         assert "metadata rows" in receiver.events.wait_for("failed", 1)[2]
 
 
 def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
     with strange_prefill() as stranger:
-        opened = opened_by(receiver, stranger, [7])
+        opened = stranger.opened_by(receiver, [7])
         reason = "line\n\x1b[31m" + "x" * 100_000
         stranger.tell(messages.Failed(1, opened.generation, reason))
         told = receiver.events.wait_for("failed", 1)[2]
@@ -408,7 +362,7 @@ def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
 
 
 def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode) -> None:
-    works(sender, receiver, 1)
+    hand_over(sender, receiver, 1)
     with strange_prefill() as stranger:
         receiver.endpoint.open_room(
             7, [DecodeTarget(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
@@ -418,7 +372,7 @@ def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode)
         stranger.joined()
         stranger.data.send_multipart([stranger.link, VERSION_FRAME, b"\xc1", b""])
         assert "broke the protocol" in receiver.events.wait_for("failed", 7)[2]
-    works(sender, receiver, 2)
+    hand_over(sender, receiver, 2)
     # The room fails first, and the stranger's session goes after it.
     eventually(lambda: receiver.endpoint.num_sessions == 1)
 
@@ -441,7 +395,7 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
             assert "refuses this server's key" in stranger.events.wait_for("failed", 1)[2]
         assert guarded.endpoint.num_sessions == 0
         with decode(settings=IMPATIENT, keys=ours["decode"]) as receiver:
-            works(guarded, receiver)
+            hand_over(guarded, receiver, 99)
 
 
 @pytest.mark.parametrize("encrypts", [True, False])
@@ -466,7 +420,7 @@ def test_keys_are_replaced_while_servers_serve(encrypts: bool, tmp_path: Path) -
             prefill(settings=settings, keys=keys[one]["prefill"]) as sender,
             decode(settings=settings, keys=keys[two]["decode"]) as receiver,
         ):
-            works(sender, receiver)
+            hand_over(sender, receiver, 99)
     with (
         prefill(settings=settings, keys=keys["before"]["prefill"]) as sender,
         decode(settings=settings, keys=keys["after"]["decode"]) as receiver,
@@ -505,21 +459,19 @@ def test_with_keys_only_a_session_sends_data(tmp_path: Path) -> None:
         port, passwords = sender.endpoint._peers.data_port, sender.endpoint._peers._passwords
         assert not is_admitted(port)
         with decode(settings=IMPATIENT, keys=keys["decode"]) as receiver:
-            works(sender, receiver)
+            hand_over(sender, receiver, 99)
             ((name, password),) = passwords.items()
             assert not is_admitted(port)
             assert not is_admitted(port, name, "x")
             assert not is_admitted(port, name, password[:-1])
             assert not is_admitted(port, "0" * len(name), password)
             assert is_admitted(port, name, password), "or the others say nothing"
-            works(sender, receiver)
+            hand_over(sender, receiver, 99)
         eventually(lambda: sender.endpoint.num_sessions == 0)
         assert not is_admitted(port, name, password), "its session is over"
 
 
-def test_without_keys_only_allowed_machines_are_served(
-    receiver: Decode,
-) -> None:
+def test_without_keys_only_allowed_machines_are_served(receiver: Decode) -> None:
     elsewhere = "203.0.113.1", 9  # nobody's (RFC 5737)
     receiver.open(1, [elsewhere], [0])
     assert "--transfer-allow" in receiver.events.wait_for("failed", 1)[2]
@@ -539,7 +491,7 @@ def test_keys_do_not_replace_allowed_addresses(tmp_path: Path) -> None:
     ):
         receiver.open(9, [("203.0.113.1", 9)], [0])
         assert "nor in --transfer-allow" in receiver.events.wait_for("failed", 9)[2]
-        works(sender, receiver)
+        hand_over(sender, receiver, 99)
 
 
 def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill) -> None:

@@ -7,18 +7,15 @@ the pages of its number. ``... decode PORT`` opens rooms at that port when told 
 from __future__ import annotations
 
 import os
-import select
-import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transfer_pair import DEADLINE_S, HOST, IMPATIENT, SAME_HOST, Pool, Shape, decode, prefill
+from line_process import LineProcess
+from transfer_pair import HOST, IMPATIENT, SAME_HOST, Pool, Shape, decode, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from transfer_pair import Decode
 
@@ -26,8 +23,8 @@ SEED = 1
 SHAPE = Shape(num_pages=64)
 
 
-class Child:
-    """The other end of the process. Killed at the latest when left."""
+class Child(LineProcess):
+    """The other end of the process."""
 
     def __init__(
         self,
@@ -39,77 +36,32 @@ class Child:
         prefix: Sequence[str] = (),
     ) -> None:
         """``prefix``: a command that runs the process elsewhere, where it binds to ``host``."""
-        arguments = ("-m", "transfer_child", role, str(port), str(int(same_host)))
-        paths = os.pathsep.join(filter(None, sys.path))
-        self.host = host
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": paths, "TRANSFER_TEST_HOST": host},
+        super().__init__(
+            *("transfer_child", role, port, int(same_host)), prefix=prefix, TRANSFER_TEST_HOST=host
         )
-        self._buffered = b""
-        self.port = int(self.wait_for("port").split()[1])
+        self.address = host, int(self.wait_for("port").split()[1])
 
     @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port
-
-    def tell(self, order: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(order.encode() + b"\n")
+    def port(self) -> int:
+        return self.address[1]
 
     def wait_for(self, start: str) -> str:
-        """The next line that begins so; fails when it dies or is silent for too long."""
-        while True:
-            line = self._line()
-            if line.startswith(start):
-                return line
+        """The next line that begins so."""
+        while not (line := self.line()).startswith(start):
+            pass
+        return line
 
-    def _line(self) -> str:
-        stdout = self.process.stdout
-        assert stdout is not None
-        while b"\n" not in self._buffered:
-            ready, _, _ = select.select([stdout], [], [], DEADLINE_S)
-            assert ready, "the process is silent"
-            piece = stdout.read(65536)
-            assert piece, f"the process ended with {self.process.wait(DEADLINE_S)}"
-            self._buffered += piece
-        line, _, self._buffered = self._buffered.partition(b"\n")
-        return line.decode()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+    def opens(self, receiver: Decode, room: int, pages: Sequence[int] = ()) -> None:
+        """A prefill process and a decode endpoint have a room."""
+        self.tell(f"expect {room}")
+        receiver.open(room, [self.address], pages or [room])
+        self.tell(f"ready {room}")
+        self.wait_for(f"ready {room}")
 
 
 def hand_over(child: Child, receiver: Decode, room: int) -> None:
     """A room from a prefill process, checked byte for byte."""
-    child.tell(f"expect {room}")
-    receiver.open(room, [child.address], [room])
-    child.tell(f"ready {room}")
-    child.wait_for(f"ready {room}")
+    child.opens(receiver, room)
     child.tell(f"send {room}")
     receiver.events.wait_for("received", room)
     expected = Pool(SHAPE, SEED).pages([room])

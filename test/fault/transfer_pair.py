@@ -103,6 +103,28 @@ class Pool:
         return self.kv[:, list(numbers)]
 
 
+def whole_kv(shape: Shape, num_layers: int) -> Any:
+    """[K or V, layer, page, token, head, byte]: the KV of a whole model, no byte by chance."""
+    size = (num_layers, shape.num_pages, shape.page_size, shape.num_heads, shape.head_bytes)
+    return np.random.default_rng(7).integers(1, 256, (2, *size), dtype=np.uint8)
+
+
+def share_of(whole: Any, shape: Shape) -> Any:
+    """[buffer, page, token, bytes]: what one rank holds of it, all K, then all V."""
+    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
+    part = whole[:, layers][..., list(shape.heads), :]
+    return part.reshape(2 * shape.num_layers, shape.num_pages, shape.page_size, -1)
+
+
+def sources_of(rank: int, prefill_tp: int, decode_tp: int) -> range:
+    """The prefill ranks that SGLang has a decode rank ask."""
+    if decode_tp >= prefill_tp:
+        first = rank // (decode_tp // prefill_tp)
+        return range(first, first + 1)
+    group = prefill_tp // decode_tp
+    return range(rank * group, (rank + 1) * group)
+
+
 def memory_of(array: Any) -> HostMemory:
     """``array`` is [buffer, row, ...]."""
     row = array[0, 0].nbytes
@@ -278,11 +300,35 @@ def decode(
         endpoint.close()
 
 
+def meet(
+    sender: Prefill,
+    receiver: Decode,
+    room: int = 1,
+    pages: Sequence[int] = (1, 2),
+    at: tuple[str, int] | None = None,
+) -> None:
+    """A room that both have, by way of an address."""
+    sender.endpoint.expect_room(room)
+    receiver.open(room, [at or sender], pages)
+    sender.events.wait_for("ready", room)
+
+
+def hold(endpoint: Any) -> threading.Event:
+    """Hold an endpoint's thread until the event is set."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        leave.wait(DEADLINE_S)
+
+    endpoint._loop.call(wait)
+    assert entered.wait(DEADLINE_S)
+    return leave
+
+
 def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
     """Pages 8 and 9 of one to 1 and 2 of the other, as they are."""
-    sender.endpoint.expect_room(room)
-    receiver.open(room, [sender], [1, 2])
-    sender.events.wait_for("ready", room)
+    meet(sender, receiver, room)
     sender.send(room, [8, 9])
     receiver.events.wait_for("received", room)
     sender.events.wait_for("sent", room)

@@ -22,6 +22,8 @@ from sglang_tiered.wire.sockets import encode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from transfer_pair import Decode
+
     from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.transfer.messages import KVLayout
 
@@ -126,6 +128,15 @@ class StrangePrefill:
         self.tell(msgspec.structs.replace(answer, **changes))
         return hello
 
+    def opened_by(self, receiver: Decode, pages: Sequence[int], **changes: Any) -> messages.Open:
+        """Room 1 of a decode endpoint, of a session that has begun."""
+        receiver.open(1, [self.address], pages)
+        self.welcome(**changes)
+        self.joined()
+        opened = self.hear(messages.Open)
+        assert isinstance(opened, messages.Open)
+        return opened
+
     def joined(self) -> messages.Join:
         self.link, _, frame = self.data.recv_multipart()
         message = sockets.decode(frame, messages.data_from_decode)
@@ -139,10 +150,6 @@ class StrangePrefill:
             message = sockets.decode(frames[1], messages.control_from_decode)
             if isinstance(message, kind):
                 return message
-
-    def heard_of_data(self) -> Any:
-        _, _, frame = self.data.recv_multipart()
-        return sockets.decode(frame, messages.data_from_decode)
 
     def tell(self, message: Any) -> None:
         self.control.send_multipart([self.identity, VERSION_FRAME, encode(message)])
@@ -166,11 +173,7 @@ class StrangePrefill:
         self.send(msgspec.structs.replace(header, **changes), payload)
 
     def send(
-        self,
-        message: Any,
-        *payload: bytes,
-        tag: bytes | None = None,
-        tagger: Tagger | None = None,
+        self, message: Any, *payload: bytes, tag: bytes | None = None, tagger: Tagger | None = None
     ) -> None:
         """``tagger``: of those who came to a door, for a ``Pull``."""
         header = encode(message)

@@ -49,6 +49,22 @@ DEADLINE_OF_RUN_S = 150.0
 ADAPTERS = (None, None, "one", "two")
 """Of each family of prompts."""
 ONGOING = ("write_through", "load_back", "prefetch", "backup")
+# What SGLang's scheduler has of features that are off here.
+NONE = """
+chunked_req min_free_slots_delayer dynamic_chunk_sizer dllm_config truncation_align_size
+hisparse_coordinator prefill_delayer _pending_chunked_abort_req scheduler_stage_metrics
+lora_drainer last_batch mm_receiver max_queued_requests draft_worker
+"""
+FALSE = """
+enable_priority_preemption is_hybrid_swa is_mixed_chunk enable_lora_overlap_loading
+enable_lmcache enable_unified_cache_external_linker enable_priority_scheduling enable_hisparse
+require_mlp_sync schedule_low_priority_values_first abort_on_priority_when_disabled
+_engine_paused
+"""
+ZERO = """
+processed_tokens_counter max_prefill_bs _prefill_decode_interval_remaining
+prefill_decode_interval
+"""
 STAMP = 1024.0
 """What a key slot has beyond its value for each erasure that its request had seen."""
 
@@ -129,11 +145,7 @@ class SchedulingWorld:
         self.rows = ReqToTokenPool(MAX_RUNNING, 2048, "cpu", enable_memory_saver=False)
         shape = {"page_size": PAGE, "dtype": torch.float32, "head_num": HEADS, "head_dim": DIM}
         self.pool = MHATokenToKVPool(
-            size=device_tokens,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-            **shape,
+            size=device_tokens, layer_num=LAYERS, device="cpu", enable_memory_saver=False, **shape
         )
         self.allocator = PagedTokenToKVPoolAllocator(
             device_tokens, PAGE, torch.float32, "cpu", self.pool, need_sort=False
@@ -153,20 +165,17 @@ class SchedulingWorld:
         self.busy_adapters: set[str | None] = set()  # for which there is no slot now
         scheduler = self.scheduler = Scheduler.__new__(Scheduler)
         scheduler.__dict__.update(
+            **dict.fromkeys(NONE.split()),
+            **dict.fromkeys(FALSE.split(), False),
+            **dict.fromkeys(ZERO.split(), 0),
             grammar_manager=SimpleNamespace(
                 clear=lambda: None,
                 has_waiting_grammars=lambda: False,
                 grammar_queue=[],
                 abort_requests=lambda _: None,
             ),
-            enable_priority_preemption=False,
-            is_hybrid_swa=False,
             waiting_queue=[],
-            chunked_req=None,
-            min_free_slots_delayer=None,
-            processed_tokens_counter=0,
             chunked_prefill_size=chunk_tokens,
-            dynamic_chunk_sizer=None,
             tp_worker=SimpleNamespace(
                 model_runner=SimpleNamespace(
                     attn_backend=object(),
@@ -176,40 +185,24 @@ class SchedulingWorld:
             ),
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             max_prefill_tokens=16384,
-            is_mixed_chunk=False,
             priority_scheduling_preemption_threshold=10,
-            max_prefill_bs=0,
             max_running_requests=MAX_RUNNING,
-            dllm_config=None,
             page_size=PAGE,
             tree_cache=self.cache,
             token_to_kv_pool_allocator=self.allocator,
             req_to_token_pool=self.rows,
             enable_lora=True,
-            enable_lora_overlap_loading=False,
             enable_hicache_storage=True,
-            enable_lmcache=False,
-            truncation_align_size=None,
             enable_hierarchical_cache=True,
-            enable_unified_cache_external_linker=False,
             spec_algorithm=SpeculativeAlgorithm.NONE,
             is_generation=True,
             model_config=SimpleNamespace(vocab_size=1 << 20, is_encoder_decoder=False),
-            hisparse_coordinator=None,
             enable_overlap=has_overlap,
             beam_coordinator=SimpleNamespace(
                 pending_member_rows=lambda _: 0, retire_group=lambda _: None
             ),
-            enable_priority_scheduling=False,
             load_inquirer=SimpleNamespace(_get_num_pending_tokens=lambda chunk_deduct=0: 0),
-            prefill_delayer=None,
             disaggregation_mode=DisaggregationMode.NULL,
-            enable_hisparse=False,
-            _pending_chunked_abort_req=None,
-            _prefill_decode_interval_remaining=0,
-            prefill_decode_interval=0,
-            require_mlp_sync=False,
-            schedule_low_priority_values_first=False,
             dp_attn_adapter=SimpleNamespace(
                 maybe_prepare_mlp_sync_batch=lambda batch, need_sync=None: batch,
                 maybe_convert_decode_to_extend=lambda batch: batch,
@@ -217,21 +210,13 @@ class SchedulingWorld:
             ngram_embedding_manager=SimpleNamespace(
                 prepare_for_forward=lambda batch, chunked_req=None: batch
             ),
-            scheduler_stage_metrics=None,
-            lora_drainer=None,
             running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
-            last_batch=None,
-            mm_receiver=None,
-            max_queued_requests=None,
-            abort_on_priority_when_disabled=False,
             send_abort_output=lambda *_: None,
             result_queue=[],
-            _engine_paused=False,
             dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
             metrics_reporter=SimpleNamespace(
                 reset_metrics=lambda: None, is_stats_logging_rank=False
             ),
-            draft_worker=None,
             device="cpu",
             collect_inflight_reqs=set,
         )
@@ -374,8 +359,7 @@ class SchedulingWorld:
         """Every copy, load and store is done."""
         cache = self.cache
         self.until(
-            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(),
-            self.rest,
+            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(), self.rest
         )
 
     def rest(self) -> None:

@@ -10,21 +10,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
+    EvictParams,
     InsertParams,
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
+from small_cache import make_pool
 
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
@@ -41,8 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+    from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["PAGE", "CacheWorld", "cache_world", "prompt"]
 
 PAGE, HEADS, HEAD_DIM = 16, 2, 64
 DEVICE_TOKENS = 64 * PAGE
@@ -53,6 +56,18 @@ DEADLINE_S = 120.0
 def prompt(number: int, num_pages: int) -> array[int]:
     """Tokens that no other number's prompt begins with."""
     return array("q", range(number * 10_000, number * 10_000 + num_pages * PAGE))
+
+
+def hashes_of(
+    tokens: array[int],
+    extra_key: str | None = None,
+    *,
+    is_bigram: bool = False,
+    page_size: int = PAGE,
+) -> list[str]:
+    """What the pages of a prompt go by, on every server."""
+    key = RadixKey(tokens, extra_key, is_bigram=is_bigram).page_aligned(page_size)
+    return list(get_storage_hash_str(key, None, page_size=page_size))
 
 
 class CacheWorld:
@@ -68,15 +83,9 @@ class CacheWorld:
         policy_config: dict[str, int] | None,
         is_small: bool,
         is_eagle: bool,
+        page_size: int,
     ) -> None:
-        shape = {
-            "page_size": PAGE,
-            "dtype": torch.float32,
-            "head_num": HEADS,
-            "head_dim": HEAD_DIM,
-            "device": "cpu",
-            "enable_memory_saver": False,
-        }
+        self.page_size = page_size
         self.has_window = has_window
         self.allocator: Any
         if has_window:
@@ -85,22 +94,25 @@ class CacheWorld:
                 size_swa=DEVICE_TOKENS,
                 swa_attention_layer_ids=[0],
                 full_attention_layer_ids=[1],
-                **shape,
+                page_size=page_size,
+                dtype=torch.float32,
+                head_num=HEADS,
+                head_dim=HEAD_DIM,
+                device="cpu",
+                enable_memory_saver=False,
             )
             self.allocator = SWATokenToKVPoolAllocator(
-                DEVICE_TOKENS, DEVICE_TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False
+                DEVICE_TOKENS, DEVICE_TOKENS, page_size, torch.float32, "cpu", pool, need_sort=False
             )
         else:
-            pool = MHATokenToKVPool(DEVICE_TOKENS, layer_num=2, **shape)
-            self.allocator = PagedTokenToKVPoolAllocator(
-                DEVICE_TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False
-            )
+            num_pages = DEVICE_TOKENS // page_size
+            self.allocator = make_pool(num_pages, page_size, layers=2, heads=HEADS, dim=HEAD_DIM)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=ReqToTokenPool(4, 1024, "cpu", enable_memory_saver=False),
             token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            sliding_window_size=WINDOW_PAGES * PAGE if has_window else None,
+            page_size=page_size,
+            sliding_window_size=WINDOW_PAGES * page_size if has_window else None,
             tree_components=(
                 (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
             ),
@@ -120,7 +132,7 @@ class CacheWorld:
 
     def compute(self, tokens: array[int]) -> None:
         """A prompt's KV gets into the tree, and a copy of it on its way to host memory."""
-        slots = self.alloc(len(tokens) // PAGE * PAGE)
+        slots = self.alloc(len(tokens) // self.page_size * self.page_size)
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
         self.wait_for_copies()
 
@@ -135,6 +147,56 @@ class CacheWorld:
         slots = allocator.full_attn_allocator.alloc(num_tokens)
         allocator.set_full_to_swa_mapping(slots, allocator.swa_attn_allocator.alloc(num_tokens))
         return slots
+
+    # ---- A request from its admission to its end ----
+
+    def match(self, tokens: array[int], key: str | None = None, req: Req | None = None) -> Any:
+        """What memory has of a prompt."""
+        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:], key), req=req))
+
+    def num_in_memory(self, tokens: array[int]) -> int:
+        match = self.match(tokens)
+        return int(match.device_prefix_len + match.host_hit_length)
+
+    def admit(self, req: Req, tokens: array[int], key: str | None = None) -> None:
+        """Lock what the device has of these tokens, and give it to the request."""
+        req.refresh_fill_ids()
+        match, pool = self.match(tokens, key, req), self.cache.req_to_token_pool
+        req.last_node, req.prefix_len = match.last_device_node, match.device_prefix_len
+        req.last_host_node = match.last_host_node
+        req.lock = self.cache.lock(req.last_node)
+        if not req.kv.holds_kv:  # as a session's next turn does
+            pool.alloc([req])
+            held = self.cache.path_device_indices(req.last_node)
+            pool.write((req.kv.req_pool_idx, slice(0, len(held))), held)
+            req.kv.cache_protected_len = req.kv.kv_allocated_len = len(held)
+
+    def take_slots(self, req: Req, start: int, end: int) -> None:
+        """Compute these tokens of a request."""
+        row = self.cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        for position in range(start, end):
+            if position % PAGE == 0 and self.allocator.available_size() < PAGE:
+                self.wait_for_copies()
+                self.cache.evict(EvictParams(num_tokens=PAGE))
+            row[position] = row[position - 1] + 1 if position % PAGE else self.alloc(PAGE)[0]
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+
+    def end(self, req: Req, reason: Any = None, *, num_output: int | None = None) -> None:
+        req.finished_len = len(req.output_ids) if num_output is None else num_output
+        req.finished_reason = reason or FINISH_LENGTH(length=req.finished_len)
+        release_kv_cache(req, self.cache, checkpoint=True)
+
+    def check_owners(self) -> None:
+        """Every slot of the device has one owner, where no request is left."""
+        self.wait_for_copies()
+        self.until(lambda: not self.cache.ongoing_backup)
+        assert self.cache.protected_size() == 0
+        owned = self.cache.all_values_flatten()
+        assert len(set(owned.tolist())) == len(owned)
+        assert self.allocator.available_size() + len(owned) == self.allocator.size_full
+        self.cache.sanity_check()
+
+    # ---- Tiers ----
 
     def store(self, *prompts: array[int]) -> None:
         """Prompts' KV gets into the store, and out of memory."""
@@ -152,9 +214,9 @@ class CacheWorld:
 
     def _is_stored(self, tokens: array[int]) -> bool:
         """Whether NVMe holds all of a prompt, its window included."""
-        is_bigram = self.cache.tree_core.is_eagle
-        key = RadixKey(tokens, None, is_bigram=is_bigram).page_aligned(PAGE)
-        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        hashes = hashes_of(
+            tokens, is_bigram=self.cache.tree_core.is_eagle, page_size=self.page_size
+        )
         keys, policy = hashes[-WINDOW_PAGES:], PoolHitPolicy.TRAILING_PAGES
         window = PoolTransfer(PoolName.SWA, keys=keys, hit_policy=policy)
         states = [window] if self.has_window else []
@@ -218,11 +280,14 @@ def cache_world(
     is_eagle: bool = False,
     bucket: Path | None = None,
     log: Path | None = None,
+    page_size: int = PAGE,
+    **server_args: Any,
 ) -> Iterator[CacheWorld]:
     """A world whose prefill is slow enough that every load pays. ``policy``: what
     ``--radix-eviction-policy`` says, and ``policy_config`` its ``-config``. ``is_small``: the host
     tier is smaller than device memory. ``is_eagle``: pages are of pairs of tokens. ``bucket``:
-    where an object tier is, if there is one. ``log``: where lines of requests are written."""
+    where an object tier is, if there is one. ``log``: where lines of requests are written.
+    ``server_args``: of SGLang, beside those that all have."""
     nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
     host_bytes = (1 if is_small else 8) * MiB
     config = TieredConfig(
@@ -242,19 +307,20 @@ def cache_world(
     monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
     flags = {
         flag.lstrip("-").replace("-", "_"): value
-        for flag, value in _storage_arguments(PAGE).items()
+        for flag, value in _storage_arguments(page_size).items()
     }
     override = get_context().override_server_args(
         **flags,
+        **server_args,
         device="cpu",
-        page_size=PAGE,
+        page_size=page_size,
         enable_hierarchical_cache=True,
         hicache_io_backend="direct",
         hicache_mem_layout="page_first_direct",
         hicache_write_policy="write_through",
     )
     with (
-        override as server_args,
+        override as settings,
         get_parallel().override(
             tp_rank=0,
             tp_size=1,
@@ -269,13 +335,14 @@ def cache_world(
         ),
     ):
         world = CacheWorld(
-            server_args,
+            settings,
             config,
             has_window=has_window,
             policy=policy,
             policy_config=policy_config,
             is_small=is_small,
             is_eagle=is_eagle,
+            page_size=page_size,
         )
         yield world
         world.cache.release_host_resources()

@@ -3,12 +3,14 @@ where they can be."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ SMALL_REGIONS = ("--config", str(ROOT / "test" / "kit" / "small_regions.yaml"))
 SENT_ON_ONE_HOST = ("--config", str(ROOT / "test" / "kit" / "sent_on_one_host.yaml"))
 
 Launch = Callable[..., Server]
+Start = Callable[..., list[Server]]
 
 _FORWARDS = {"scheduler", "forward"}
 _COPIES = _FORWARDS | {"host-alloc", "d2h"}
@@ -66,36 +69,23 @@ it; ``test_costs`` does because it measures."""
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """Without the folders that a module puts on it."""
 
-FORKED = {
-    *ASYNCHRONOUS,
-    "test_apis",
-    "test_costs",
-    "test_costs_endpoint",
-    "test_demo",
-    "test_disaggregation_families",
-    "test_disaggregation_tiers",
-    "test_examples",
-    "test_kv_events",
-    "test_pins",
-    "test_pod_backend",
-    "test_prefetch",
-    "test_resume",
-    "test_role_switch",
-    "test_route",
-    "test_route_pair",
-    "test_sglang_server_kits",
-    "test_trained_model",
-    "test_weights",
+AS_BY_USERS = {
+    "test_deploy",
+    "test_gpu_report",
+    "test_host_buffer",
+    "test_machine_budget",
+    "test_many_users",
+    "test_small_machines",
+    "test_typed_commands",
 }
-"""Modules whose servers are forked from a process that has imported SGLang (``zygote``), as is the
-one without tiers that all share. Those of the others, and what ``scripts/demo`` starts, start as a
-user's do."""
+"""Modules whose servers start as a user's do, as what ``scripts/demo`` starts does. The others' are
+forked from a process that has imported SGLang (``zygote``), and the one that all share is too."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
     """Servers of the module come from a zygote, if they may."""
-    if request.module.__name__.rpartition(".")[2] not in FORKED:
+    if request.module.__name__.rpartition(".")[2] in AS_BY_USERS:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -203,6 +193,71 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
         server.kill()
 
 
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start servers side by side: ``start("ab", *flags, a=more_of_a)`` two, each on the directory
+    of its letter. What is still running when the module ends is killed."""
+    folder = tmp_path_factory.mktemp("servers")
+    servers: list[Server] = []
+
+    def start(
+        names: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        **of_each: Sequence[str],
+    ) -> list[Server]:
+        started = []
+        for name in names:
+            log, own = folder / f"{len(servers)}-{name}.log", of_each.get(name, ())
+            flags = ("--tier-dir", str(folder / name), *arguments, *own)
+            started.append(Server.spawn(model, log, *flags, environment=environment))
+            servers.append(started[-1])
+        for server in started:
+            server.wait_until_it_generates()
+        return started
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+class Disk:
+    """How the NVMe tiers of a module's servers behave, as ``slow_disk`` reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reads, self.writes = folder / "reads", folder / "writes"
+
+    def read_in(self, seconds: float, *failing: str) -> None:
+        """``failing``: parts of the names of shards whose reads fail."""
+        self._say(self.reads, " ".join([str(seconds), *failing]))
+
+    def write_at(self, bytes_per_s: float) -> None:
+        self._say(self.writes, str(bytes_per_s))
+
+    def _say(self, file: Path, text: str) -> None:
+        new = file.with_suffix(".new")
+        new.write_text(text)
+        new.replace(file)
+
+    @contextlib.contextmanager
+    def slow(self, seconds: float) -> Iterator[None]:
+        self.read_in(seconds)
+        try:
+            yield
+        finally:
+            self.read_in(0)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    """Of servers that start from now on, which are forked from a zygote: it has ``slow_disk``."""
+    made = Disk(tmp_path_factory.mktemp("disk"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW_DISK_FILE", str(made.reads))
+        patch.setenv("SLOW_DISK_WRITE_FILE", str(made.writes))
+        yield made
+
+
 def make_prompts(seed: int, number: int, length: int) -> list[list[int]]:
     """Prompts of printable bytes that share no first page."""
     source = random.Random(seed)
@@ -227,3 +282,18 @@ def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
     if path.startswith("/tier/"):
         check_answer("GET" if body is None else "POST", path, status, answer)
     return status, answer
+
+
+def residency(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
+    """Leading tokens of a prompt in each tier."""
+    status, report = ask(server, "/tier/residency", {"input_ids": prompt, **whose})
+    assert status == 200, report
+    return dict(report)
+
+
+def until(condition: Callable[[], object], what: object = "", deadline_s: float = 120.0) -> None:
+    """Wait for what servers do, which are not to be asked without pause."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)

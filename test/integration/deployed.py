@@ -21,22 +21,6 @@ from dockerfile_parse import DockerfileParser
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = [
-    "COMPOSE",
-    "DEPLOY",
-    "ROOT",
-    "SECRETS",
-    "MissingVariable",
-    "Mount",
-    "Service",
-    "Stage",
-    "interpolate",
-    "is_shell",
-    "names_of_variables",
-    "read_dockerfile",
-    "read_services",
-    "strings",
-]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-__all__ = ["LAUNCHER", "ROUTER", "launcher_flags", "ports_of", "problem_of_command"]
 
 LAUNCHER = ["python3", "-m", "sglang_tiered.launch_server"]
 ROUTER = ["python3", "-m", "sglang_tiered", "route", "serve"]
@@ -47,12 +46,7 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     server would refuse."""
     parser = _parser()
     from sglang_tiered import launch_server
-    from sglang_tiered.config import (
-        NvmeConfig,
-        ObjectConfig,
-        TieredConfig,
-        TransferConfig,
-    )
+    from sglang_tiered.config import NvmeConfig, ObjectConfig, TieredConfig, TransferConfig
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
     from sglang_tiered.peer_config import PeerConfig

@@ -25,7 +25,6 @@ from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 if TYPE_CHECKING:
     import random
 
-__all__ = ["TENANTS", "ErasingTraffic"]
 
 TENANTS = (None, "a", "a", None)
 """The ``extra_key`` of each family of prompts."""

@@ -15,12 +15,6 @@ from safetensors.numpy import load_file, save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "write_gemma3",
-    "write_latent_attention",
-    "write_long_context",
-    "write_sliding_window",
-]
 
 WINDOW = 128  # tokens; two pages
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320

@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["installed"]
-
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["install"]
-
 
 def install() -> Any:
     """Return SGLang's backend class with these wrappers in the place of FlashInfer's."""

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-__all__ = ["PAGE_SIZE", "Pool", "hashes", "make_pool", "slots", "storage_config"]
-
 PAGE_SIZE = 4
 
 

@@ -11,7 +11,6 @@ from server_process import Server, free_port
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["COMMON", "Instances", "hands_over_what_one_server_computes"]
 
 LENGTHS = (1, 2, 15, 63, 64, 65, 511, 512, 513, 1500)
 COMMON = ("--tier-mode", "off", "--max-total-tokens", "8192", "--chunked-prefill-size", "512")

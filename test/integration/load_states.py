@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-__all__ = ["LoadWatch", "Transition", "transitions"]
 
 Transition = tuple[str, str, str]
 """An event, and the states before and after it."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GiB", "Group", "limited"]
 
 GiB = 1 << 30
 

@@ -11,8 +11,6 @@ from sglang_tiered.storage.base import Job, JobKind, Reason
 if TYPE_CHECKING:
     import random
 
-__all__ = ["SlowReads"]
-
 
 class SlowReads:
     """Lets reads of a storage end one by one, and cuts some short."""

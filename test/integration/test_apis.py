@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
-import sglang
-from typed_command import wait_for
 
 from conftest import SMALL, Launch
 from kit.scrapes import by_rank
@@ -32,8 +29,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
     directory = tmp_path_factory.mktemp("tier") / "kv"
     return launch(
-        *SMALL,
-        *("--tier-dir", str(directory), "--served-model-name", "demo", "--enable-metrics"),
+        *SMALL, *("--tier-dir", str(directory), "--served-model-name", "demo", "--enable-metrics")
     )
 
 
@@ -45,77 +41,6 @@ def chat(server: Server, **extra: object) -> dict[str, object]:
         "temperature": 0,
         **extra,
     }
-
-
-def test_banner_names_tiers_and_a_working_curl_line(server: Server) -> None:
-    wait_for(re.compile(r"curl -s .* -d '.*'\n"), server)
-    banner = server.log
-    assert re.search(r"^  host    [\d,]+ tokens in 3[56]", banner, re.MULTILINE)  # of 36 MiB
-    assert re.search(r"^  nvme    [\d,]+ tokens in ", banner, re.MULTILINE)
-    tiers = server.request("/server_info")["internal_states"][0]["sglang_tiered"]["tiers"]
-    for name in ("device", "host", "nvme"):
-        tier = tiers[name]
-        assert f"  {name:7} {tier['capacity_tokens']:,} tokens in" in banner
-        assert 0 <= tier["held_tokens"] <= tier["capacity_tokens"]
-        assert tier["held_bytes"] <= tier["capacity_bytes"]
-    match = re.search(r"curl -s (\S+) .* -d '(.*)'", banner)
-    assert match is not None
-    request = urllib.request.Request(
-        match[1], match[2].encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        assert json.load(response)["choices"][0]["message"]["role"] == "assistant"
-
-
-def test_repeated_chat_prompt_gets_the_same_answer(server: Server) -> None:
-    body = chat(server, messages=[{"role": "user", "content": "x" * 400}])
-    first = server.request("/v1/chat/completions", body)
-    second = server.request("/v1/chat/completions", body)
-    assert first["choices"][0]["message"]["content"]
-    assert first["choices"][0]["message"] == second["choices"][0]["message"]
-
-
-def test_streamed_chat_completion_equals_the_whole_one(server: Server) -> None:
-    whole = server.request("/v1/chat/completions", chat(server))
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        json.dumps(chat(server, stream=True)).encode(),
-        {"Content-Type": "application/json"},
-    )
-    pieces = []
-    with urllib.request.urlopen(request, timeout=60) as response:
-        for line in response:
-            text = line.decode().strip()
-            if text.startswith("data: ") and text != "data: [DONE]":
-                delta = json.loads(text[6:])["choices"][0]["delta"]
-                pieces.append(delta.get("content") or "")
-    assert len(pieces) > 2
-    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
-
-
-def test_frontend_program_with_turns_fork_select_and_regex(server: Server) -> None:
-    @sglang.function
-    def program(s: sglang.lang.interpreter.ProgramState) -> None:
-        s += sglang.user("First question: what is a page?")
-        s += sglang.assistant(sglang.gen("first", max_tokens=12, temperature=0))
-        s += sglang.user("Second question: answer with digits.")
-        s += sglang.assistant(sglang.gen("digits", max_tokens=8, regex=r"[0-9]{4}"))
-        branches = s.fork(2)
-        for number, branch in enumerate(branches):
-            branch += sglang.user(f"Branch {number}?")  # noqa: PLW2901 - the language
-            answer = sglang.gen("branch", max_tokens=6, temperature=0)
-            branch += sglang.assistant(answer)  # noqa: PLW2901 - the language
-        branches.join()
-        s["branches"] = [branch["branch"] for branch in branches]
-        s += sglang.user("Choose one.")
-        s += sglang.assistant(sglang.select("choice", choices=["host", "nvme"]))
-
-    sglang.set_default_backend(sglang.RuntimeEndpoint(server.url))
-    state = program.run()
-    assert state["first"]
-    assert re.fullmatch(r"[0-9]{4}", state["digits"])
-    assert len(state["branches"]) == 2 and all(state["branches"])
-    assert state["choice"] in ("host", "nvme")
 
 
 def test_sglang_client_serves_sharegpt_file(
@@ -212,24 +137,6 @@ def test_openai_clients_see_cached_tokens_by_tier(server: Server) -> None:
     assert cached >= 64
     tiers = again["sglext"]["cached_tokens_details"]
     assert tiers["device"] + tiers["host"] + tiers.get("storage", 0) == cached
-
-
-def test_metrics_endpoint_carries_our_series(server: Server) -> None:
-    server.generate([ord("a")] * 300)
-    server.wait_for_state("stored_pages:nvme", 1)
-    text = server.request("/metrics")
-    assert re.search(r"^sglang_tiered_tier_capacity_bytes\S* [1-9]", text, re.MULTILINE)
-    assert re.search(r"^sglang_tiered_stored_pages_total", text, re.MULTILINE)
-
-
-def test_flush_cache_empties_the_tree_not_the_store(server: Server) -> None:
-    prompt = [ord("b")] * 40 + [ord("c")] * 400
-    before = server.generate(prompt)
-    server.wait_for_state("stored_pages:nvme", 6)
-    server.flush()
-    after = server.generate(prompt)
-    assert after.output_ids == before.output_ids
-    assert after.cached == {"device": 0, "host": 0, "storage": 384}
 
 
 @pytest.mark.slow

@@ -139,23 +139,6 @@ def test_routers_plan_is_what_the_server_does(server: Server) -> None:
     assert rank(server).boot == learnt.boot
 
 
-def test_server_info_and_gauges_tell_the_same(server: Server) -> None:
-    state, record = server.tier_state(), rank(server)
-    told = state["costs"]
-    assert tuple(told["prefill"]["prices"]) == record.prefill.prices  # type: ignore[index]
-    assert state["prefill_price_seconds:token"] == record.prefill.prices[1]
-    assert state["expected_queue_wait_seconds"] == record.queue_wait_s == 0
-
-
-def test_idle_server_has_a_young_record_without_work(server: Server) -> None:
-    server.generate(PROMPTS[0][:100], num_new=1)
-    eventually(lambda: rank(server).waiting.requests == rank(server).decode.requests == 0)
-    deadline = time.monotonic() + 2.5  # the scheduler sleeps for a second at a time
-    while time.monotonic() < deadline:
-        assert rank(server).age_s < 2.0
-    assert rank(server).wait_s() == 0.0
-
-
 def test_prefill_under_way_is_told(server: Server) -> None:
     server.flush()
     seen: list[RankCosts] = []
@@ -190,13 +173,6 @@ def test_hung_scheduler_is_answered_for_with_its_age(server: Server) -> None:
     finally:
         os.kill(scheduler.pid, signal.SIGCONT)
     eventually(lambda: rank(server).at > first.at and rank(server).age_s < 2.0)
-
-
-def test_records_lie_in_memory_without_a_name(server: Server) -> None:
-    """So nothing is left of it when the server is killed."""
-    (scheduler,) = schedulers(server)
-    maps = Path(f"/proc/{scheduler.pid}/maps").read_text()
-    assert "/memfd:sglang-tiered-costs (deleted)" in maps
 
 
 # ---- The page ----
@@ -286,11 +262,7 @@ def test_page_fits_and_can_be_read(page: Browser, width: int, is_dark: bool) -> 
     assert page.ask("document.documentElement.scrollWidth") <= width
     back, text, soft = (
         luminance(page.ask(f"getComputedStyle(document.querySelector({where!r})).{what}"))
-        for where, what in (
-            ("section", "backgroundColor"),
-            ("body", "color"),
-            (".soft", "color"),
-        )
+        for where, what in (("section", "backgroundColor"), ("body", "color"), (".soft", "color"))
     )
     assert (back < 0.1) == is_dark
     for ink in (text, soft):
@@ -375,8 +347,3 @@ def test_page_tells_when_the_server_is_gone(page: Browser) -> None:
     page.wait_for("!document.getElementById('gone').hidden")
     network(is_offline=False)
     page.wait_for("document.getElementById('gone').hidden")
-
-
-def test_page_asks_nobody_else(server: Server, page: Browser) -> None:
-    asked = {url for url in page.requests if not url.startswith("data:")}
-    assert all(url.startswith(f"{server.url}/tier/") for url in asked), asked

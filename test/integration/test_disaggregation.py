@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import make_prompts
+from conftest import make_prompts, until
 from kit.scrapes import by_rank, labels_of
 from kit.small_model import write_small_model
 from prefill_decode import PrefillDecode, post, transfer_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from server_process import Server
@@ -58,7 +56,7 @@ def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server
     for server in (pair.prefill, pair.decode):
         told = transfer_state(server)["transfer_rooms_ended:done"]
         assert told >= len(LENGTHS)
-        _wait(lambda server=server, told=told: exported(server, "done") == {"0": told})
+        until(lambda server=server, told=told: exported(server, "done") == {"0": told})
         assert exported(server, "failed") == {"0": 0.0}
     engines = [
         {labels["engine_type"] for labels in labels_of(server.request("/metrics"), name)}
@@ -131,24 +129,6 @@ def said(body: Any) -> list[list[int]]:
     return [choice["output_ids"] for choice in (body if isinstance(body, list) else [body])]
 
 
-@pytest.mark.parametrize("field", ["bootstrap_room", "bootstrap_host", "bootstrap_port"])
-def test_list_for_one_prompt_ends_nothing(pair: Pair, field: str) -> None:
-    """Upstream it ends the schedulers of both instances."""
-    prompt = make_prompts(89, 1, 20)[0]
-    for given in ([1], [[1]], -1):
-        replies = pair.both(prompt, **{field: given})
-        assert [reply.status for reply in replies] == [400, 400], [r.error for r in replies]
-    short = pair.both(prompt, input_ids=[prompt, prompt], **{field: [1]})
-    assert [reply.status for reply in short] == [400, 400]
-    assert pair.generate(prompt).status == 200
-
-
-def test_prompt_without_a_token_ends_nothing(pair: Pair) -> None:
-    for given in ([[], [65]], [[65], []]):
-        assert [reply.status for reply in pair.both([], input_ids=given)] == [400, 400]
-    assert pair.generate(make_prompts(87, 1, 20)[0]).status == 200
-
-
 def test_one_room_for_two_prompts_serves_both(pair: Pair, stock: Server) -> None:
     """Prefill may hear of one first and decode of the other; each got the other's KV then."""
     prompts = make_prompts(88, 8, 200)
@@ -158,18 +138,12 @@ def test_one_room_for_two_prompts_serves_both(pair: Pair, stock: Server) -> None
     assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
 
 
-def test_nothing_is_kept_of_requests_that_ended(pair: Pair) -> None:
-    pair.generate_all(make_prompts(81, 4, 100))
-    for server in (pair.prefill, pair.decode):
-        _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
-
-
 def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
     """Upstream, decode waits its full timeout of five minutes."""
     # Behind enough prompts that it still waits for its prefill when it is aborted.
     with ThreadPoolExecutor(12) as pool:
         others = [pool.submit(pair.generate, prompt) for prompt in make_prompts(82, 8, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 6)
+        until(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 6)
         doomed = pool.submit(pair.both, make_prompts(83, 1, 3000)[0], 8, rid="doomed")
 
         def aborted() -> bool:
@@ -177,57 +151,11 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
             pair.prefill.request("/abort_request", {"rid": "doomed"})
             return doomed.done()
 
-        _wait(aborted)
+        until(aborted)
         _, decoded = doomed.result()
         assert all(future.result(60).status == 200 for future in others)
     assert decoded.status != 200 or len(decoded.output_ids) < 8, "it was done before the abort"
     assert "abort" in decoded.error.lower()
-
-
-def test_a_client_that_leaves_decode_frees_prefill(pair: Pair) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        doomed = pool.submit(pair.both, make_prompts(84, 1, 2500)[0], 64, rid="gone")
-        _wait(lambda: transfer_state(pair.decode)["transfer_rooms"] >= 1)
-        pair.decode.request("/abort_request", {"rid": "gone"})
-        doomed.result(60)
-    for server in (pair.prefill, pair.decode):
-        _wait(lambda server=server: transfer_state(server)["transfer_rooms"] == 0)
-
-
-@pytest.mark.slow
-def test_killed_prefill_fails_requests_then_successor_serves(pair: Pair, stock: Server) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        doomed = [pool.submit(pair.generate, prompt, 8) for prompt in make_prompts(85, 4, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 4)
-        pair.prefill.kill()
-        replies = [future.result(60) for future in doomed]
-    failed = [reply for reply in replies if reply.status != 200]
-    assert failed
-    assert any("closed the connection" in reply.error for reply in failed), failed
-    pair.restart("prefill")
-    prompt = make_prompts(86, 1, 700)[0]
-    assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids
-
-
-@pytest.mark.slow
-def test_killed_decode_frees_prefill_and_its_successor_serves(pair: Pair, stock: Server) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        doomed = [pool.submit(pair.both, prompt, 8) for prompt in make_prompts(87, 4, 3000)]
-        _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 4)
-        pair.decode.kill()
-        for future in doomed:
-            future.result(60)
-    _wait(lambda: transfer_state(pair.prefill)["transfer_rooms"] == 0)
-    pair.restart("decode")
-    prompt = make_prompts(88, 1, 700)[0]
-    assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids
-
-
-def _wait(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    ended, pause = time.monotonic() + timeout_s, threading.Event()
-    while not check():
-        assert time.monotonic() < ended, f"still not so after {timeout_s} s"
-        pause.wait(0.05)
 
 
 # The last: a server whose weights were replaced equals no fresh one, so no other may be restarted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from family_models import write_gemma3, write_latent_attention, write_sliding_window
+from family_models import write_latent_attention, write_sliding_window
 from instances import COMMON, hands_over_what_one_server_computes
 
 from prefill_decode import ENVIRONMENT, PrefillDecode
@@ -18,27 +18,14 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAMILIES = {
     "sliding_window_pools": write_sliding_window,
-    "gemma3": write_gemma3,
     "latent_attention": write_latent_attention,
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Gemma's KV is to a handoff like any other's.
-        pytest.param(name, marks=[pytest.mark.long] if name == "gemma3" else [])
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path) -> None:
     path = FAMILIES[name](model, tmp_path / "model")
-    single = Server.spawn(
-        path,
-        tmp_path / "single.log",
-        *COMMON,
-        environment=ENVIRONMENT,
-    )
+    single = Server.spawn(path, tmp_path / "single.log", *COMMON, environment=ENVIRONMENT)
     pair = PrefillDecode.spawn(path, tmp_path, *COMMON, "--page-size", "64")
     try:
         pair.wait_until_ready()

@@ -3,22 +3,20 @@ request fails, and prefill goes on with what decode answered where they share a 
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from object_server import ObjectServer, s3_environment
 from redis_server import RedisServer
 
-from conftest import PAGE, aligned, make_prompts
-from kit.waiting import eventually
+from conftest import PAGE, Disk, aligned, make_prompts, residency, until
 from prefill_decode import PrefillDecode, Reply, transfer_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from server_process import Server
 
@@ -27,7 +25,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_PROMPTS, LENGTH = 10, 1500
 PROMPTS = make_prompts(91, NUM_PROMPTS, LENGTH)
 HANG_S = 10.0  # of each read, many times what prefill takes
-FLIP_EVERY_BYTES = 2_000_000  # several times in what a conversation takes
 DEVICE = ("--max-total-tokens", "4096", "--chunked-prefill-size", "512")
 
 
@@ -36,8 +33,6 @@ class Tiered:
     """A pair whose decode instance loads from a disk that tests make slow."""
 
     pair: PrefillDecode
-    tier: Path
-    slowness: Path
     expected: list[list[int]] = field(default_factory=list)
     cold_bytes: int = 0  # handed over where decode holds nothing
 
@@ -52,29 +47,18 @@ class Tiered:
         state = transfer_state(self.decode)
         return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
 
-    def ask_again(self) -> int:
-        """All answer as before, out of the store; returns the bytes that prefill sent."""
-        self.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
-        self.decode.flush()
-        before = self.num_handed_over()
+    def ask_again(self) -> list[Reply]:
+        """All answer as before."""
         replies = self.ask()
         assert [reply.error for reply in replies if reply.status != 200] == []
         assert [reply.output_ids for reply in replies] == self.expected
-        return self.num_handed_over() - before
-
-    def loaded(self) -> float:
-        return self.decode.tier_state()["loaded_pages:nvme"] * PAGE
+        return replies
 
 
 @contextmanager
 def tiered_pair(model: Path, folder: Path, num_ranks: int, load: str) -> Iterator[Tiered]:
     """``load``: of what decode's tiers have, as ``--tier-load`` says it."""
     with pytest.MonkeyPatch.context() as patch:
-        slow_disk = str(Path(__file__).parent / "slow_disk")
-        # Last, where every zygote has it.
-        paths = [*filter(None, [os.environ.get("PYTHONPATH")]), slow_disk]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv("SLOW_DISK_FILE", str(folder / "slowness"))
         patch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
         pair = PrefillDecode.spawn(
             model,
@@ -90,72 +74,40 @@ def tiered_pair(model: Path, folder: Path, num_ranks: int, load: str) -> Iterato
         )
     try:
         pair.wait_until_ready()
-        tiered = Tiered(pair, folder / "kv", folder / "slowness")
+        tiered = Tiered(pair)
         tiered.expected = [reply.output_ids for reply in tiered.ask()]
         tiered.cold_bytes = tiered.num_handed_over()
+        pair.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
+        pair.decode.flush()
         yield tiered
     finally:
         pair.kill()
 
 
-RANKS = [
-    pytest.param(1, id="one_rank"),
-    pytest.param(2, id="two_ranks", marks=pytest.mark.long),
-]
+RANKS = [pytest.param(1, id="one_rank"), pytest.param(2, id="two_ranks", marks=pytest.mark.long)]
 
 
-@pytest.fixture(scope="module", params=RANKS)
-def tiered(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tiered]:
-    """Loads all it has: on a machine with other work, measured costs may speak against it."""
-    folder = tmp_path_factory.mktemp("tiered")
-    with tiered_pair(model, folder, request.param, "always") as tiered:
-        yield tiered
-
-
-class TestDecode:
-    """In this order, on one pair."""
-
-    def test_pages_on_decodes_nvme_are_not_sent(self, tiered: Tiered) -> None:
-        assert tiered.ask_again() < 0.1 * tiered.cold_bytes
-        assert tiered.loaded() >= 0.9 * NUM_PROMPTS * aligned(LENGTH)
-
-    def test_damaged_pages_cost_their_hits_and_no_request(self, tiered: Tiered) -> None:
-        tiered.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
-        damage(tiered.tier)
-        loaded = tiered.loaded()
-        assert tiered.ask_again() < 0.95 * tiered.cold_bytes
-        assert tiered.loaded() > loaded, "nothing was used of what is whole"
-        assert tiered.decode.tier_state()["page_outcomes:nvme:load:corrupt"] > 0
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_pages_on_decodes_nvme_are_not_sent(num_ranks: int, model: Path, tmp_path: Path) -> None:
+    """It loads all it has: on a machine with other work, measured costs may speak against it."""
+    with tiered_pair(model, tmp_path, num_ranks, "always") as tiered:
+        tiered.ask_again()
+        assert tiered.num_handed_over() - tiered.cold_bytes < 0.1 * tiered.cold_bytes
+        loaded = tiered.decode.tier_state()["loaded_pages:nvme"] * PAGE
+        assert loaded >= 0.9 * NUM_PROMPTS * aligned(LENGTH)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_disk_slower_than_prefill_delays_no_request(
-    num_ranks: int, model: Path, tmp_path: Path
+    num_ranks: int, disk: Disk, model: Path, tmp_path: Path
 ) -> None:
     with tiered_pair(model, tmp_path, num_ranks, "measured") as tiered:
-        tiered.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
-        tiered.decode.flush()
-        tiered.slowness.write_text(str(HANG_S))
-        replies = tiered.ask()
-        tiered.slowness.write_text("0")
-        assert [reply.error for reply in replies if reply.status != 200] == []
-        assert [reply.output_ids for reply in replies] == tiered.expected
+        with disk.slow(HANG_S):
+            replies = tiered.ask_again()
         assert max(reply.seconds for reply in replies) < HANG_S, "a request waited for the disk"
         state = tiered.decode.tier_state()
         decided = ("load_decision_tokens:gave_up", "load_decision_tokens:declined")
         assert sum(state.get(name, 0) for name in decided) > 0
-
-
-def damage(tier: Path) -> None:
-    """Flip a byte every so often, under the running server."""
-    for file in tier.glob("shard-*/region-*.kv"):
-        with file.open("r+b", buffering=0) as region:
-            for offset in range(0, file.stat().st_size, FLIP_EVERY_BYTES):
-                byte = os.pread(region.fileno(), 1, offset)
-                os.pwrite(region.fileno(), bytes([byte[0] ^ 0x40]) if byte else b"", offset)
-            os.fsync(region.fileno())
 
 
 @pytest.fixture(params=["bucket", "index"])
@@ -171,7 +123,6 @@ def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield ["--tier-object-url", f"s3://{server.make_bucket()}/kv"]
 
 
-@pytest.mark.slow
 def test_prefill_finds_the_answer_that_decode_computed(
     sharing: list[str], model: Path, tmp_path: Path
 ) -> None:
@@ -190,7 +141,7 @@ def test_prefill_finds_the_answer_that_decode_computed(
         turn = [*opening, *answer]
         wanted = 0.95 * len(turn)
         shared = "peer" if "--tier-index" in sharing else "object"
-        eventually(lambda: residency(pair.prefill, turn)[shared] >= wanted, timeout_s=120.0)
+        until(lambda: residency(pair.prefill, turn)[shared] >= wanted)
         prefilled, decoded = pair.both([*turn, *make_prompts(93, 1, 100)[0]])
         assert decoded.status == 200, decoded.error
         found: dict[str, Any] = prefilled.body["meta_info"]
@@ -205,8 +156,3 @@ def test_prefill_finds_the_answer_that_decode_computed(
         assert records[0]["tiers"][shared]["healthy"]
     finally:
         pair.kill()
-
-
-def residency(server: Server, tokens: list[int]) -> dict[str, int]:
-    held: dict[str, int] = server.request("/tier/residency", {"input_ids": tokens})
-    return held

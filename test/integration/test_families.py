@@ -1,8 +1,7 @@
-"""Model families with other KV: every tier gives back what was computed, also after a restart."""
+"""Model families with windows: every tier gives back what was computed, also after a restart."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,20 +21,6 @@ LENGTH = 700
 PROMPTS = make_prompts(7, 6, LENGTH)
 
 
-@dataclass(frozen=True)
-class Family:
-    """``write`` makes the model; ``pools`` is what SGLang must say it attached."""
-
-    write: Callable[[Path, Path], Path]
-    pools: str
-
-
-FAMILIES = {
-    "sliding-window-in-one-pool": Family(write_gemma3, "pools=KV,"),
-    "sliding-window-in-its-own-pool": Family(write_sliding_window, "pools=Full + SWA,"),
-}
-
-
 def outputs(answers: list[Answer]) -> list[list[int]]:
     return [answer.output_ids for answer in answers]
 
@@ -45,18 +30,17 @@ def tokens_from(answers: list[Answer], tier: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("write", "pools"),
     [
         # With one pool its KV is to the tiers like any other's.
-        pytest.param(name, marks=[pytest.mark.long] if "one-pool" in name else [])
-        for name in FAMILIES
+        pytest.param(write_gemma3, "pools=KV,", id="one_pool", marks=pytest.mark.long),
+        pytest.param(write_sliding_window, "pools=Full + SWA,", id="pool_of_its_own"),
     ],
 )
 def test_family_comes_back_from_every_tier(
-    name: str, launch: Launch, model: Path, tmp_path: Path
+    write: Callable[[Path, Path], Path], pools: str, launch: Launch, model: Path, tmp_path: Path
 ) -> None:
-    family = FAMILIES[name]
-    path = family.write(model, tmp_path / "model")
+    path = write(model, tmp_path / "model")
     # Device memory holds two of the prompts, the host tier all of them.
     arguments = (
         *("--max-total-tokens", "2048", "--tier-host-bytes", "64MiB", *ALWAYS),
@@ -64,7 +48,7 @@ def test_family_comes_back_from_every_tier(
     )
     whole = aligned(LENGTH) * len(PROMPTS)
     server = launch(*arguments, model_path=path)
-    assert family.pools in server.log
+    assert pools in server.log
     computed = server.generate_all(PROMPTS, concurrency=2)
     assert all(answer.num_cached == 0 for answer in computed)
     assert len({tuple(answer.output_ids) for answer in computed}) == len(PROMPTS)

@@ -3,23 +3,17 @@ tiers says, and what comes again comes from the tiers. One server has them all."
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import ALWAYS, PAGE, Launch, aligned, make_prompts
+from conftest import ALWAYS, Disk, Launch, aligned, make_prompts, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from server_process import Server
 
@@ -29,38 +23,16 @@ LENGTH, NUM_NEW, MAX_RUNNING = 700, 8, 8
 PROMPTS = make_prompts(41, 20, LENGTH)  # more than device and host memory hold
 FLAGS = (
     *("--max-total-tokens", "3072", "--tier-host-bytes", "36MiB", *ALWAYS),
-    *("--max-running-requests", str(MAX_RUNNING), "--enable-streaming-session"),
+    *(
+        "--max-running-requests",
+        str(MAX_RUNNING),
+    ),
     *("--radix-eviction-policy", "priority", "--enable-priority-scheduling"),
     # More requests run than device memory can hold until their ends.
     *("--priority-scheduling-preemption-threshold", "1", "--schedule-conservativeness", "0.1"),
 )
 LOW, MIDDLE, HIGH = 0, 5, 9
 DEADLINE_S = 120.0
-
-
-class Disk:
-    """How long each read of the server's NVMe tier takes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @contextlib.contextmanager
-    def slow(self, seconds: float) -> Iterator[None]:
-        self._path.write_text(str(seconds))
-        try:
-            yield
-        finally:
-            self._path.unlink()
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
-    path = tmp_path_factory.mktemp("disk") / "slowness"
-    with pytest.MonkeyPatch.context() as patch:
-        folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent / "slow_disk")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        patch.setenv("SLOW_DISK_FILE", str(path))
-        yield Disk(path)
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +50,6 @@ def answers_of(server: Server, prompts: list[list[int]], num_new: int = NUM_NEW)
     return [answer.output_ids for answer in answers]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def load_of(server: Server) -> dict[str, Any]:
     """What the scheduler has to do."""
     load: dict[str, Any] = server.request("/v1/loads?include=core")["loads"][0]
@@ -95,172 +60,6 @@ def is_idle(server: Server) -> bool:
     load, state = load_of(server), server.tier_state()
     busy = load["num_running_reqs"] + load["num_waiting_reqs"] + state["tier_inflight_jobs:nvme"]
     return not busy
-
-
-def make_durable(server: Server, rid: str, num_tokens: int) -> None:
-    report = server.request("/tier/checkpoint", {"rid": rid, "tier": "nvme"})
-    assert report["num_tokens"] == num_tokens
-    assert report["num_missing"] == 0
-
-
-# ---- Orders of eviction ----
-
-
-def test_prefixes_evicted_by_priority_return_from_any_tier(
-    server: Server, expected: list[list[int]]
-) -> None:
-    tiers = {"device": 0, "host": 0, "storage": 0}
-    for number in range(3):
-        for priority in (MIDDLE, LOW):  # so that the order of eviction is not that of age
-            half = PROMPTS[priority == LOW :: 2]
-            answers = server.generate_all(half, priority=priority)
-            assert [answer.output_ids for answer in answers] == expected[priority == LOW :: 2]
-            found = sum(answer.num_cached for answer in answers)
-            assert number == 0 or found >= 0.97 * aligned(LENGTH) * len(half)
-            for answer in answers:
-                for tier, num_tokens in answer.cached.items():
-                    tiers[tier] += num_tokens
-    assert tiers["host"] > 0
-    assert tiers["storage"] > 0
-
-
-# ---- Sessions ----
-
-
-@dataclass
-class Turn:
-    """One request of a session, and everything its answer was computed from."""
-
-    rid: str
-    context: list[int]
-    output: list[int]
-    num_cached: int
-    num_stored: int
-
-    @property
-    def num_durable(self) -> int:
-        """Whole pages; nothing computes the last token's KV."""
-        return aligned(len(self.context) + len(self.output))
-
-
-class Conversation:
-    """A session of SGLang's, which keeps the token ids of its turns on the server."""
-
-    def __init__(self, server: Server, *, streaming: bool) -> None:
-        self._server = server
-        body = {"capacity_of_str_len": 1 << 20, "streaming": streaming}
-        self.id = json.loads(f"{server.request('/open_session', body)}")
-
-    def say(self, tokens: list[int], after: Turn | None = None, **params: Any) -> Turn:
-        body = {
-            "input_ids": tokens,
-            "session_params": {"id": self.id, "rid": after.rid if after else None, **params},
-            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True},
-        }
-        answer: dict[str, Any] = self._server.request("/generate", body)
-        before = after.context + after.output if after else []
-        meta = answer["meta_info"]
-        details = meta.get("cached_tokens_details") or {}
-        return Turn(
-            meta["id"],
-            before + tokens,
-            answer["output_ids"],
-            meta["cached_tokens"],
-            details.get("storage") or 0,
-        )
-
-    def abort_next(self, tokens: list[int]) -> None:
-        """A turn that is aborted once its first token is there."""
-        rid = f"{self.id}-aborted"
-        body = {
-            "rid": rid,
-            "input_ids": tokens,
-            "stream": True,
-            "session_params": {"id": self.id},
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True},
-        }
-        request = urllib.request.Request(
-            f"{self._server.url}/generate",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-            assert response.readline().startswith(b"data:")
-            self._server.request("/abort_request", {"rid": rid})
-            assert b'"abort"' in response.read()
-
-    def close(self) -> None:
-        self._server.request("/close_session", {"session_id": self.id})
-
-
-@pytest.fixture
-def converse(server: Server) -> Iterator[Callable[..., Conversation]]:
-    opened: list[Conversation] = []
-
-    def start(*, streaming: bool) -> Conversation:
-        opened.append(Conversation(server, streaming=streaming))
-        return opened[-1]
-
-    yield start
-    for conversation in opened:
-        conversation.close()
-
-
-def test_session_turns_and_branches_return_from_nvme(
-    server: Server, stock: Server, converse: Callable[..., Conversation]
-) -> None:
-    session = converse(streaming=False)
-    begun, one, other, instead, more = make_prompts(43, 5, 150)
-    turns: list[tuple[Turn, Turn]] = []
-
-    def say(tokens: list[int], after: Turn, **params: Any) -> Turn:
-        make_durable(server, after.rid, after.num_durable)
-        server.flush()
-        turns.append((session.say(tokens, after, **params), after))
-        return turns[-1][0]
-
-    first = session.say(begun)
-    appended = say(one, first)
-    say(other, first)
-    say(more, appended)
-    say(instead, first, replace=True)
-    for turn, before in turns:
-        assert turn.output == stock.generate(turn.context).output_ids
-        assert turn.num_stored == before.num_durable
-
-
-def test_streaming_session_turns_are_durable_and_shared_prefixes(
-    server: Server, stock: Server, converse: Callable[..., Conversation]
-) -> None:
-    """SGLang by itself puts the first prompt of such a session into the tree and nothing after it:
-    the turns stay in the session's own record."""
-    session = converse(streaming=True)
-    begun, one, aborted, other, more = make_prompts(47, 5, 150)
-    first = session.say(begun)
-    second = session.say(one, first)
-    assert second.num_cached >= len(first.context) + len(first.output) - 1
-    make_durable(server, second.rid, second.num_durable)
-    beside = server.generate(second.context + second.output + other)
-    assert beside.cached["device"] == second.num_durable
-    session.abort_next(aborted)
-    third = session.say(other, second)
-    assert third.output == beside.output_ids
-    assert third.num_cached >= second.num_durable
-    make_durable(server, third.rid, third.num_durable)
-    server.flush()  # which empties the session's record too
-    length = len(third.context) + len(third.output) + len(more) + NUM_NEW
-    fourth = session.say(more + more[: -length % PAGE], third)  # which ends with a page
-    assert fourth.num_stored == third.num_durable
-    # One without tokens computes the last token of the history again.
-    fifth = session.say([], fourth)
-    assert fifth.num_cached == len(fifth.context) - 1
-    for turn in (second, third, fourth, fifth):
-        assert turn.output == stock.generate(turn.context).output_ids
-    session.close()
-    until(lambda: is_idle(server))
-    server.flush()
-    # Nothing of the session stayed taken.
-    assert load_of(server)["num_used_tokens"] == 0
 
 
 # ---- Requests that lose their memory ----
@@ -351,19 +150,6 @@ def ask_many(server: Server, pool: ThreadPoolExecutor) -> list[Any]:
     asked = [pool.submit(server.generate, prompt) for prompt in SHORT]
     until(lambda: load_of(server)["num_waiting_reqs"] >= MANY - 1)
     return asked
-
-
-def test_hundred_requests_wait_for_loads_at_once(
-    server: Server, disk: Disk, many: list[list[int]], stock: Server
-) -> None:
-    with ThreadPoolExecutor(MANY) as pool:
-        with disk.slow(5.0):
-            num_loaded = server.tier_state()["loaded_pages:nvme"]
-            asked = ask_many(server, pool)
-            assert server.tier_state()["loaded_pages:nvme"] - num_loaded <= MANY - 100
-        answers = [each.result() for each in asked]
-    assert [answer.output_ids for answer in answers] == many == answers_of(stock, SHORT)
-    assert sum(answer.cached["storage"] for answer in answers) >= 0.97 * 64 * MANY
 
 
 def test_requests_aborted_during_loads_leak_no_memory(

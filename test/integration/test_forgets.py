@@ -3,18 +3,16 @@ index, on one that was down, under requests, and after ``kill -9``. Real servers
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import PAGE, SMALL, aligned, ask, make_prompts
+from conftest import PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from server_process import Server, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -25,53 +23,19 @@ GONE, CUT, KEPT, RUNS, MISSED = make_prompts(61, 5, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def start(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., list[Server]]]:
-    """Start servers side by side, each on the directory and the port of its name."""
-    folder = tmp_path_factory.mktemp("servers")
-    servers: list[Server] = []
+def start_again(start: Start) -> Callable[[], list[Server]]:
+    """Start two that follow each other, at the ports that they had."""
     ports = {name: free_port() for name in "ab"}
     peers = ",".join(f"127.0.0.1:{port}" for port in ports.values())
-
-    def start(*names: str) -> list[Server]:
-        started = [
-            Server.spawn(
-                model,
-                folder / f"{len(servers)}-{name}.log",
-                *("--tier-dir", str(folder / name), *SMALL),
-                *("--tier-peers", peers, "--tier-peer-port", str(ports[name])),
-            )
-            for name in names
-        ]
-        servers.extend(started)
-        for server in started:
-            server.wait_until_it_generates()
-        return started
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-def held(server: Server, prompt: list[int]) -> dict[str, int]:
-    code, report = ask(server, "/tier/residency", {"input_ids": prompt})
-    assert code == 200, report
-    return {tier: report[tier] for tier in ("device", "host", "nvme", "peer")}
+    own = {name: ("--tier-peer-port", str(port)) for name, port in ports.items()}
+    return lambda: start("ab", *SMALL, "--tier-peers", peers, **own)
 
 
 def held_here(server: Server, prompt: list[int]) -> list[int]:
     """Tokens on device, host and NVMe. What is known of another server may be of before the
     forget: it gives none of them."""
-    here = held(server, prompt)
+    here = residency(server, prompt)
     return [here[tier] for tier in ("device", "host", "nvme")]
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def forget(server: Server, **body: Any) -> int:
@@ -81,15 +45,15 @@ def forget(server: Server, **body: Any) -> int:
     return int(report["num_tokens"])
 
 
-def test_forgotten_conversation_is_a_hit_nowhere(start: Callable[..., list[Server]]) -> None:
-    a, b = start("a", "b")
+def test_forgotten_conversation_is_a_hit_nowhere(start_again: Callable[[], list[Server]]) -> None:
+    a, b = start_again()
     expected = {}
     for number, prompt in enumerate((GONE, CUT, KEPT, MISSED)):
         expected[number] = a.generate(prompt, NUM_NEW, rid=f"r{number}").output_ids
         assert ask(a, "/tier/checkpoint", {"input_ids": prompt, "tier": "nvme"})[0] == 200
-        until(lambda p=prompt: held(b, p)["peer"] >= WHOLE, "not found at the other server")
+        until(lambda p=prompt: residency(b, p)["peer"] >= WHOLE, "not found at the other server")
         assert b.generate(prompt, NUM_NEW).output_ids == expected[number]
-        until(lambda p=prompt: held(b, p)["nvme"] >= aligned(LENGTH), "not kept by the other")
+        until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept by the other")
 
     assert ask(a, "/tier/forget", {"rid": "nobody"})[0] == 404
     assert ask(a, "/tier/forget", {"rid": "r0", "keep_tokens": "x"})[0] == 400
@@ -105,7 +69,10 @@ def test_forgotten_conversation_is_a_hit_nowhere(start: Callable[..., list[Serve
     assert (again.output_ids, again.num_cached) == (expected[1], 2 * PAGE)
     for server in (a, b):
         assert server.generate(KEPT, NUM_NEW).num_cached == aligned(LENGTH), "not to be forgotten"
-    until(lambda: held(b, GONE)["nvme"] >= aligned(LENGTH), "computed again, and not stored again")
+    until(
+        lambda: residency(b, GONE)["nvme"] >= aligned(LENGTH),
+        "computed again, and not stored again",
+    )
 
     # While a request of it runs. It may end before the answer, or after it.
     with ThreadPoolExecutor(1) as pool:
@@ -121,8 +88,8 @@ def test_forgotten_conversation_is_a_hit_nowhere(start: Callable[..., list[Serve
     assert forget(a, input_ids=MISSED) == WHOLE
     assert forget(a, input_ids=RUNS) == WHOLE
     a.kill()
-    a, b = start("a", "b")
-    until(lambda: held(b, MISSED)["nvme"] == 0, "it was down, and never heard")
+    a, b = start_again()
+    until(lambda: residency(b, MISSED)["nvme"] == 0, "it was down, and never heard")
     for server, prompt, number in ((a, RUNS, 4), (b, MISSED, 3)):
         assert held_here(server, prompt) == [0, 0, 0]
         again = server.generate(prompt, len(expected[number]))

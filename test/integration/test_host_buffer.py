@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from family_models import write_sliding_window
 
-from conftest import ALWAYS, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, Launch, aligned, ask, make_prompts, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,13 +44,8 @@ def store_all(server: Server, prompts: list[list[int]], **whose: Any) -> None:
 
 
 def wait_until_stored(server: Server, prompt: list[int], **whose: Any) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        code, held = ask(server, "/tier/residency", {"input_ids": prompt, **whose})
-        if code == 200 and held["nvme"] == WHOLE:
-            return
-        assert time.monotonic() < deadline, held
-        time.sleep(0.05)
+    body = {"input_ids": prompt, **whose}
+    until(lambda: ask(server, "/tier/residency", body)[1].get("nvme") == WHOLE, "not stored", 60.0)
 
 
 def test_hybrid_model_in_little_host_memory_comes_back(

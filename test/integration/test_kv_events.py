@@ -99,9 +99,7 @@ def pair(
     router.close()
 
 
-def test_events_follow_pages_on_disk_and_in_bucket(
-    pair: tuple[Server, Router, FaultProxy],
-) -> None:
+def test_events_follow_pages_on_disk_and_in_bucket(pair: tuple[Server, Router, FaultProxy]) -> None:
     server, router, proxy = pair
     prompts = make_prompts(11, 3, LENGTH)
     answers = [server.generate(prompts[0]), server.generate(prompts[1])]

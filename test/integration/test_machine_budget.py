@@ -1,5 +1,4 @@
-"""Two servers with different models share one budget of NVMe: who is busy has it, and a death of
-one harms the other not."""
+"""Two servers with different models share one budget of NVMe: who is busy has it."""
 
 from __future__ import annotations
 
@@ -62,15 +61,5 @@ def test_the_busy_server_has_the_others_room(
         finds_most(busy, prompts[busy.port])
         eventually(lambda: capacity(a) + capacity(b) <= TOTAL, "they are not asked at one moment")
         assert min(capacity(a), capacity(b)) >= FLOOR
-
-    held_before = capacity(a)
-    assert held_before > TOTAL / 2
-    expected = a.generate(prompts[a.port][0]).output_ids
-    theirs = b.generate(prompts[b.port][0]).output_ids
     a.kill()
-    assert b.generate(prompts[b.port][0]).output_ids == theirs
-    finds_most(b, prompts[b.port])  # in what the dead one left
-    again = launch(*shared, "--tier-dir", str(tmp_path / "a"))
-    assert capacity(again) >= FLOOR
-    assert again.generate(prompts[a.port][0]).output_ids == expected
-    eventually(lambda: capacity(again) + capacity(b) <= TOTAL, "sums hold")
+    b.kill()

@@ -15,25 +15,23 @@ import pytest
 from object_proxy import FaultProxy, status
 from object_server import ObjectServer, s3_environment
 
-from conftest import ALWAYS, PAGE, SMALL, aligned, ask, make_prompts
+from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from kit.scrapes import by_rank, labels_of
-from server_process import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 LENGTH, NUM_NEW = 700, 8
-DEADLINE_S = 120.0
 HANG_S = 9.0  # less than the bucket is given for an answer, 20 times what computing takes
 MOVED = make_prompts(21, 8, LENGTH)  # opened on A, continued on B
 STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
 REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
 COLD = make_prompts(24, 3, LENGTH)
-RAISED = make_prompts(25, 1, LENGTH)  # brought up to the disk before it is asked for
-FORGOTTEN = make_prompts(26, 1, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 
 
@@ -44,51 +42,14 @@ def bucket() -> Iterator[tuple[ObjectServer, FaultProxy, str]]:
 
 
 @pytest.fixture(scope="module")
-def start(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., list[Server]]]:
-    """Start servers side by side, each on a directory of its own."""
-    folder = tmp_path_factory.mktemp("servers")
-    servers: list[Server] = []
-
-    def start(
-        number: int, *arguments: str, environment: dict[str, str] | None = None
-    ) -> list[Server]:
-        started = []
-        for _ in range(number):
-            name = f"{len(servers)}"
-            server = Server.spawn(
-                model,
-                folder / f"{name}.log",
-                *("--tier-dir", str(folder / f"kv-{name}")),
-                *arguments,
-                environment=environment,
-            )
-            servers.append(server)
-            started.append(server)
-        for server in started:
-            server.wait_until_it_generates()
-        return started
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-@pytest.fixture(scope="module")
-def pair(
-    start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
-) -> list[Server]:
+def pair(start: Start, bucket: tuple[ObjectServer, FaultProxy, str]) -> list[Server]:
     _, proxy, url = bucket
     environment = s3_environment(proxy.url)
-    return start(2, *SMALL, "--tier-object-url", url, environment=environment)
+    return start("ab", *SMALL, "--tier-object-url", url, environment=environment)
 
 
 def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while (held := ask(server, "/tier/residency", {"input_ids": prompt})[1])[tier] < num_tokens:
-        assert time.monotonic() < deadline, held
-        time.sleep(0.1)
+    until(lambda: residency(server, prompt)[tier] >= num_tokens, f"not found in {tier}")
 
 
 class TestLife:
@@ -96,18 +57,11 @@ class TestLife:
 
     opened: dict[str, list[list[int]]] = {}
 
-    def test_nothing_is_stored_under_a_bad_selector(self, pair: list[Server]) -> None:
-        a, _ = pair
-        for body in ({}, {"rid": "x", "text": "y"}, {"input_ids": []}, {"text": "x", "tier": "a"}):
-            code, answer = ask(a, "/tier/checkpoint", body)
-            assert (code, list(answer)) == (400, ["error"]), body
-        assert ask(a, "/tier/checkpoint", {"rid": "nobody"})[0] == 404
-
     def test_checkpoint_answers_once_the_bucket_has_the_conversation(
         self, pair: list[Server]
     ) -> None:
         a, _ = pair
-        opened = {"moved": MOVED, "stalled": STALLED, "refused": REFUSED, "raised": RAISED}
+        opened = {"moved": MOVED, "stalled": STALLED, "refused": REFUSED}
         for name, prompts in opened.items():
             answers = []
             for number, prompt in enumerate(prompts):
@@ -133,32 +87,6 @@ class TestLife:
         assert (code, report["num_tokens"]) == (503, 0)
         assert report["num_missing"] == LENGTH // PAGE * PAGE
 
-    def test_forgotten_on_one_server_is_gone_on_both(self, pair: list[Server]) -> None:
-        """They share a bucket and no index."""
-        a, b = pair
-        (prompt,) = FORGOTTEN
-        whole = LENGTH // PAGE * PAGE
-        expected = a.generate(prompt, NUM_NEW).output_ids
-        assert ask(a, "/tier/checkpoint", {"input_ids": prompt, "tier": "object"})[0] == 200
-        wait_for_residency(b, prompt, "object", whole)
-        assert b.generate(prompt, NUM_NEW).output_ids == expected
-        wait_for_residency(b, prompt, "nvme", aligned(LENGTH))
-        code, report = ask(a, "/tier/forget", {"input_ids": prompt})
-        assert (code, report) == (200, {"durable": True, "num_tokens": whole})
-
-        def tokens(server: Server) -> int:
-            held = ask(server, "/tier/residency", {"input_ids": prompt})[1]
-            return int(sum(held[tier] for tier in ("device", "host", "nvme", "object")))
-
-        assert tokens(a) == 0
-        deadline = time.monotonic() + DEADLINE_S
-        while tokens(b):
-            assert time.monotonic() < deadline, "the other server never heard of it"
-            time.sleep(0.1)
-        again = b.generate(prompt, NUM_NEW)
-        assert (again.output_ids, again.num_cached) == (expected, 0)
-        wait_for_residency(b, prompt, "nvme", aligned(LENGTH))  # stored again
-
     def test_conversation_resumed_elsewhere_gives_the_same_answers(
         self, pair: list[Server]
     ) -> None:
@@ -179,19 +107,6 @@ class TestLife:
             resumed = b.generate(prompt + first, 2 * NUM_NEW)
             assert first + resumed.output_ids == whole
 
-    def test_nvme_checkpoint_copies_pages_from_the_bucket(self, pair: list[Server]) -> None:
-        _, b = pair
-        (prompt,) = RAISED
-        wait_for_residency(b, prompt, "object", LENGTH // PAGE * PAGE)
-        assert ask(b, "/tier/residency", {"input_ids": prompt})[1]["nvme"] == 0
-        code, report = ask(b, "/tier/checkpoint", {"input_ids": prompt, "tier": "nvme"})
-        whole = LENGTH // PAGE * PAGE
-        assert (code, report["num_tokens"], report["num_missing"]) == (200, whole, 0)
-        assert ask(b, "/tier/residency", {"input_ids": prompt})[1]["nvme"] == whole
-        again = b.generate(prompt, NUM_NEW)
-        assert again.output_ids == self.opened["raised"][0]
-        assert again.cached["storage"] == aligned(LENGTH)
-
     def test_pages_from_the_bucket_are_kept_on_disk(self, pair: list[Server]) -> None:
         _, b = pair
         for prompt in MOVED:
@@ -210,10 +125,7 @@ class TestLife:
         code, report = ask(b, "/tier/checkpoint", {"input_ids": COLD[1]})
         assert (code, report["num_tokens"]) == (503, 0)
         proxy.remove(rule)
-        deadline = time.monotonic() + DEADLINE_S
-        while b.tier_state()["tier_healthy:object"] != 1:
-            assert time.monotonic() < deadline, "it never came back"
-            time.sleep(0.1)
+        until(lambda: b.tier_state()["tier_healthy:object"] == 1, "it never came back")
 
     def test_a_bucket_that_hangs_never_stalls_the_scheduler(
         self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
@@ -239,7 +151,7 @@ class TestLife:
 
 @pytest.mark.slow
 def test_shared_directory_serves_two_servers_with_two_ranks(
-    start: Callable[..., list[Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By way of a codec; without one is what ``TestLife`` does."""
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
@@ -247,7 +159,7 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS),
         *("--tier-object-url", str(tmp_path / "shared"), "--tier-codec", "zstd"),
     )
-    (a,) = start(1, *arguments)
+    (a,) = start("c", *arguments)
     prompts, expected = MOVED[:4], []
     for prompt in prompts:
         expected.append(a.generate(prompt, NUM_NEW, **TENANT).output_ids)
@@ -255,13 +167,13 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
         code, report = ask(a, "/tier/checkpoint", selector)
         assert (code, report["num_missing"]) == (200, 0), report
     a.kill()
-    (b,) = start(1, *arguments)
+    (b,) = start("d", *arguments)
     for prompt in prompts:
         query = urllib.parse.urlencode({"input_ids": ",".join(map(str, prompt)), **TENANT})
-        deadline = time.monotonic() + DEADLINE_S
-        while ask(b, f"/tier/residency?{query}")[1]["object"] < aligned(LENGTH):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(
+            lambda q=query: ask(b, f"/tier/residency?{q}")[1]["object"] >= aligned(LENGTH),
+            "not found by a query",
+        )
     answers = b.generate_all(prompts, concurrency=4, num_new=NUM_NEW, **TENANT)
     assert [answer.output_ids for answer in answers] == expected
     cached = sum(answer.cached["storage"] for answer in answers)
@@ -274,119 +186,25 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_measured_plans_decline_only_a_slow_bucket(
-    start: Callable[..., list[Server]], bucket: tuple[ObjectServer, FaultProxy, str]
-) -> None:
-    """Without ``--tier-load always``: outputs never change, and a server whose bucket hangs
-    answers about as fast as one that computes."""
-    server, proxy, url = bucket
-    arguments = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
-    arguments += ("--tier-object-url", url + "-measured")
-    environment = s3_environment(proxy.url)
-    (a,) = start(1, *arguments, environment=environment)
-    prompts = make_prompts(31, 6, 3000)
-    expected = []
-    for prompt in prompts:
-        expected.append(a.generate(prompt, NUM_NEW).output_ids)
-        assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
-    a.kill()
-    (b,) = start(1, *arguments, environment=environment)
-    for prompt in prompts:
-        wait_for_residency(b, prompt, "object", aligned(3000))
-    quick = b.generate_all(prompts[:3], concurrency=1, num_new=NUM_NEW)
-    assert [answer.output_ids for answer in quick] == expected[:3]
-    begun = time.monotonic()
-    b.generate(make_prompts(32, 1, 3000)[0], NUM_NEW)
-    computed_s = time.monotonic() - begun
-    server.pause()
-    try:
-        begun = time.monotonic()
-        slow = b.generate_all(prompts[3:], concurrency=1, num_new=NUM_NEW)
-        taken_s = time.monotonic() - begun
-    finally:
-        server.resume()
-    assert [answer.output_ids for answer in slow] == expected[3:]
-    assert taken_s < 3 * 4 * computed_s + 2.0, (taken_s, computed_s)
-    b.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "codecs", [("fp8",), pytest.param(("int8", "fp8"), marks=pytest.mark.long)], ids="-".join
-)
-def test_lossy_pages_are_never_read_as_exact(
-    codecs: tuple[str, ...],
-    start: Callable[..., list[Server]],
-    tmp_path: Path,
-    record_property: pytest.RecordProperty,
-) -> None:
-    """One bucket: B resumes what A of its codec computed, by way of the codec; a server of another
-    codec, and one that is exact, find nothing of it. What the codec changed of the greedy answers
-    is recorded."""
-    arguments = (*SMALL, "--tier-object-url", str(tmp_path / "shared"))
-    prompts, whole = MOVED[:4], LENGTH // PAGE * PAGE
-    opened = []
-    (exact,) = start(1, *arguments)
-    for codec in codecs:
-        flags = (*arguments, "--tier-codec", codec)
-        (a,) = start(1, *flags)
-        answers = []
-        for prompt in prompts:
-            answer = a.generate(prompt, NUM_NEW)
-            assert answer.num_cached == 0, "another codec's"
-            answers.append(answer.output_ids)
-            assert ask(a, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
-        stored = a.tier_state()["tier_physical_bytes:object"]
-        assert 0 < stored < 0.6 * len(prompts) * whole * 3072, "no smaller than float32"
-        opened.append(answers)
-        a.kill()
-    (b,) = start(1, *flags)
-    for prompt in prompts:
-        wait_for_residency(b, prompt, "object", whole)
-        assert ask(exact, "/tier/residency", {"input_ids": prompt})[1]["object"] == 0
-    resumed = b.generate_all(prompts, concurrency=2, num_new=NUM_NEW)
-    cached = sum(answer.cached["storage"] for answer in resumed)
-    assert cached >= 0.97 * len(prompts) * aligned(LENGTH)
-    pairs = [
-        (mine, theirs)
-        for answer, expected in zip(resumed, answers, strict=True)
-        for mine, theirs in zip(answer.output_ids, expected, strict=True)
-    ]
-    agreement = sum(mine == theirs for mine, theirs in pairs) / len(pairs)
-    record_property(f"greedy_agreement_{codec}", agreement)
-    print(f"{codec}: {agreement:.1%} of {len(pairs)} greedy tokens agree")
-    b.kill()
-    computed = exact.generate_all(prompts, concurrency=2, num_new=NUM_NEW)
-    assert sum(sum(answer.cached.values()) for answer in computed) == 0
-    for answers in opened:
-        assert [answer.output_ids for answer in computed] == answers, "before a codec all is exact"
-    exact.kill()
-
-
-@pytest.mark.slow
-def test_replicas_find_each_others_pages_in_the_bucket(
-    start: Callable[..., list[Server]], tmp_path: Path
-) -> None:
+def test_replicas_find_each_others_pages_in_the_bucket(start: Start, tmp_path: Path) -> None:
     """Data parallelism: each replica has its NVMe, both share the bucket."""
     arguments = (*SMALL, "--dp-size", "2", "--load-balance-method", "round_robin")
     arguments += ("--enable-metrics", "--extra-metric-labels", '{"site": "here"}')
     arguments += ("--tier-object-url", str(tmp_path / "shared"))
-    (server,) = start(1, *arguments)
+    (server,) = start("e", *arguments)
     whole = LENGTH // PAGE * PAGE
     prompts = MOVED[:4]
     expected = []
     for prompt in prompts:
         expected.append(server.generate(prompt, NUM_NEW, routed_dp_rank=0).output_ids)
         assert ask(server, "/tier/checkpoint", {"input_ids": prompt})[0] == 200
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
+
+    def all_know() -> bool:
         states = server.request("/server_info")["internal_states"]
         known = [state["sglang_tiered"]["tier_pages:object"] for state in states]
-        if len(known) == 2 and min(known) >= len(prompts) * whole // PAGE:
-            break
-        assert time.monotonic() < deadline, known
-        time.sleep(0.1)
+        return len(known) == 2 and min(known) >= len(prompts) * whole // PAGE
+
+    until(all_know, "a replica does not know of the other's")
     code, costs = ask(server, "/tier/costs")
     assert (code, costs["num_ranks"]) == (200, 2)
     assert [record["rank"] for record in costs["ranks"]] == [0, 1]

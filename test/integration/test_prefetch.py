@@ -4,19 +4,16 @@ it does not; and ``explain`` names the disk that made a request without one slow
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import ALWAYS, ROOT, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts
 from kit.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from server_process import Server
@@ -26,24 +23,8 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
 LENGTH = 960  # within what hints may load of this host tier, and more than a piece
 PROMPT, OTHER = make_prompts(21, 2, LENGTH)
 (SLOW,) = make_prompts(23, 1, LENGTH)
-(LARGE,) = make_prompts(22, 1, 2200)  # with a piece beside it, more than loads may fill
 FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "26MiB", *ALWAYS)
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def slowness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What every read takes, in seconds."""
-    path = tmp_path_factory.mktemp("disk") / "slowness"
-    path.write_text("0")
-    with pytest.MonkeyPatch.context() as patch:
-        folders = [
-            os.environ.get("PYTHONPATH", ""),
-            str(ROOT / "test" / "integration" / "slow_disk"),
-        ]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        patch.setenv("SLOW_DISK_FILE", str(path))
-        yield path
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +35,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(
-    launch: Launch, slowness: Path, log: Path, tmp_path_factory: pytest.TempPathFactory
+    launch: Launch, disk: Disk, log: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Server:
     directory = tmp_path_factory.mktemp("tier") / "kv"
     return launch(*FLAGS, "--tier-dir", str(directory), "--tier-log-requests", str(log))
@@ -86,31 +67,6 @@ def test_hinted_conversation_is_hit_in_host_memory(server: Server) -> None:
     assert server.tier_state()["hints_ended:loaded"] == 1
 
 
-def test_what_is_no_hint_is_refused(server: Server) -> None:
-    assert ask(server, "/tier/prefetch", {"rid": "nobody"})[0] == 404
-    for body in ({}, {"rid": "r", "text": "t"}, {"rid": "r", "wait_s": 31}):
-        status, answer = ask(server, "/tier/prefetch", body)
-        assert status == 400 and answer["error"]
-
-
-def test_request_that_needs_room_withdraws_a_hint(server: Server, slowness: Path) -> None:
-    expected = [make_cold(server, prompt) for prompt in (OTHER, LARGE)]
-    slowness.write_text("8")
-    assert prefetch(server, OTHER)[0] == 202
-    eventually(lambda: server.tier_state()["costs"]["ahead_tokens"][0], timeout_s=WAIT_S)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.generate, LARGE)
-        eventually(lambda: server.tier_state()["hints_ended:withdrawn"], timeout_s=WAIT_S)
-        slowness.write_text("0")
-        answer = asked.result()
-    assert (answer.output_ids, answer.cached["storage"]) == (expected[1], aligned(len(LARGE)))
-    status, refusal = prefetch(server, OTHER)
-    assert status == 503 and "host memory was needed" in refusal["error"]
-    assert prefetch(server, OTHER, wait_s=30)[0] == 200, "asked again, it is served"
-    answer = server.generate(OTHER)
-    assert (answer.output_ids, answer.cached["host"]) == (expected[0], aligned(LENGTH))
-
-
 def explain(*arguments: object) -> str:
     command = [sys.executable, "-m", "sglang_tiered", "explain", *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -118,11 +74,10 @@ def explain(*arguments: object) -> str:
     return ended.stdout
 
 
-def test_explain_names_the_slow_disk(server: Server, slowness: Path, log: Path) -> None:
+def test_explain_names_the_slow_disk(server: Server, disk: Disk, log: Path) -> None:
     expected = make_cold(server, SLOW)
-    slowness.write_text("1.5")
-    answer = server.generate(SLOW)
-    slowness.write_text("0")
+    with disk.slow(1.5):
+        answer = server.generate(SLOW)
     assert (answer.output_ids, answer.cached["storage"]) == (expected, aligned(LENGTH))
     server.generate(OTHER)
 

@@ -169,16 +169,6 @@ def test_roles_change_back_and_forth(switching: Switching, stock: Server) -> Non
         assert roles == ["prefill", "decode"], "routers learn of it"
 
 
-def test_role_of_its_own_is_no_switch(switching: Switching, stock: Server) -> None:
-    """Nothing is emptied."""
-    pair, prompt = switching.pair, make_prompts(4920, 1, 700)[0]
-    expected = pair.generate(prompt).output_ids
-    assert switch(pair.prefill, "prefill")["success"]
-    prefilled, decoded = pair.both(prompt)
-    assert decoded.output_ids == expected == stock.generate(prompt).output_ids
-    assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(700)
-
-
 def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
     """One prefills as much as it can, and one of two that decode has nothing to do. Orders have
     keys made of the operator's."""

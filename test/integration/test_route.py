@@ -259,36 +259,3 @@ def test_server_joins_and_another_drains(
     cluster.kill(leaving)
     front.follow(f"http://{address}" for address in cluster.servers)
     eventually(lambda: len(front.servers()) == NUM_SERVERS - 1, "what has left is not listed")
-
-
-def test_killed_picker_is_not_missed(front: Front, asked: list[Answer]) -> None:
-    pid = front.picker_pid()
-    psutil.Process(pid).kill()
-    again = [generate(front, prompt) for prompt in PROMPTS]
-    assert [ids_of(answer) for answer in again] == list(map(ids_of, asked[: len(PROMPTS)]))
-    eventually(lambda: front.picker_pid() != pid, "it is started again")
-    front.wait_until_ready(NUM_SERVERS - 1)
-
-
-def test_stores_are_known_after_a_restart(front: Front, asked: list[Answer]) -> None:
-    """Of the picker that was killed above."""
-
-    def stored() -> int:
-        return sum(row["replicas"][0]["stored"] or 0 for row in front.servers())
-
-    eventually(lambda: stored() >= len(PROMPTS) * aligned(LENGTH) // 64, "what they hold on NVMe")
-
-
-def test_servers_of_a_redis_serve_without_it(
-    cluster: Cluster, redis: RedisServer, asked: list[Answer], tmp_path: Path
-) -> None:
-    by_redis = Front.start(tmp_path, [], "--servers", redis.url, "--pick-timeout", "2s")
-    try:
-        by_redis.wait_until_ready(NUM_SERVERS - 1)
-        redis.kill()
-        again = [generate(by_redis, prompt) for prompt in PROMPTS]
-        assert [ids_of(answer) for answer in again] == list(map(ids_of, asked[: len(PROMPTS)]))
-        ready = {row["address"] for row in by_redis.servers() if row["ready"]}
-        assert ready == set(cluster.servers), "names of those that were killed last a while"
-    finally:
-        by_redis.close()

@@ -75,16 +75,22 @@ def test_pair_answers_as_one_server(front: Front, pair: PrefillDecode, stock: Se
 
 
 def test_completions_go_to_a_pair(front: Front, pair: PrefillDecode, stock: Server) -> None:
-    """SGLang by itself reads the headers that name the pair at other endpoints only."""
+    """SGLang by itself reads the headers that name the pair at other endpoints only, and gives all
+    samples of a prompt one room: one client's ``n`` was 500 after 500."""
     prompt = make_prompts(4611, 1, 700)[0]
     before = transfer_state(pair.decode)["transfer_rooms_ended:done"]
     body = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    answer = front.ask("/v1/completions", body)
-    assert answer.status == 200, answer
-    (choice,) = json.loads(answer.body)["choices"]
-    assert choice["token_ids"] == stock.generate(prompt).output_ids
-    assert transfer_state(pair.decode)["transfer_rooms_ended:done"] == before + 1
+    expected = stock.generate(prompt).output_ids
+    for num_samples in (1, 2, 4):
+        answer = front.ask("/v1/completions", {**body, "n": num_samples})
+        assert answer.status == 200, answer
+        choices = json.loads(answer.body)["choices"]
+        assert [choice["token_ids"] for choice in choices] == [expected] * num_samples
+        ended = transfer_state(pair.decode)["transfer_rooms_ended:done"]
+        assert ended >= before + num_samples
+        before = ended
+    eventually(lambda: rooms(pair) == 0, "none is left")
 
 
 def leave(front: Front, seed: int, when: Callable[[], object]) -> None:

@@ -94,17 +94,3 @@ def test_small_host_tier_serves_prefixes_evicted_from_device(small: Small) -> No
         assert sum(answer.num_cached for answer in answers) >= 0.8 * wanted
     assert lost_for_lack_of_host_memory(server) == 0
     assert "Traceback" not in server.log
-
-
-def test_pages_behind_a_prefix_on_device_come_back(small: Small) -> None:
-    """The prefix's host copy gave way long ago; its suffixes left the device."""
-    server = small.server
-    num_stem, num_tail = small.prompt_tokens // PAGE // 5, small.prompt_tokens // PAGE * 7 // 10
-    (stem,) = make_prompts(8, 1, num_stem * PAGE)
-    prompts = [stem + tail for tail in make_prompts(9, 5, num_tail * PAGE)]
-    num_pages = server.tier_state()["tier_pages:nvme"] + num_stem
-    expected = one_by_one(server, prompts, num_pages, num_tail)
-    answers = [server.generate(prompt) for prompt in prompts]
-    assert [answer.output_ids for answer in answers] == expected
-    from_tiers = sum(answer.num_cached - answer.cached["device"] for answer in answers)
-    assert from_tiers >= 0.8 * sum(aligned(len(prompt)) - len(stem) for prompt in prompts)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
-from sglang_tiered.tools.store import cli as store_cli
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from server_process import Answer, Server
@@ -72,66 +68,13 @@ def test_part_of_a_rotation_stays_in_host_memory(rounds: list[list[Answer]]) -> 
     assert tokens_from(rounds[2], "host") > 0
 
 
-@pytest.mark.parametrize("namespace", [{"extra_key": "tenant-b"}, {"cache_salt": "salt-b"}])
-def test_another_tenant_hits_nothing(
-    first_server: Server, rounds: list[list[Answer]], namespace: dict[str, str]
-) -> None:
-    answer = first_server.generate(PROMPTS[0], **namespace)
-    assert answer.num_cached == 0
-    again = first_server.generate(PROMPTS[0], **namespace)
-    assert again.num_cached == aligned(LENGTH)
-
-
-def test_store_is_private_to_its_user(tier_dir: Path, rounds: list[list[Answer]]) -> None:
-    for path in tier_dir.rglob("*"):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_encoded_pages_outlive_a_restart_without_the_codec(
-    launch: Launch,
-    tmp_path: Path,
-    expected: list[list[int]],
-    capfd: pytest.CaptureFixture[str],
-    record_property: pytest.RecordProperty,
-) -> None:
-    """And what ``store stat`` says of them is how many more tokens a GiB holds."""
-    prompts, flags = PROMPTS[:6], (*SMALL, *SMALL_REGIONS, "--tier-dir", str(tmp_path / "kv"))
-    first = launch(*flags, "--tier-codec", "zstd")
-    assert [a.output_ids for a in first.generate_all(prompts)] == expected[:6]
-    first.wait_for_state("tier_pages:nvme", 6 * (LENGTH // 64))
-    state = first.tier_state()
-    assert state["codec_on"] == 1
-    assert state["tier_held_tokens:nvme"] >= 6 * aligned(LENGTH)
-    first.kill()
-    second = launch(*flags)
-    answers = second.generate_all(prompts, concurrency=2)
-    assert [answer.output_ids for answer in answers] == expected[:6]
-    assert tokens_from(answers, "host", "storage") >= 0.97 * 6 * aligned(LENGTH)
-    second.kill()
-    capfd.readouterr()
-    assert store_cli.main(["stat", str(tmp_path / "kv"), "--json"]) == 0
-    total = json.loads(capfd.readouterr().out)["total"]
-    (entry,) = total["namespaces"]
-    ratio = entry["page_bytes"] / entry["payload_bytes"]
-    record_property("pages_in_memory_over_stored", ratio)
-    assert ratio > 1.15, "float32, of random weights"
-    assert total["tokens"] >= 6 * (LENGTH // 64) * 64
-    assert store_cli.main(["stat", str(tmp_path / "kv")]) == 0
-    assert f"{ratio:.2f}" in capfd.readouterr().out
-    assert store_cli.main(["verify", str(tmp_path / "kv")]) == 0
-
-
 class TestAfterKill:
     """The first server is killed with everything written; others start on its directory."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def restarted(
-        cls,
-        launch: Launch,
-        first_server: Server,
-        rounds: list[list[Answer]],
-        tier_dir: Path,
+        cls, launch: Launch, first_server: Server, rounds: list[list[Answer]], tier_dir: Path
     ) -> Server:
         first_server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
         first_server.kill()
@@ -184,10 +127,3 @@ def flip_bytes(path: Path, step: int = 96 * 1024) -> None:
             byte = region.read(1)[0]
             region.seek(offset)
             region.write(bytes([byte ^ 0x10]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _prompts_are_distinct() -> Iterator[None]:
-    digests = {hashlib.sha256(bytes(prompt[:64])).digest() for prompt in PROMPTS}
-    assert len(digests) == NUM_PROMPTS
-    yield

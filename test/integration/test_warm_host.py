@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from conftest import ALWAYS, Launch, aligned, make_prompts
+from conftest import ALWAYS, Launch, aligned, make_prompts, residency, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,29 +17,16 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 6, 700
 PROMPTS = make_prompts(11, NUM_PROMPTS, LENGTH)
-FLAGS = (
-    "--max-total-tokens",
-    "4096",
-    "--tier-host-bytes",
-    "64MiB",
-    "--tier-warm-host",
-    "on",
-    *ALWAYS,
-)
-DEADLINE_S = 60.0
+FLAGS = ["--max-total-tokens", "4096", "--tier-host-bytes", "64MiB", "--tier-warm-host", "on"]
 
 
 def num_warm(server: Server, prompt: list[int], tenant: dict[str, str]) -> int:
     """Tokens of a prompt in host memory."""
-    held: int = server.request("/tier/residency", {"input_ids": prompt, **tenant})["host"]
-    return held
+    return residency(server, prompt, **tenant)["host"]
 
 
 def wait_until_warm(server: Server, prompt: list[int], tenant: dict[str, str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while num_warm(server, prompt, tenant) < aligned(LENGTH):
-        assert time.monotonic() < deadline, "the host tier is not warmed"
-        time.sleep(0.05)
+    until(lambda: num_warm(server, prompt, tenant) >= aligned(LENGTH), "the host tier is cold")
 
 
 @pytest.mark.slow
@@ -48,7 +34,7 @@ def test_restarted_server_serves_hot_prefixes_from_host(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tier_dir: Path = tmp_path_factory.mktemp("tier") / "kv"
-    flags = (*FLAGS, "--tier-dir", str(tier_dir))
+    flags = (*FLAGS, *ALWAYS, "--tier-dir", str(tier_dir))
     first = launch(*flags)
     # One tenant of each kind, to come back under the names they left.
     kinds: list[dict[str, str]] = [{}, {"extra_key": "x"}, {"cache_salt": "s"}]

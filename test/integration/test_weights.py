@@ -3,8 +3,6 @@ pages of the weights that it had before."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,27 +19,6 @@ LENGTH = 700
 PROMPTS = make_prompts(41, 3, LENGTH)
 NUM_PAGES = len(PROMPTS) * (LENGTH // 64)
 READING, KNOWN = "of weights in the background", "weights are known"
-
-
-def test_stores_wait_until_large_weights_are_read(launch: Launch, tmp_path: Path) -> None:
-    tier = tmp_path / "kv"
-    tier.mkdir(mode=0o700)
-    held = os.open(tier, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)  # as another process that reads
-    server = launch(*SMALL, "--tier-dir", str(tier))
-    answers = [answer.output_ids for answer in server.generate_all(PROMPTS)]
-    assert READING in server.log and KNOWN not in server.log
-    assert server.tier_state()["tier_pages:nvme"] == 0
-    os.close(held)
-    server.wait_for_state("tier_pages:nvme", NUM_PAGES)
-    assert KNOWN in server.log
-    server.kill()
-    again = launch(*SMALL, "--tier-dir", str(tier))
-    returned = again.generate_all(PROMPTS)
-    assert READING not in again.log
-    assert [answer.output_ids for answer in returned] == answers
-    assert sum(answer.cached["storage"] for answer in returned) == len(PROMPTS) * aligned(LENGTH)
-    again.kill()
 
 
 def test_new_weights_never_read_pages_of_old_ones(

@@ -7,7 +7,6 @@ backend that serves CUDA is compared with the one it extends, on SGLang's own po
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,18 @@ with warnings.catch_warnings():
         DIM,
         HEADS,
         KV_HEADS,
-        SLOTS,
+        SWA_SLOTS,
         World,
+        forget,
         mha_pool,
         qkv,
         radix_layer,
         run,
+        swa_pool,
     )
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.runtime_context import get_context, get_parallel
     from transformers import LlamaConfig
@@ -52,7 +52,6 @@ STEPS = [
     (ForwardMode.EXTEND, [1, 17, 1]),
 ]
 MIXED_STEPS = (1, 3)
-SWA_SLOTS = 512
 
 
 def compare(
@@ -72,7 +71,7 @@ def compare(
     paged: FlashInfer reads new keys in the pool, as for multimodal models. left: no plan can be
     made, so the parent computes what was prepared for the kernels."""
     torch.manual_seed(0)
-    pool = _swa_pool() if own_window_pool else mha_pool(dtype)
+    pool = swa_pool(0, torch.float16) if own_window_pool else mha_pool(dtype)
     world = World(pool)
     _complete(world, window, paged)
     layer = radix_layer(sliding_window_size=window, logit_cap=logit_cap)
@@ -112,7 +111,7 @@ def compare(
             else:
                 torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
             if own_window_pool:
-                _forget(world, pool, window)
+                forget(world, window)
     assert pod.statistics.left == ({"no plan": len(MIXED_STEPS)} if left else {})
 
 
@@ -141,32 +140,6 @@ def _count_gathers(runner: Any) -> list[Any]:
         original(translator, *given, **named),
     )[1]
     return made
-
-
-def _swa_pool() -> SWAKVPool:
-    """The tests' layer 0 has the window; its pool is NaN but for what is written."""
-    pool = SWAKVPool(
-        size=SLOTS,
-        size_swa=SWA_SLOTS,
-        page_size=1,
-        dtype=torch.float16,
-        head_num=KV_HEADS,
-        head_dim=DIM,
-        swa_attention_layer_ids=[0],
-        full_attention_layer_ids=[1],
-        device="cpu",
-    )
-    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
-    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
-    pool.register_mapping(torch.zeros(SLOTS + 1, dtype=torch.int64))
-    return pool
-
-
-def _forget(world: World, pool: SWAKVPool, window: int) -> None:
-    """As SGLang frees what no later query sees: such slots lead to slot 0, which is NaN."""
-    for i, length in enumerate(world.lengths):
-        behind = world.table.req_to_token[i + 1, : max(0, length - window)]
-        pool.full_to_swa_index_mapping[behind.long()] = 0
 
 
 def _complete(world: World, window: int, paged: bool) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-__all__ = ["BoundedWaits"]
-
 QUARTER_MORE = 1.25
 LOOKED_AT = 8
 """Of the requests that wait, in one step: the others are asked in their turn."""

@@ -26,8 +26,6 @@ from typing import Any
 
 import setproctitle
 
-__all__ = ["ForkedProcess", "Zygotes"]
-
 MAX_ALIVE = 3
 END_DEADLINE_S = 30.0
 LOOK_S = 0.02

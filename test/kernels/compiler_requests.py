@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 __all__ = ["compiler_requests"]
 
@@ -21,15 +20,15 @@ class NoDevice:
         return 0
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+        from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)
 
 
 def compiler_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Collects what every launch asks, in place of compiling and launching."""
-    from triton import knobs  # noqa: PLC0415
-    from triton.runtime.driver import driver  # noqa: PLC0415
+    from triton import knobs
+    from triton.runtime.driver import driver
 
     collected: list[dict[str, Any]] = []
 

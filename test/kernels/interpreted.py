@@ -19,13 +19,11 @@ import select
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _HERE = Path(__file__).resolve().parent
 _VARIABLE = "TRITON_INTERPRET"
@@ -131,7 +129,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a kernel prints is not an answer
     sys.path.insert(0, str(_HERE))
-    import torch  # noqa: PLC0415 - only the child needs it
+    import torch  # only the child needs it
 
     torch.set_num_threads(1)
     _send(answers, "ready")
@@ -143,7 +141,7 @@ def _serve() -> None:
         failure = None
         try:
             getattr(_load(path), name)(**parameters)
-        except BaseException:  # noqa: BLE001 - a skip or a failure of pytest's is one too
+        except BaseException:  # a skip or a failure of pytest's is one too
             failure = traceback.format_exc()
         _send(answers, failure)
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sglang_tiered_kernels.pod_attention import (
     PodConfig,
+    PodPlan,
     PodShape,
     make_plan,
     pod_attention,
     reference_pod_attention,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered_kernels.pod_attention import PodPlan
 
 # Small tiles, so that a few tokens make many of them.
 SMALL = PodConfig("small", block_m=32, block_n=32, block_n_decode=32, split_len=64)

@@ -14,13 +14,15 @@ from typing import Any, Self
 
 import aiohttp
 
+from kit.commands import ran
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chromium-headless-shell"
 DEADLINE_S = 60.0
 
 
 def chromium() -> tuple[str | None, str]:
     """The path of a headless Chromium, or None and why there is none."""
-    found = subprocess.run([SCRIPT], capture_output=True, text=True, timeout=400, check=False)
+    found = ran(SCRIPT, timeout_s=400)
     return (found.stdout.strip() or None), found.stderr.strip()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import (
     TIERS,
     DecodeLoad,
@@ -13,9 +14,6 @@ from sglang_tiered.policy.server_costs import (
     TierPrices,
     Waiting,
 )
-
-if TYPE_CHECKING:
-    from sglang_tiered.policy.cost_model import CostModel
 
 __all__ = ["record_of"]
 

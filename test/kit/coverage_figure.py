@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 

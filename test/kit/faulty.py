@@ -11,20 +11,19 @@ import errno
 import os
 import random
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_tiered.storage.base import Job, JobKind, Reason, TierEngine
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
     from sglang_tiered.storage.base import Erasure, LookupResult, Run, TenantUsage, TierStats
 
-__all__ = ["Fault", "FaultyDevice", "FaultyEngine"]
+__all__ = ["Fault", "FaultyDevice", "FaultyEngine", "fail_once"]
 
 Operation = Literal[
     "list_names",
@@ -40,6 +39,19 @@ Operation = Literal[
     "unlink",
     "free_bytes",
 ]
+
+
+def fail_once(patch: Any, place: Any, name: str, error: BaseException | None = None) -> list[Any]:
+    """Have the next call raise. Returns what is still to be raised."""
+    inner, left = getattr(place, name), [error or MemoryError()]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return inner(*arguments, **named)
+
+    patch.setattr(place, name, call)
+    return left
 
 
 @dataclass(frozen=True, slots=True)

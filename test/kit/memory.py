@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -26,9 +28,6 @@ from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
-
     from sglang_tiered.storage.base import Job, Page, Run
 
 __all__ = ["MemoryEngine"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from kit.commands import ran
 
 __all__ = ["program"]
 
@@ -26,9 +27,7 @@ def program(name: str) -> str:
 def _found(name: str) -> tuple[str, str]:
     """A path, or why there is none: asked once, for a machine without a network may take minutes
     to say so."""
-    found = subprocess.run(
-        [SCRIPTS / name], capture_output=True, text=True, timeout=290, check=False
-    )
+    found = ran(SCRIPTS / name, timeout_s=290)
     if found.returncode == 0:
         return found.stdout.strip(), ""
     return "", found.stderr.strip() or f"scripts/{name} ended with {found.returncode}"

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+from typing import Any
 
 from kit.programs import program
 from kit.scrapes import ours_of
 
-__all__ = ["check_metrics"]
+__all__ = ["check_metrics", "promtool"]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
-def check_metrics(text: str) -> None:
-    """Fail with what ``promtool check metrics`` finds in our part of a scrape (it ends with 3 for
-    a name against the conventions); skip where there is no promtool."""
+def promtool(*words: str | Path, **more: Any) -> str:
+    """What it says; fails where it finds anything wrong, skips where there is no promtool."""
     ended = subprocess.run(
-        [program("promtool"), "check", "metrics"],
-        input=ours_of(text),
+        [program("promtool"), *words],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
+        **more,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def check_metrics(text: str) -> None:
+    """Fail with what ``promtool check metrics`` finds in our part of a scrape (it ends with 3 for
+    a name against the conventions)."""
+    promtool("check", "metrics", input=ours_of(text))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.storage.bucket import BucketEngine
 
 __all__ = ["Gate", "before", "listed", "refuse"]

@@ -3,12 +3,9 @@ computed in a quarter of the time. One page replaced changes its greedy text as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from sglang_tiered.demo.model import Shape, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["write_small_model"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["talk_lines"]
+from sglang_tiered_lab.trace.request import TraceRequest, num_blocks_for
+
+__all__ = ["make_request", "talk_lines"]
 
 
 def talk_lines(every_ms: int, num_output: int) -> str:
@@ -20,4 +22,24 @@ def talk_lines(every_ms: int, num_output: int) -> str:
         )
         + "\n"
         for i in range(64)
+    )
+
+
+def make_request(
+    ids: tuple[int, ...],
+    *,
+    block_tokens: int = 16,
+    missing: int = 0,
+    output_length: int = 5,
+    arrival_s: float | None = 0.0,
+) -> TraceRequest:
+    """A request with those blocks, full but for ``missing`` tokens."""
+    input_length = len(ids) * block_tokens - missing
+    assert num_blocks_for(input_length, block_tokens) == len(ids)
+    return TraceRequest(
+        arrival_s=arrival_s,
+        input_length=input_length,
+        output_length=output_length,
+        block_ids=ids,
+        block_tokens=block_tokens,
     )

@@ -7,12 +7,10 @@ and every third of those is the same one.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
 
 __all__ = ["in_thirds", "is_of", "sweeps"]
 

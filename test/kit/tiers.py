@@ -1,28 +1,28 @@
-"""Every tier that keeps pages, by name: what the contract of tiers runs over."""
+"""Every tier that keeps pages, by name, over which the contract of tiers runs; and small stores."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shared_tier import SharedTier
 
 from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
-from kit.runs import NAMESPACE, soft_encoding
+from kit.runs import NAMESPACE, blank, page_data, soft_encoding
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from sglang_tiered.storage.base import Run, TierEngine
 
-    from sglang_tiered.storage.base import TierEngine
-    from sglang_tiered.storage.encoding import PageEncoding
-
-__all__ = ["KEEPING", "open_region", "open_tier"]
+__all__ = ["KEEPING", "close_whole", "load", "loads", "open_region", "open_tier", "store"]
 
 KEEPING = [
     *("memory", "faulty-without-faults", "region-direct", "region-buffered"),
@@ -34,23 +34,41 @@ if BUCKET:  # any URL of an object tier; credentials are where they always are
     KEEPING.append("object-url")
 
 
-def open_region(
-    directory: Path,
-    *,
-    direct: bool | None = None,
-    encoding: PageEncoding | None = None,
-    **sizes: int | None,
-) -> RegionEngine:
-    directory.mkdir(mode=0o700)
-    device = FileDevice(directory, direct=direct)
-    return RegionEngine(
-        directory,
-        namespace=NAMESPACE,
-        num_threads=2,
-        device=device,
-        encoding=encoding,
-        **sizes,  # type: ignore[arg-type]
-    )
+def open_region(directory: Path, **changes: Any) -> RegionEngine:
+    """Sixteen small regions, unless ``changes`` says otherwise."""
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "capacity_bytes": 1 << 22,
+        "region_bytes": 1 << 18,
+        "num_threads": 2,
+    }
+    return RegionEngine(directory, **(options | changes))
+
+
+def close_whole(engine: TierEngine) -> None:
+    """Close what has come to rest with its books in order."""
+    assert drained(engine, TIMEOUT_S)
+    engine.check_integrity()
+    engine.close()
+
+
+def store(engine: TierEngine, *runs: Run) -> None:
+    """Store pages that are not held yet."""
+    for run in runs:
+        assert set(finished(engine.submit_store(run))) == {Reason.OK}
+
+
+def load(engine: TierEngine, run: Run, **how: Any) -> list[Reason]:
+    """What becomes of the pages of a run, loaded somewhere."""
+    return finished(engine.submit_load(blank(run), **how))
+
+
+def loads(engine: TierEngine, *runs: Run, **how: Any) -> None:
+    """Load all pages, which are those that were stored."""
+    for run in runs:
+        target = blank(run)
+        assert finished(engine.submit_load(target, **how)) == [Reason.OK] * run.num_pages
+        assert page_data(target) == page_data(run)
 
 
 def open_tier(
@@ -80,9 +98,11 @@ def open_tier(
             num_connections=2,
         )
         return BucketEngine(settings, namespace=NAMESPACE)
+    folder = directory / "store"
+    folder.mkdir(mode=0o700)
     region = open_region(
-        directory / "store",
-        direct=False if name == "region-buffered" else None,
+        folder,
+        device=FileDevice(folder, direct=False if name == "region-buffered" else None),
         encoding=soft_encoding() if name.endswith("-zstd") else None,
         capacity_bytes=capacity_bytes,
         region_bytes=region_bytes,

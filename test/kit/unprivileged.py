@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from kit.commands import ran
 
 __all__ = ["run_unprivileged"]
 
@@ -27,11 +26,4 @@ def run_unprivileged(
             if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
                 raise OSError(ctypes.get_errno(), "root keeps its capabilities")
 
-    return subprocess.run(
-        command,
-        preexec_fn=drop,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
+    return ran(*command, preexec_fn=drop, timeout_s=timeout_s)

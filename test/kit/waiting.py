@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.storage.base import Job, Reason, TierEngine
 
 __all__ = ["TIMEOUT_S", "drained", "eventually", "finished"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from kit.commands import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -15,14 +16,12 @@ MEASURED = ("test/unit/policy/test_spill.py", "--cov=sglang_tiered.policy.spill"
 
 def test_the_figure_precedes_the_closing_line(tmp_path: Path) -> None:
     """Which is what a reader of the gate looks at last."""
-    ended = subprocess.run(
-        [*PYTEST, *MEASURED],
+    ended = ran(
+        *PYTEST,
+        *MEASURED,
         cwd=ROOT,
         env=os.environ | {"COVERAGE_FILE": str(tmp_path / "coverage"), "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        timeout_s=120,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line, closing = ended.stdout.splitlines()[-2:]

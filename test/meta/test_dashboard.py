@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kit.programs import program
+from kit.commands import ran
+from kit.promtool import promtool
 from sglang_tiered.metrics import METRICS, PREFIX, TRANSFER_METRICS, Metric, MetricKind
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -77,8 +77,7 @@ def _values(metric: Metric, label: str) -> set[str]:
 
 def test_dashboard_and_page_are_as_their_table_says() -> None:
     """Run as a person does; without ``--check`` it mends them."""
-    command = [sys.executable, SCRIPTS / "write_dashboard.py", "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = ran(sys.executable, SCRIPTS / "write_dashboard.py", "--check")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -161,9 +160,7 @@ def test_what_servers_share_is_counted_once(
     }
     path = tmp_path / "cases.yaml"
     path.write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}))
-    command = [program("promtool"), "test", "rules", path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    promtool("test", "rules", path)
 
 
 def test_decode_does_not_count_prompts_again() -> None:
@@ -180,10 +177,7 @@ def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
     rules = [{"record": f"panel:{at}", "expr": text} for at, text in enumerate(filled)]
     path = tmp_path / "panels.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
-    command = [program("promtool"), "check", "rules", path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"{len(rules)} rules found" in ended.stdout
+    assert f"{len(rules)} rules found" in promtool("check", "rules", path)
 
 
 def test_panels_are_named_once_and_do_not_overlap() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kit.commands import ran
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROGRAMS = {
     "redis-server": ("redis-server", "REDIS_SERVER"),
@@ -24,14 +26,7 @@ def run(program: str, *arguments: str, path: Path, **more: str) -> subprocess.Co
         (path / "bash").symlink_to(shutil.which("bash") or "")
     variables = {name for _, name in PROGRAMS.values()}
     kept = {name: value for name, value in os.environ.items() if name not in variables}
-    return subprocess.run(
-        [SCRIPTS / program, *arguments],
-        env={**kept, "PATH": str(path), **more},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    return ran(SCRIPTS / program, *arguments, env={**kept, "PATH": str(path), **more})
 
 
 def executable(path: Path) -> Path:
@@ -80,7 +75,7 @@ def test_a_cache_that_others_prepared_is_not_run(tmp_path: Path) -> None:
         executable(tmp_path / tool)
     (tmp_path / "dpkg").write_text("#!/bin/sh\necho any\n")
     say = '. /etc/os-release && printf %s "${ID:-debian}-${VERSION_ID:-0}"'
-    release = subprocess.run(["bash", "-c", say], capture_output=True, text=True, check=True).stdout
+    release = ran("bash", "-c", say, check=True).stdout
     theirs = tmp_path / "theirs" / "sglang-tiered" / f"prometheus-{release}-any"
     theirs.mkdir(parents=True)
     executable(theirs / "promtool")

@@ -4,14 +4,17 @@ selectors, secrets, volumes, sizes."""
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import ipaddress
+import operator
 import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kubernetes_validate
 import msgspec
@@ -21,14 +24,12 @@ from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
 from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
 from manifest_kinds import OWN, Kustomization
 
+from kit.commands import ran
 from sglang_tiered.flags import parse_bytes
 from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
 from sglang_tiered.route.envoy import OWN_HEADERS
 from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ("1.30", "1.37")
@@ -121,26 +122,20 @@ def kustomizations() -> dict[str, Kustomization]:
 
 
 def test_every_file_is_in_one_kustomization() -> None:
-    """One that is in none is never applied, and nobody is told."""
+    """One that is in none is never applied, and nobody is told. Nor may a folder lie in its own
+    resource: kustomize takes that for a cycle and refuses all of it."""
     listed = []
     for folder, one in kustomizations().items():
-        for name in [
-            *one.resources,
-            *(file for made in one.configMapGenerator for file in made.files),
-        ]:
+        made = [file for generated in one.configMapGenerator for file in generated.files]
+        for name in (*one.resources, *made):
             path = FOLDER / folder / name
             assert path.exists(), f"{folder}: {name}"
             if path.is_file():
                 listed.append(path.resolve())
-    there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
-    assert sorted(listed) == sorted(there)
-
-
-def test_no_folder_lies_in_its_own_resource() -> None:
-    """kustomize takes that for a cycle and refuses all of it."""
-    for folder, one in kustomizations().items():
         for name in (*one.resources, *one.components):
             assert (FOLDER / folder / name).resolve() not in (FOLDER / folder / "x").parents
+    there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
+    assert sorted(listed) == sorted(there)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl in PATH")
@@ -153,8 +148,7 @@ def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) 
     assert changes == 1
     if is_changed:
         path.write_text(text, encoding="utf-8")
-    command = ["kubectl", "kustomize", str(copied)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = ran("kubectl", "kustomize", str(copied))
     assert ended.returncode == 0, ended.stderr
     sets = [one for one in yaml.safe_load_all(ended.stdout) if one["kind"] == "StatefulSet"]
     assert len(sets) == len(ROLES)
@@ -165,12 +159,10 @@ def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) 
 
 
 def test_images_are_targets_of_the_dockerfile() -> None:
-    base = kustomizations()["."]
     _, stages = read_dockerfile()
-    images = {image.name: image for image in base.images}
-    assert all(image.newTag in stages for image in base.images)
-    used = {c["image"] for name in WORKLOADS for c in pod_of(name)["containers"]}
-    used |= {c["image"] for name in WORKLOADS for c in pod_of(name).get("initContainers", [])}
+    images = {image.name: image for image in kustomizations()["."].images}
+    assert all(image.newTag in stages for image in images.values())
+    used = {c["image"] for name in WORKLOADS for c in containers(pod_of(name))}
     assert used == set(images) | {read_services(SECRETS)["redis"].record["image"]}
 
 
@@ -178,16 +170,16 @@ def patched(document: Any, patch: str) -> Any:
     """A manifest with a patch of removals and additions (RFC 6902)."""
     found = copy.deepcopy(document)
     for step in yaml.safe_load(patch):
-        *parents, last = step["path"].strip("/").split("/")
-        place = found
-        for part in parents:
-            place = place[int(part) if part.isdigit() else part]
+        assert step["op"] in ("remove", "add")
+        *parents, last = (
+            int(part) if part.isdigit() else part for part in step["path"].strip("/").split("/")
+        )
+        place = functools.reduce(operator.getitem, parents, found)
         if step["op"] == "remove":
-            del place[int(last) if last.isdigit() else last]
+            del place[last]
         elif last == "-":
             place.append(step["value"])
         else:
-            assert step["op"] == "add"
             place[last] = step["value"]
     return found
 
@@ -213,11 +205,8 @@ def test_emptydir_takes_the_place_of_the_claim(name: str) -> None:
 
 def args_of(name: str) -> list[str]:
     """The command of a workload, with the file of the map in the place of its mount."""
-    words = [str(word) for word in main_of(name)["args"]]
-    return [
-        word.replace("/etc/sglang-tiered/server.yaml", str(FOLDER / "server.yaml"))
-        for word in words
-    ]
+    mounted, own = "/etc/sglang-tiered/server.yaml", str(FOLDER / "server.yaml")
+    return [str(word).replace(mounted, own) for word in main_of(name)["args"]]
 
 
 def settings() -> dict[str, Any]:
@@ -316,23 +305,20 @@ def test_variables_are_read_by_what_runs(name: str) -> None:
         defined.append(variable["name"])
 
 
-def references() -> Iterator[tuple[str, str]]:
-    """Secrets that pods name, each with the pod."""
-    for name in WORKLOADS:
-        pod = pod_of(name)
+def references() -> Iterator[str]:
+    """Secrets that pods name."""
+    for pod in map(pod_of, WORKLOADS):
         for container in pod["containers"]:
             for variable in container.get("env", []):
                 if found := variable.get("valueFrom", {}).get("secretKeyRef"):
-                    yield name, found["name"]
-            for source in container.get("envFrom", []):
-                yield name, source["secretRef"]["name"]
-        for volume in pod.get("volumes", []):
-            if "secret" in volume:
-                yield name, volume["secret"]["secretName"]
+                    yield found["name"]
+            yield from (source["secretRef"]["name"] for source in container.get("envFrom", []))
+        secrets = (volume["secret"] for volume in pod.get("volumes", []) if "secret" in volume)
+        yield from (secret["secretName"] for secret in secrets)
 
 
 def test_every_secret_is_one_that_the_page_makes() -> None:
-    assert {secret for _, secret in references()} == SET_BY_HAND
+    assert set(references()) == SET_BY_HAND
     page = (DEPLOY / "README.md").read_text(encoding="utf-8")
     made = set(re.findall(r"create secret generic ([\w-]+)", page))
     assert made == SET_BY_HAND - {"hub"} and "`hub`" in page
@@ -380,15 +366,13 @@ def test_selectors_choose_what_they_mean() -> None:
 
 def chosen_by(selector: Any) -> set[str]:
     """The workloads that a selector of pods, or a monitor's of services, means."""
-    return {
-        name
-        for name in WORKLOADS
-        if selector.get("matchLabels", {}).items() <= labels_of(name).items()
-        and all(
-            labels_of(name)[one["key"]] in one["values"]
-            for one in selector.get("matchExpressions", [])
-        )
-    }
+
+    def is_meant(labels: dict[str, str]) -> bool:
+        asked = selector.get("matchExpressions", [])
+        is_in = all(labels[one["key"]] in one["values"] for one in asked)
+        return is_in and selector.get("matchLabels", {}).items() <= labels.items()
+
+    return {name for name in WORKLOADS if is_meant(labels_of(name))}
 
 
 def test_every_pod_is_guarded_and_every_server_scraped() -> None:
@@ -487,14 +471,11 @@ def test_keys_of_a_secret_are_taken(name: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     make_keys(made)
     make_keys(made, (PEER,))
-    secrets = {
-        "transfer": (f"{name}.key_secret", f"{other}.key"),
-        "peer": ("peer.key_secret", "peer.key"),
-    }
-    for secret, names in secrets.items():
+    secrets = (("transfer", name, other), ("peer", "peer", "peer"))
+    for secret, own, theirs in secrets:
         data = tmp_path / "secrets" / secret / "..data"
         data.mkdir(parents=True)
-        for file in names:
+        for file in (f"{own}.key_secret", f"{theirs}.key"):
             (data / file).write_bytes((made / file).read_bytes())
             (data / file).chmod(0o440)
             (data.parent / file).symlink_to(Path("..data") / file)

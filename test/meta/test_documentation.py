@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kit.commands import ran
 
 ROOT = Path(__file__).parents[2]
 MAX_FRONT_PAGE_BYTES = 8500
@@ -48,9 +49,7 @@ def test_the_front_page_stays_short() -> None:
 def test_tables_say_what_the_code_says() -> None:
     """Run as a person does; ``scripts/write_tables.py`` mends them."""
     script = ROOT / "scripts" / "write_tables.py"
-    ended = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
-    )
+    ended = ran(sys.executable, script, "--check")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

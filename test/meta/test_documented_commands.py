@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from documented_commands import (
@@ -27,10 +27,8 @@ from documented_commands import (
     page_inline_commands,
 )
 
+from kit.commands import ran
 from sglang_tiered.__main__ import COMMANDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAUNCHER = "python -m sglang_tiered serve"
 # They take its flags; loading SGLang to ask each of them takes seconds.
@@ -237,9 +235,7 @@ def _help(command: str) -> str:
         code, text = _python_helper()([*words[1:], "--help"])
     else:
         path = str(ROOT / words[0])
-        done = subprocess.run(
-            [path, *words[1:], "--help"], capture_output=True, text=True, check=False, timeout=120
-        )
+        done = ran(path, *words[1:], "--help", timeout_s=120)
         code, text = done.returncode, done.stdout + done.stderr
     if code != 0:
         raise ValueError(f"{command} --help ends with {code}: {text.strip()[-300:]}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kit.commands import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,13 +48,9 @@ def test_a_machine_without_wheels_is_refused_untouched(
         f'if [ "$1" = --version ]; then echo {named}; exit; fi\n'
         f'shift\nexec {shlex.quote(sys.executable)} -c {shlex.quote(pretend)} "$@"',
     )
-    ended = subprocess.run(
-        [tmp_path / "scripts/env"],
+    ended = ran(
+        tmp_path / "scripts/env",
         env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert ended.returncode == 1
     assert sentence in ended.stderr

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import ast
 import graphlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = (ROOT / "python", ROOT / "kernels")
@@ -273,90 +270,50 @@ def test_the_walk_sees_both_source_roots() -> None:
     assert {OURS, f"{OURS}.storage.base", KERNELS, f"{LAB}.trace.cli"} <= seen
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("sglang_tiered.storage.base", "import sglang"),
-        ("sglang_tiered.storage.base", "from sglang.srt.mem_cache import registry"),
-        ("sglang_tiered.config", "import torch"),
-        ("sglang_tiered.transfer.data", "import torch"),
-        ("sglang_tiered.integration.plugin", "import triton.language as tl"),
-        ("sglang_tiered.integration.disaggregation.manager", "import zmq.asyncio"),
-        ("sglang_tiered.storage.base", "from ..policy import admission"),
-        ("sglang_tiered.storage.region.engine", "from ...policy.eviction import LRU"),
-        ("sglang_tiered.policy.eviction", "from sglang_tiered.storage.base import TierEngine"),
-        ("sglang_tiered.policy.eviction", "from sglang_tiered import storage"),
-        ("sglang_tiered.storage.base", "import sglang_tiered.transfer.messages"),
-        ("sglang_tiered.storage.base", "from .. import integration"),
-        ("sglang_tiered.transfer.decode.sessions", "from ...storage.base import TierEngine"),
-        ("sglang_tiered.config", "from .integration import compat"),
-        ("sglang_tiered.config", "import sglang_tiered_lab"),
-        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.transfer import messages"),
-        ("sglang_tiered.integration.hooks", "from sglang_tiered_lab.trace.generate import run"),
-        ("sglang_tiered.tools.machine", "from sglang_tiered_lab.unheard import of"),
-        ("sglang_tiered_lab.trace.replay", "from ..cluster import plan"),
-        ("sglang_tiered_kernels.page_copy.interface", "import sglang_tiered_lab.trace"),
-        ("sglang_tiered.integration.hooks", "from .. import launch_server"),
-        ("sglang_tiered.integration.storage.backend", "from ..cache import load_planner"),
-        ("sglang_tiered.integration.cache.spiller", "from sglang_tiered.integration import hooks"),
-        ("sglang_tiered.storage.region.engine", "from ...tools.store import report"),
-        ("sglang_tiered.launch_server", "from sglang_tiered.tools.store.cli import main"),
-        ("sglang_tiered.tools.store.gc", "from sglang_tiered.integration import shards"),
-        ("sglang_tiered.tools.store.stat", "from ...policy import admission"),
-        ("sglang_tiered.storage.stack.engine", "from ...sharing import peer_tier"),
-        ("sglang_tiered.sharing.pages.server", "from ...transfer import messages"),
-        ("sglang_tiered.wire.loop", "from ..sharing.settings import PeerSettings"),
-        ("sglang_tiered.codecs.base", "from ..storage.base import Page"),
-        ("sglang_tiered.sharing.peer_tier", "from ..policy import cost_model"),
-        ("sglang_tiered.sharing.peer_tier", "from ..integration.observe import stats"),
-        ("sglang_tiered.integration.storage.tiers", "import zmq"),
-        ("sglang_tiered.integration.storage.tiers", "import redis"),
-        ("sglang_tiered.storage.base", "import benchmark.harness"),
-        ("sglang_tiered.storage.base", "from test.unit import double"),
-        ("sglang_tiered_kernels.page_copy.interface", "import sglang"),
-        ("sglang_tiered_kernels.page_copy.interface", "import sglang_tiered"),
-        ("sglang_tiered_kernels.page_copy.interface", "from sglang_tiered.errors import X"),
-        ("sglang_tiered.policy.admission", "def late():\n    import sglang.srt\n"),
-        ("sglang_tiered.policy.admission", "import importlib\nimportlib.import_module('torch')"),
-        (
-            "sglang_tiered.storage.base",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
-        ),
-    ],
-)
+CAUGHT = [
+    ("sglang_tiered.storage.base", "import sglang"),
+    ("sglang_tiered.storage.base", "from sglang.srt.mem_cache import registry"),
+    ("sglang_tiered.config", "import torch"),
+    ("sglang_tiered.integration.plugin", "import triton.language as tl"),
+    ("sglang_tiered.integration.storage.tiers", "import redis"),
+    ("sglang_tiered.storage.base", "from ..policy import admission"),
+    ("sglang_tiered.storage.region.engine", "from ...policy.eviction import LRU"),
+    ("sglang_tiered.policy.eviction", "from sglang_tiered import storage"),
+    ("sglang_tiered.storage.base", "import sglang_tiered.transfer.messages"),
+    ("sglang_tiered.config", "from .integration import compat"),
+    ("sglang_tiered.config", "import sglang_tiered_lab"),
+    ("sglang_tiered.tools.machine", "from sglang_tiered_lab.unheard import of"),
+    ("sglang_tiered_lab.trace.replay", "from sglang_tiered.transfer import messages"),
+    ("sglang_tiered_lab.trace.replay", "from ..cluster import plan"),
+    ("sglang_tiered.integration.hooks", "from .. import launch_server"),
+    ("sglang_tiered.integration.storage.backend", "from ..cache import load_planner"),
+    ("sglang_tiered.integration.cache.spiller", "from sglang_tiered.integration import hooks"),
+    ("sglang_tiered.storage.base", "from test.unit import double"),
+    ("sglang_tiered_kernels.page_copy.interface", "from sglang_tiered.errors import X"),
+    ("sglang_tiered_kernels.page_copy.interface", "import sglang_tiered_lab.trace"),
+    ("sglang_tiered.policy.admission", "def late():\n    import sglang.srt\n"),
+    ("sglang_tiered.policy.admission", "import importlib\nimportlib.import_module('torch')"),
+    ("sglang_tiered.storage.base", "if TYPE_CHECKING:\n    import torch\n"),
+]
+ALONG = [
+    ("sglang_tiered.launch_server", "import sglang\nfrom .integration import plugin"),
+    ("sglang_tiered.integration.cache.radix_cache", "from ..storage.backend import X"),
+    ("sglang_tiered.storage.region.engine", "from ..base import TierEngine\nfrom . import index"),
+    ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
+    ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
+    ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
+    ("sglang_tiered.sharing.membership", "import redis"),
+    ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
+    ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), CAUGHT)
 def test_an_import_against_the_direction_is_caught(module: str, source: str) -> None:
     assert len(violations(source, module)) == 1, (module, source)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("sglang_tiered.launch_server", "import sglang\nfrom .integration import plugin"),
-        ("sglang_tiered.integration.cache.radix_cache", "from ..storage.backend import X"),
-        (
-            "sglang_tiered.integration.cache.radix_cache",
-            "import torch\nimport sglang_tiered_kernels",
-        ),
-        (
-            "sglang_tiered.storage.region.engine",
-            "from ..base import TierEngine\nfrom . import index",
-        ),
-        ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
-        ("sglang_tiered_lab.trace.replay", "from sglang_tiered.storage.base import TierEngine"),
-        ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
-        ("sglang_tiered.tools.store.scan", "from ...storage.region import format"),
-        ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
-        ("sglang_tiered.transfer.data", "import zmq"),
-        ("sglang_tiered.sharing.membership", "import redis"),
-        (
-            "sglang_tiered.sharing.peer_tier",
-            "from ..storage.base import Run\nfrom ..wire import loop",
-        ),
-        ("sglang_tiered.integration.storage.tiers", "from ...sharing.settings import X"),
-        ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
-        ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), ALONG)
 def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
     assert violations(source, module) == []
 

@@ -8,17 +8,15 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 import sglang_tiered
 from sglang_tiered.extras import EXTRAS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
@@ -69,9 +67,7 @@ def test_the_console_command_is_the_module(project: dict[str, Any]) -> None:
     assert project["scripts"] == {"sglang-tiered": "sglang_tiered.__main__:main"}
 
 
-def test_the_pinned_sglang_is_the_required_one(
-    project: dict[str, Any],
-) -> None:
+def test_the_pinned_sglang_is_the_required_one(project: dict[str, Any]) -> None:
     wanted = [line for line in project["dependencies"] if required(line) == "sglang"]
     assert wanted == [f"sglang=={pins('cpu-nodeps.txt')['sglang']}"]
 
@@ -95,11 +91,7 @@ def imported() -> set[str]:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
-    ours = sys.stdlib_module_names | {
-        "sglang_tiered",
-        "sglang_tiered_kernels",
-        "sglang_tiered_lab",
-    }
+    ours = sys.stdlib_module_names | {"sglang_tiered", "sglang_tiered_kernels", "sglang_tiered_lab"}
     return {name for name in found if name.split(".")[0] not in ours}
 
 
@@ -110,9 +102,7 @@ def third_party() -> set[str]:
     return {normal(shared.get(name) or providers[name.split(".")[0]][0]) for name in imported()}
 
 
-def test_imports_and_declared_dependencies_agree(
-    project: dict[str, Any],
-) -> None:
+def test_imports_and_declared_dependencies_agree(project: dict[str, Any]) -> None:
     """An undeclared import works until another package drops its own need of it."""
     extras = {name: list(lines) for name, lines in project["optional-dependencies"].items()}
     del extras["dev"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from kit.kept_files import ROOT, kept_files
 
 # Each is written so that it does not match its own text.
 HAZARDS = {
@@ -26,16 +24,6 @@ HAZARDS = {
 }
 
 
-def kept_files() -> list[Path]:
-    """Tracked files, and those that the next `git add` would track."""
-    if not shutil.which("git") or not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    paths = [ROOT / name for name in listed.decode().split("\0") if name]
-    return [path for path in paths if path.is_file()]
-
-
 def hazards(text: str) -> list[str]:
     return [f"{name}: {m[0]!r}" for name, p in HAZARDS.items() for m in [p.search(text)] if m]
 
@@ -44,7 +32,7 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     here = {str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2}  # not just /src
     own = re.compile("|".join(rf"{re.escape(path)}(?![\w.-])" for path in here) or r"(?!)")
     found = []
-    for path in kept_files():
+    for path in filter(Path.is_file, kept_files()):
         text = path.read_bytes().decode("utf-8", errors="replace")
         lines = hazards(text) + [f"this checkout's own path: {m[0]!r}" for m in own.finditer(text)]
         found += [f"{path.relative_to(ROOT)}: {line}" for line in lines]

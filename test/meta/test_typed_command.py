@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import http.server
-import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import typed_command
 from typed_command import Desk, interrupt
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from kit.serving import Quiet, serving
 
 
 @pytest.fixture
@@ -24,20 +22,14 @@ def desk(tmp_path: Path) -> Desk:
     return Desk.lay_out(tmp_path, model)
 
 
+class Posts(Quiet, http.server.SimpleHTTPRequestHandler):
+    """Answers 501 to a POST."""
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
-    """An HTTP server that answers 501 to a POST."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """No line in the log for each request."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Posts)) as url:
+        yield url
 
 
 def test_a_command_that_fails_is_noticed(desk: Desk) -> None:

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.commands import ran
 from sglang_tiered.__main__ import COMMANDS
-
-if TYPE_CHECKING:
-    from email.message import Message
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("python", "kernels")
@@ -49,9 +47,7 @@ PIP = (sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check")
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> None:
-    ended = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = ran(*command, cwd=cwd, timeout_s=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -148,14 +144,7 @@ def test_the_readme_is_the_description(metadata: Message) -> None:
 
 def typed(command: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [command, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ran(command, *arguments, env=environment)
 
 
 def test_the_wheel_alone_lists_its_commands(empty_environment: Path) -> None:

@@ -68,10 +68,7 @@ class TwoEngines(RuleBasedStateMachine):
 
     def open(self, number: int) -> BucketEngine:
         wanted = BucketSettings(
-            url=self.directory.as_uri(),
-            staging_bytes=1 << 20,
-            refresh_s=3600.0,
-            num_connections=2,
+            url=self.directory.as_uri(), staging_bytes=1 << 20, refresh_s=3600.0, num_connections=2
         )
         return BucketEngine(wanted, namespace=self.namespaces[number], wall_clock=lambda: self.now)
 

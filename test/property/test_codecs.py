@@ -6,13 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.codecs import (
-    CODEC_NAMES,
-    LOSSY_CODEC_NAMES,
-    CodecError,
-    PageLayout,
-    make_codec,
-)
+from sglang_tiered.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES, CodecError, PageLayout, make_codec
 from sglang_tiered.codecs.encoded import HEADER_BYTES
 
 LAYOUT = PageLayout.kv(dtype="float16", num_layers=2, page_size=4, num_heads=2, head_dim=8)

@@ -9,30 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    MAX_EXTENT_PAGES,
-    CheckpointEntry,
-    Contents,
-    Extent,
-    RegionHeader,
-    Trailer,
-    extent_header_bytes,
-    footer_bytes,
-    other_version,
-    pack_checkpoint,
-    pack_extent_header,
-    pack_footer,
-    pack_region_header,
-    pack_trailer,
-    page_table,
-    peek_extent_header_bytes,
-    unpack_checkpoint,
-    unpack_extent_header,
-    unpack_footer,
-    unpack_region_header,
-    unpack_trailer,
-)
+from sglang_tiered.storage.region import format as form
+from sglang_tiered.storage.region.format import BLOCK_BYTES, Contents, Extent, RegionHeader, Trailer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,53 +24,53 @@ extents = st.builds(
     Extent,
     st.integers(1, 2**28 - 1).map(lambda count: count * BLOCK_BYTES),
     digests,
-    st.lists(pages, min_size=1, max_size=MAX_EXTENT_PAGES).map(page_table),
+    st.lists(pages, min_size=1, max_size=form.MAX_EXTENT_PAGES).map(form.page_table),
 )
 headers = st.builds(RegionHeader, blocks, u64, nonces, u64)
 
 
 @given(headers)
 def test_region_header_round_trip(header: RegionHeader) -> None:
-    block = pack_region_header(header)
+    block = form.pack_region_header(header)
     assert len(block) == BLOCK_BYTES
-    assert unpack_region_header(block) == header
-    assert other_version(block) is None
+    assert form.unpack_region_header(block) == header
+    assert form.other_version(block) is None
 
 
 @given(extents, nonces, st.integers(0, 2**32 - 1))
 def test_extent_header_round_trip(extent: Extent, nonce: bytes, ordinal: int) -> None:
-    header = pack_extent_header(extent, nonce, ordinal)
-    assert len(header) == extent_header_bytes(len(extent.pages))
-    assert peek_extent_header_bytes(header[:BLOCK_BYTES]) == len(header)
-    found = unpack_extent_header(header, extent.offset, nonce, ordinal)
+    header = form.pack_extent_header(extent, nonce, ordinal)
+    assert len(header) == form.extent_header_bytes(len(extent.pages))
+    assert form.peek_extent_header_bytes(header[:BLOCK_BYTES]) == len(header)
+    found = form.unpack_extent_header(header, extent.offset, nonce, ordinal)
     assert found is not None
     assert found[:2] == extent[:2]
     assert np.array_equal(found.pages, extent.pages)
-    assert unpack_extent_header(header, extent.offset, nonce, ordinal ^ 1) is None
+    assert form.unpack_extent_header(header, extent.offset, nonce, ordinal ^ 1) is None
     other = bytes([nonce[0] ^ 1]) + nonce[1:]
-    assert unpack_extent_header(header, extent.offset, other, ordinal) is None
+    assert form.unpack_extent_header(header, extent.offset, other, ordinal) is None
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(extents, max_size=5), nonces)
 def test_footer_round_trip(written: list[Extent], nonce: bytes) -> None:
     contents = Contents.of(written)
-    footer = pack_footer(contents, nonce)
-    assert len(footer) == footer_bytes(len(written), sum(len(e.pages) for e in written))
-    found = unpack_footer(footer, nonce)
+    footer = form.pack_footer(contents, nonce)
+    assert len(footer) == form.footer_bytes(len(written), sum(len(e.pages) for e in written))
+    found = form.unpack_footer(footer, nonce)
     assert found is not None
     assert np.array_equal(found.extents, contents.extents)
     assert np.array_equal(found.pages, contents.pages)
-    assert unpack_footer(footer, bytes(15) + bytes([nonce[15] ^ 1])) is None
+    assert form.unpack_footer(footer, bytes(15) + bytes([nonce[15] ^ 1])) is None
 
 
 @given(nonces, st.integers(0, 2**32 - 1), st.integers(1, 2**20), st.integers(1, 2**20))
 def test_trailer_round_trip(nonce: bytes, num_extents: int, offset: int, size: int) -> None:
     trailer = Trailer(nonce, num_extents, offset * BLOCK_BYTES, size * BLOCK_BYTES)
     region_bytes = (offset + size + 1) * BLOCK_BYTES
-    block = pack_trailer(trailer)
-    assert unpack_trailer(block, nonce, region_bytes) == trailer
-    assert unpack_trailer(block, nonce, region_bytes + BLOCK_BYTES) is None
+    block = form.pack_trailer(trailer)
+    assert form.unpack_trailer(block, nonce, region_bytes) == trailer
+    assert form.unpack_trailer(block, nonce, region_bytes + BLOCK_BYTES) is None
 
 
 def flips(data: bytes) -> list[bytes]:
@@ -105,23 +83,26 @@ def flips(data: bytes) -> list[bytes]:
     return flipped
 
 
-EXTENT = Extent(BLOCK_BYTES, b"n" * 32, page_table([(b"k" * 32, 5000, 7), (b"l" * 32, 1, 8)]))
+EXTENT = Extent(BLOCK_BYTES, b"n" * 32, form.page_table([(b"k" * 32, 5000, 7), (b"l" * 32, 1, 8)]))
 NONCE = bytes(range(16))
 
 
 STRUCTURES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "region header": (
-        pack_region_header(RegionHeader(8 * BLOCK_BYTES, 3, NONCE, 1)),
-        lambda data: unpack_region_header(data) or other_version(data),
+        form.pack_region_header(RegionHeader(8 * BLOCK_BYTES, 3, NONCE, 1)),
+        lambda data: form.unpack_region_header(data) or form.other_version(data),
     ),
     "extent header": (
-        pack_extent_header(EXTENT, NONCE, 0),
-        lambda data: unpack_extent_header(data, EXTENT.offset, NONCE, 0),
+        form.pack_extent_header(EXTENT, NONCE, 0),
+        lambda data: form.unpack_extent_header(data, EXTENT.offset, NONCE, 0),
     ),
-    "footer": (pack_footer(Contents.of([EXTENT]), NONCE), lambda data: unpack_footer(data, NONCE)),
+    "footer": (
+        form.pack_footer(Contents.of([EXTENT]), NONCE),
+        lambda data: form.unpack_footer(data, NONCE),
+    ),
     "trailer": (
-        pack_trailer(Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)),
-        lambda data: unpack_trailer(data, NONCE, 8 * BLOCK_BYTES),
+        form.pack_trailer(Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)),
+        lambda data: form.unpack_trailer(data, NONCE, 8 * BLOCK_BYTES),
     ),
 }
 
@@ -135,22 +116,25 @@ def test_every_flipped_byte_is_seen(name: str) -> None:
 
 
 def test_a_checkpoint_counts_only_whole() -> None:
-    entries = [CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES), CheckpointEntry(9, b"n" * 16, 0)]
-    good = pack_checkpoint(entries)
-    assert unpack_checkpoint(good) == entries
-    assert unpack_checkpoint(pack_checkpoint([])) == []
+    entries = [
+        form.CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES),
+        form.CheckpointEntry(9, b"n" * 16, 0),
+    ]
+    good = form.pack_checkpoint(entries)
+    assert form.unpack_checkpoint(good) == entries
+    assert form.unpack_checkpoint(form.pack_checkpoint([])) == []
     cut = [good[:length] for length in range(len(good))]
-    between_blocks = pack_checkpoint([CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES - 1)])
+    between_blocks = form.pack_checkpoint([form.CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES - 1)])
     for bad in (*flips(good), *cut, good + b"\0", between_blocks):
-        assert unpack_checkpoint(bad) is None
+        assert form.unpack_checkpoint(bad) is None
 
 
 def test_a_forged_size_is_not_followed() -> None:
-    huge = pack_region_header(RegionHeader(2**64 - BLOCK_BYTES, 3, NONCE, 1))
-    assert unpack_region_header(huge) is None
-    empty_footer = pack_trailer(Trailer(NONCE, 0, 7 * BLOCK_BYTES, 0))
-    assert unpack_trailer(empty_footer, NONCE, 8 * BLOCK_BYTES) is None
-    no_pages = Extent(BLOCK_BYTES, b"n" * 32, page_table([]))
-    assert unpack_footer(pack_footer(Contents.of([no_pages]), NONCE), NONCE) is None
+    huge = form.pack_region_header(RegionHeader(2**64 - BLOCK_BYTES, 3, NONCE, 1))
+    assert form.unpack_region_header(huge) is None
+    empty_footer = form.pack_trailer(Trailer(NONCE, 0, 7 * BLOCK_BYTES, 0))
+    assert form.unpack_trailer(empty_footer, NONCE, 8 * BLOCK_BYTES) is None
+    no_pages = Extent(BLOCK_BYTES, b"n" * 32, form.page_table([]))
+    assert form.unpack_footer(form.pack_footer(Contents.of([no_pages]), NONCE), NONCE) is None
     odd = Extent(BLOCK_BYTES + 1, b"n" * 32, EXTENT.pages)
-    assert unpack_footer(pack_footer(Contents.of([odd]), NONCE), NONCE) is None
+    assert form.unpack_footer(form.pack_footer(Contents.of([odd]), NONCE), NONCE) is None

@@ -6,17 +6,13 @@ import collections
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import (
-    MAX_OWN_LOSS,
-    CostModel,
-    PrefillCost,
-    TransferCost,
-)
+from sglang_tiered.policy.cost_model import MAX_OWN_LOSS, CostModel, PrefillCost, TransferCost
 from sglang_tiered.policy.routing import (
     TIE_S,
     TIE_SHARE,
@@ -64,6 +60,22 @@ def tokens_of(held: Held, rest: int) -> int:
     return held.device + held.host + held.num_loadable + rest
 
 
+def score(state: ServerState, held: Held, rest: int, at_s: float = 0.0) -> float:
+    return estimate(state, held, tokens_of(held, rest), at_s).score_s
+
+
+def idle(number: int) -> list[ServerState]:
+    return [ServerState(make_costs(())) for _ in range(number)]
+
+
+def chosen(states: list[ServerState], num_tokens: int = 100, held: Any = None, **how: Any) -> Any:
+    """The choice among these servers, of which there must be one."""
+    how.setdefault("draw", random.random)
+    choice = choose_server(states, range(len(states)), held or {}, num_tokens, 0.0, **how)
+    assert choice is not None, "a server was there"
+    return choice
+
+
 @given(
     *(states, holdings, st.integers(1, 3000), seconds, ahead, st.floats(0, 1), st.integers(0, 50))
 )
@@ -83,8 +95,7 @@ def test_more_load_never_makes_a_server_better(
         ahead=tuple(a + b for a, b in zip(calm.ahead, more_loading, strict=True)),
         num_others=calm.num_others + num_more,
     )
-    scores = [estimate(one, held, tokens_of(held, rest), 0.0).score_s for one in (calm, loaded)]
-    assert scores[0] <= scores[1] * (1 + 1e-9)
+    assert score(calm, held, rest) <= score(loaded, held, rest) * (1 + 1e-9)
 
 
 prompts = st.tuples(holdings, st.integers(1, 100_000))
@@ -103,16 +114,12 @@ def test_requests_sent_never_make_their_server_better(
     later_s: float,
 ) -> None:
     """Not for any other prompt, then or later: it would draw them all to itself."""
-    held, rest = other
     state = dataclasses.replace(state, sent=[])
     for its_held, its_rest in sent:
         before = dataclasses.replace(state, sent=[*state.sent])
         state.reserve(now_s, estimate(state, its_held, tokens_of(its_held, its_rest), now_s).work_s)
         for at_s in (now_s, now_s + later_s):
-            scores = [
-                estimate(one, held, tokens_of(held, rest), at_s).score_s for one in (before, state)
-            ]
-            assert scores[0] <= scores[1] * (1 + 1e-9)
+            assert score(before, *other, at_s) <= score(state, *other, at_s) * (1 + 1e-9)
 
 
 @given(states, holdings, st.integers(1, 5000))
@@ -163,12 +170,8 @@ def test_a_slower_tier_never_attracts(
 ) -> None:
     slower = list(tiers)
     slower[which] = (tiers[which][0] * factor, tiers[which][1] * factor)
-    n = tokens_of(held, rest)
-    scores = [
-        estimate(ServerState(make_costs(tuple(one)), queue_s, 0.5), held, n, 0.0).score_s
-        for one in (tiers, slower)
-    ]
-    assert scores[0] <= scores[1] * (1 + 1e-9)
+    one, other = (ServerState(make_costs(tuple(each)), queue_s, 0.5) for each in (tiers, slower))
+    assert score(one, held, rest) <= score(other, held, rest) * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(0, 60), min_size=1, max_size=20), st.integers(1, 5000), st.booleans())
@@ -177,33 +180,23 @@ def test_without_information_the_least_load_wins(
 ) -> None:
     states = [ServerState(make_costs(()), free_s=queue_s) for queue_s in queues]
     everywhere = Held(device=PAGE) if has_holder else Held()
-    choice = choose_server(
-        states, range(len(states)), {}, num_tokens, 0.0, elsewhere=everywhere, draw=lambda: 0.0
-    )
-    assert choice is not None
+    choice = chosen(states, num_tokens, elsewhere=everywhere, draw=lambda: 0.0)
     least = min(estimate(one, everywhere, num_tokens, 0.0).score_s for one in states)
     assert choice.estimate.score_s <= least + max(TIE_S, TIE_SHARE * least)
     assert queues[choice.server] <= min(queues) + max(TIE_S, TIE_SHARE * least)
 
 
 def test_ties_do_not_herd() -> None:
-    states = [ServerState(make_costs(())) for _ in range(16)]
-    draw = random.Random(1).random
-    taken = collections.Counter(
-        choice.server
-        for _ in range(1600)
-        if (choice := choose_server(states, range(16), {}, 1000, 0.0, draw=draw))
-    )
+    states, draw = idle(16), random.Random(1).random
+    taken = collections.Counter(chosen(states, 1000, draw=draw).server for _ in range(1600))
     assert len(taken) == 16
     assert max(taken.values()) < 160
 
 
 def test_work_that_was_sent_counts_before_a_report() -> None:
-    states = [ServerState(make_costs(())) for _ in range(4)]
-    sent = []
+    states, sent = idle(4), []
     for _ in range(4):
-        choice = choose_server(states, range(4), {}, 4000, 0.0, draw=random.random)
-        assert choice is not None
+        choice = chosen(states, 4000)
         states[choice.server].reserve(0.0, choice.estimate.work_s)
         sent.append(choice.server)
     assert sorted(sent) == [0, 1, 2, 3]
@@ -218,13 +211,12 @@ def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) 
 
 
 def test_a_server_slower_than_priced_is_found() -> None:
-    states = [ServerState(make_costs(())) for _ in range(2)]
+    states = idle(2)
     for _ in range(100):
         seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown
         states[0].answered(estimate(states[0], Held(), 1000, 0.0).ttft_s, seen_s)
     assert states[0].slowdown == pytest.approx(2, rel=0.05)
-    choice = choose_server(states, range(2), {}, 1000, 0.0, draw=random.random)
-    assert choice is not None and choice.server == 1
+    assert chosen(states, 1000).server == 1
 
 
 @given(
@@ -239,35 +231,30 @@ def test_the_bound_never_hides_the_best(
     states = [state for state, _ in servers]
     n = max(tokens_of(held, rest) for _, held in servers)
     held = {number: one for number, (_, one) in enumerate(servers)}
-    draw = random.Random(seed).random
-    choice = choose_server(states, range(len(states)), held, n, 0.0, draw=draw)
-    least = min(
-        estimate(state, held[number], n, 0.0).score_s for number, state in enumerate(states)
-    )
-    assert choice is not None
+    choice = chosen(states, n, held, draw=random.Random(seed).random)
+    estimates = [estimate(one, held[number], n, 0.0) for number, one in enumerate(states)]
+    least = min(one.score_s for one in estimates)
     assert choice.estimate.score_s <= least + max(TIE_S, TIE_SHARE * least) + 1e-9
-    soonest = min(estimate(one, held[number], n, 0.0).ttft_s for number, one in enumerate(states))
+    soonest = min(one.ttft_s for one in estimates)
     assert least_ttft(states, range(len(states)), held, n, 0.0) == pytest.approx(soonest)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_score_that_is_no_number_hides_nobody(broken: float) -> None:
-    states = [ServerState(make_costs(())) for _ in range(3)]
+    states = idle(3)
     for state in states:
         state.slowdown = broken
-    choice = choose_server(states, range(3), {}, 100, 0.0, draw=random.random)
-    assert choice is not None, "a server was there"
+    chosen(states)
     states[1].slowdown = 1.0
     states[1].free_s = 100.0
     for _ in range(9):
-        choice = choose_server(states, range(3), {}, 100, 0.0, draw=random.random)
-        assert choice is not None and choice.server == 1
+        assert chosen(states).server == 1
     assert 100 < least_ttft(states, range(3), {}, 100, 0.0) < 101
 
 
 @pytest.mark.parametrize("candidates", [[], [1]])
 def test_only_candidates_are_chosen(candidates: list[int]) -> None:
-    states = [ServerState(make_costs(())) for _ in range(3)]
+    states = idle(3)
     states[1].free_s = 100.0
     choice = choose_server(states, candidates, {}, 100, 0.0, draw=random.random)
     assert (None if choice is None else choice.server) == (candidates[0] if candidates else None)

@@ -3,7 +3,6 @@ stored, a purged one never is, and the books balance."""
 
 from __future__ import annotations
 
-import random
 import tempfile
 from pathlib import Path
 
@@ -11,30 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_tier import SharedTier
 
-from kit.waiting import drained
-from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
+from kit.runs import blank, make_run, of
+from kit.tiers import open_region
+from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.storage.base import Erasure, Reason, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, StackSettings
 
-TIMEOUT_S = 20.0
 TENANTS = (b"a" * 16, b"b" * 16)
 PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6
 OPERATIONS = (
     "store", "store", "share", "load", "load", "load", "purge", "told", "forget", "hear", "sicken",
-    "heal", "lose", "find", "turn", "flush", "restart",
+    "sicken", "heal", "heal", "turn", "flush", "restart",
 )  # fmt: skip
 
 
-def make_run(number: int) -> Run:
-    source = random.Random(number)
-    keys = tuple(source.randbytes(32) for _ in range(NUM_PAGES))
-    pages = tuple((memoryview(source.randbytes(PAGE_BYTES)),) for _ in range(NUM_PAGES))
-    return Run(keys, pages, TENANTS[number % 2])
-
-
-RUNS = [make_run(number) for number in range(NUM_RUNS)]
+RUNS = [of(TENANTS[n % 2], make_run(n, [PAGE_BYTES] * NUM_PAGES)) for n in range(NUM_RUNS)]
 
 
 class World:
@@ -46,13 +38,8 @@ class World:
         self.stored: set[int] = set()
 
     def open(self) -> TierStack:
-        upper = RegionEngine(
-            self.directory,
-            namespace=b"\x11" * 32,
-            capacity_bytes=1 << 18,  # four regions: what was stored is soon reclaimed
-            region_bytes=1 << 16,
-            num_threads=2,
-        )
+        # Four regions: what was stored is soon reclaimed.
+        upper = open_region(self.directory, capacity_bytes=1 << 18, region_bytes=1 << 16)
         bounds = StackSettings(
             staging_bytes=1 << 15, batch_bytes=1 << 14, promotion_bytes=1 << 15, retry_s=0.001
         )
@@ -70,12 +57,11 @@ class World:
             self.stored.add(number)
 
     def load(self, number: int) -> None:
-        run = RUNS[number]
-        buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in run.keys]
-        target = Run(run.keys, tuple((buffer,) for buffer in buffers))
+        run, target = RUNS[number], blank(RUNS[number])
         job = self.engine.submit_load(target, deadline_s=TIMEOUT_S, tenant=run.tenant)
-        assert job.wait(TIMEOUT_S)
-        for (source,), buffer, reason in zip(run.pages, buffers, job.reasons, strict=True):
+        for (source,), (buffer,), reason in zip(
+            run.pages, target.pages, finished(job), strict=True
+        ):
             assert reason in (Reason.OK, Reason.MISS)
             assert reason is not Reason.OK or number in self.stored, "a purged page was served"
             assert reason is not Reason.OK or source == buffer, "other bytes were served"
@@ -104,20 +90,14 @@ class World:
         assert is_true(self.engine.erase(Erasure.of(keys, spread=False)), TIMEOUT_S)
         self.stored.discard(number)
 
-    def lose(self, _: int) -> None:
-        self.peers.sick = True
+    def sicken(self, number: int) -> None:
+        (self.bucket, self.peers)[number % 2].sick = True
 
-    def find(self, _: int) -> None:
-        self.peers.sick = False
+    def heal(self, number: int) -> None:
+        (self.bucket, self.peers)[number % 2].sick = False
 
     def turn(self, _: int) -> None:
         self.order = self.order[::-1]
-
-    def sicken(self, _: int) -> None:
-        self.bucket.sick = True
-
-    def heal(self, _: int) -> None:
-        self.bucket.sick = False
 
     def flush(self, number: int) -> None:
         run = RUNS[number]

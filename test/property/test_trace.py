@@ -208,10 +208,7 @@ def written(draw: st.DrawFn, talks: dict[str, list[tuple[str, str]]]) -> bytes:
     def message(role: str, said: str) -> dict[str, Any]:
         cut = draw(st.integers(0, len(said))) if in_parts else 0
         parts = [{"type": "text", "text": said[:cut]}, {"type": "text", "text": said[cut:]}]
-        return {
-            speaker: draw(st.sampled_from(SPEAKERS[role])),
-            text: parts if in_parts else said,
-        }
+        return {speaker: draw(st.sampled_from(SPEAKERS[role])), text: parts if in_parts else said}
 
     rows = {name: {key: [message(*turn) for turn in talk]} for name, talk in talks.items()}
     named = [{"id": name, **row} for name, row in rows.items()]

@@ -6,41 +6,27 @@ position, so a head, layer or page in the wrong place shows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_pair import Pool, Shape, indices, memory_of
+from transfer_pair import Pool, Shape, indices, memory_of, share_of, sources_of, whole_kv
 from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.rooms import Progress
-from sglang_tiered.transfer.layout import heads_of_rank, pair_buffers
+from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.memory import Buffer, TokenSlice
-from sglang_tiered.transfer.messages import MAGIC, KVLayout
+from sglang_tiered.transfer.messages import MAGIC
 from sglang_tiered.transfer.prefill.send_queue import cut_slabs
 from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.wire import sockets
 
 NUM_PAGES = 8
-HEAD_BYTES = 2
-
-
-def model(num_layers: int, num_heads: int, page_size: int) -> Any:
-    """[layer, K or V, page, token, head, byte]: the KV of the whole model, no byte by chance."""
-    size = (num_layers, 2, NUM_PAGES, page_size, num_heads, HEAD_BYTES)
-    return np.random.default_rng(7).integers(1, 256, size, dtype=np.uint8)
-
-
-def share_of(whole: Any, shape: Shape) -> Any:
-    """What one rank holds of it, as [buffer, page, token, bytes]: all K, then all V."""
-    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
-    part = whole[layers, :, :, :, list(shape.heads)]
-    part = np.moveaxis(part, 1, 0)  # [K or V, layer, page, token, head, byte]
-    return part.reshape(2 * shape.num_layers, NUM_PAGES, shape.page_size, -1)
 
 
 def hand_over(source: Pool, target: Pool, source_pages: Any, pages: Any) -> int:
@@ -69,53 +55,34 @@ def deployments(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def targets_of(rank: int, prefill_tp: int, decode_tp: int) -> range:
-    """The prefill ranks that SGLang has a decode rank ask."""
-    if decode_tp >= prefill_tp:
-        first = rank // (decode_tp // prefill_tp)
-        return range(first, first + 1)
-    group = prefill_tp // decode_tp
-    return range(rank * group, (rank + 1) * group)
-
-
 @settings(max_examples=60, deadline=None)
 @given(deployments(), st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)))
 def test_every_decode_rank_gets_exactly_its_heads(
     sizes: dict[str, int], source_pages: list[int], pages: list[int]
 ) -> None:
-    whole = model(sizes["num_layers"], sizes["num_heads"], sizes["page_size"])
-    per_stage = sizes["num_layers"] // sizes["pp"]
+    base = Shape(
+        num_layers=sizes["num_layers"],
+        page_size=sizes["page_size"],
+        num_pages=NUM_PAGES,
+        num_heads=sizes["num_heads"],
+        head_bytes=2,
+    )
+    whole, per_stage = whole_kv(base, base.num_layers), base.num_layers // sizes["pp"]
     prefills: dict[tuple[int, int], Pool] = {}
     for stage in range(sizes["pp"]):
+        part = replace(base, num_layers=per_stage, first_layer=stage * per_stage)
         for rank in range(sizes["prefill_tp"]):
-            shape = Shape(
-                num_layers=per_stage,
-                page_size=sizes["page_size"],
-                num_pages=NUM_PAGES,
-                num_heads=sizes["num_heads"],
-                head_bytes=HEAD_BYTES,
-                tp_rank=rank,
-                tp_size=sizes["prefill_tp"],
-                first_layer=stage * per_stage,
-            )
+            shape = replace(part, tp_rank=rank, tp_size=sizes["prefill_tp"])
             prefills[stage, rank] = pool = Pool(shape, 0)
             pool.kv[:] = share_of(whole, shape)
     used, asked = indices(pages[:5]), indices(source_pages[:5])
     for rank in range(sizes["decode_tp"]):
-        shape = Shape(
-            num_layers=sizes["num_layers"],
-            page_size=sizes["page_size"],
-            num_pages=NUM_PAGES,
-            num_heads=sizes["num_heads"],
-            head_bytes=HEAD_BYTES,
-            tp_rank=rank,
-            tp_size=sizes["decode_tp"],
-        )
+        shape = replace(base, tp_rank=rank, tp_size=sizes["decode_tp"])
         target = Pool(shape)
         num_bytes = sum(
             hand_over(prefills[stage, source], target, asked, used)
             for stage in range(sizes["pp"])
-            for source in targets_of(rank, sizes["prefill_tp"], sizes["decode_tp"])
+            for source in sources_of(rank, sizes["prefill_tp"], sizes["decode_tp"])
         )
         expected = share_of(whole, shape)
         assert np.array_equal(target.pages(pages[:5]), expected[:, source_pages[:5]])
@@ -208,41 +175,6 @@ def test_pages_read_from_a_process_land_right(source_pages: list[int], pages: li
     assert np.array_equal(target, expected)
 
 
-numbers = st.integers(0, 2**63 - 1)
-texts = st.text(max_size=30)
-models = st.binary(min_size=messages.MODEL_BYTES, max_size=messages.MODEL_BYTES)
-FROM_PREFILL: list[st.SearchStrategy[Any]] = [
-    st.builds(messages.Refuse, texts),
-    st.builds(messages.Failed, numbers, numbers, texts),
-    st.builds(messages.Pong, numbers),
-    st.builds(messages.Bye, texts),
-]
-FROM_DECODE: list[st.SearchStrategy[Any]] = [
-    st.builds(messages.Abort, numbers, numbers, texts),
-    st.builds(messages.Ping, numbers),
-    st.builds(messages.Bye, texts),
-    st.builds(messages.Claim, numbers, models),
-    st.builds(
-        messages.Open,
-        numbers,
-        numbers,
-        numbers,
-        st.lists(numbers, max_size=3),
-        numbers,
-        st.integers(1, 64),
-        st.booleans(),
-        models,
-    ),
-]
-
-
-@settings(deadline=None)
-@given(st.one_of(FROM_PREFILL), st.one_of(FROM_DECODE))
-def test_control_messages_come_back_as_they_went(theirs: Any, ours: Any) -> None:
-    assert sockets.decode(sockets.encode(theirs), messages.control_from_prefill) == theirs
-    assert sockets.decode(sockets.encode(ours), messages.control_from_decode) == ours
-
-
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(frame: bytes) -> None:
@@ -265,22 +197,3 @@ def test_only_the_version_frame_is_this_version(frame: bytes) -> None:
         if text != messages.VERSION_FRAME:
             with pytest.raises(TransferError):
                 messages.check_version(text, "a peer")
-
-
-def rank(tp_rank: int, tp_size: int) -> KVLayout:
-    heads = len(heads_of_rank(tp_rank, tp_size, 8))
-    return KVLayout(4, "bf16", [4 * heads * 16] * 2, [0, 0], tp_rank, tp_size, 8, [], [24])
-
-
-@settings(deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.data())
-def test_a_pair_never_reaches_outside_a_token(ours: int, theirs: int, data: st.DataObject) -> None:
-    source = rank(data.draw(st.integers(0, ours - 1)), ours)
-    target = rank(data.draw(st.integers(0, theirs - 1)), theirs)
-    for pair in pair_buffers(source, target):
-        for part, layout in ((pair.source_slice, source), (pair.destination_slice, target)):
-            if part is None:
-                assert pair.page_bytes == layout.page_bytes[0]
-            else:
-                assert 0 <= part.low < part.high <= part.token_bytes
-                assert pair.page_bytes == part.num_bytes * layout.page_size

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from server_process import Server
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["Answers"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import report
@@ -12,9 +13,6 @@ from clients import ask
 from life import Life, Violation
 from operator_actions import flush_until_empty
 from rest import drained
-
-if TYPE_CHECKING:
-    import random
 
 __all__ = ["Resources", "at_rest", "leaves_nothing"]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["TENANTS", "Asked", "Conversations", "Prompt"]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversations import TENANTS
@@ -11,10 +14,6 @@ from life import Violation
 from operator_actions import erase_for_good, expect, is_nowhere, shares
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-    from pathlib import Path
-
     from life import Life
 
 __all__ = ["FAULTS"]

@@ -7,16 +7,15 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conversations import Asked, Conversations
 from world import DEADLINE_S, Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from answers import Answers
     from world import World
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from conversations import TENANTS, Prompt
 from life import Violation
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-
     from life import Life
 
     from prefill_decode import Reply

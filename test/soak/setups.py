@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import random
 
 __all__ = ["TOPOLOGIES", "Setup", "draw"]
 

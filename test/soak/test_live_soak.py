@@ -14,8 +14,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from answers import Answers
@@ -23,12 +23,9 @@ from checks import Resources, at_rest, leaves_nothing
 from clients import Client
 from life import Life, Record, Violation
 from operator_thread import Operator
-from progress import Progress
+from progress import say, summary
 from setups import TOPOLOGIES, draw
 from world import DEADLINE_S, World
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SECONDS = float(os.environ.get("LIVE_SOAK_SECONDS", "0"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
@@ -68,37 +65,36 @@ def test_live_servers_answer_right_and_leave_nothing(
 ) -> None:
     end = time.monotonic() + SECONDS
     source, record = random.Random(SEED), Record()
-    progress = Progress(SEED, record, end)
     place = "start"
+    say(record, f"live soak, seed {SEED}")
     try:
-        with progress:
-            for number in range(sys.maxsize):
-                kind = ONLY or TOPOLOGIES[number % len(TOPOLOGIES)]
-                setup = draw(source, kind)
-                folder = tmp_path / f"life-{number}"
-                folder.mkdir()
-                place = f"life {number}: {setup.told()}"
-                progress.say(place)
-                world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
-                try:
-                    world.spawn()
-                    answers.wait_until_ready()
-                    world.wait_until_ready()
-                    life = Life(world, answers, record, models)
-                    resources = Resources()
-                    for turn in range(sys.maxsize if ONLY else ROUNDS_OF_A_LIFE):
-                        place = f"life {number}, round {turn}: {setup.told()}"
-                        play(life, f"{SEED}-{number}-{turn}", end)
-                        at_rest(life, source, resources)
-                        record.count("rounds", setup.topology)
-                        progress.say(f"life {number}, round {turn} at rest")
-                        if time.monotonic() >= end:
-                            break
-                    leaves_nothing(life)
+        for number in range(sys.maxsize):
+            kind = ONLY or TOPOLOGIES[number % len(TOPOLOGIES)]
+            setup = draw(source, kind)
+            folder = tmp_path / f"life-{number}"
+            folder.mkdir()
+            place = f"life {number}: {setup.told()}"
+            say(record, place)
+            world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
+            try:
+                world.spawn()
+                answers.wait_until_ready()
+                world.wait_until_ready()
+                life = Life(world, answers, record, models)
+                resources = Resources()
+                for turn in range(sys.maxsize if ONLY else ROUNDS_OF_A_LIFE):
+                    place = f"life {number}, round {turn}: {setup.told()}"
+                    play(life, f"{SEED}-{number}-{turn}", end)
+                    at_rest(life, source, resources)
+                    record.count("rounds", setup.topology)
+                    say(record, f"life {number}, round {turn} at rest")
                     if time.monotonic() >= end:
-                        return
-                finally:
-                    world.close()
+                        break
+                leaves_nothing(life)
+                if time.monotonic() >= end:
+                    return
+            finally:
+                world.close()
     except AssertionError as error:
         record.did("VIOLATION")
         actions = "\n".join(record.recent)
@@ -107,7 +103,7 @@ def test_live_servers_answer_right_and_leave_nothing(
         ) from error
     finally:
         record.count("ties", "with stock", answers.num_ties)
-        progress.summary()
+        summary(record)
 
 
 def play(life: Life, seed: str, end: float) -> None:

@@ -16,7 +16,8 @@ import os
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,10 +32,6 @@ from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
 

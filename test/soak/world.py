@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from prefill_decode import PrefillDecode, Reply, wait_until_healthy
 from server_process import Server, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from setups import Setup
 
 __all__ = ["DEADLINE_S", "Traffic", "World"]

@@ -16,14 +16,14 @@ import pytest
 
 import sglang_tiered
 import sglang_tiered_lab
+from kit.commands import ran
 from sglang_tiered.__main__ import COMMANDS
 
 PACKAGES = [Path(package.__file__).parent for package in (sglang_tiered, sglang_tiered_lab)]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return ran(sys.executable, *arguments)
 
 
 def test_list_names_exactly_the_runnable_modules() -> None:
@@ -46,6 +46,7 @@ def test_list_names_exactly_the_runnable_modules() -> None:
     assert shown[len(COMMANDS) :] == [["sglang-tiered", "--help"], ["sglang-tiered", "--version"]]
 
 
+LAB_COMMANDS = ("convert", "scale", "generate")
 WITH_COMMANDS = [name for name in COMMANDS if ": " in COMMANDS[name].purpose]
 
 
@@ -54,6 +55,12 @@ def test_the_list_names_the_commands_of_a_command(name: str) -> None:
     parser = importlib.import_module(COMMANDS[name].module).make_parser()
     (below,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     assert COMMANDS[name].purpose.partition(": ")[2].split(", ") == list(below.choices)
+    if name in ("store", "trace"):
+        assert "exit code" in parser.format_help()
+        for command in ("stat", *(("verify", "dump", "gc") if name == "store" else LAB_COMMANDS)):
+            told = below.choices[command].format_help()
+            assert f"examples:\n  sglang-tiered {name} {command} " in told
+            assert max(len(line) for line in told.splitlines()) <= 100
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"serve"}))  # that one takes seconds

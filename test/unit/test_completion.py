@@ -8,17 +8,14 @@ import importlib
 import io
 import shlex
 import shutil
-import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kit.commands import ran
 from sglang_tiered import completion
 from sglang_tiered.__main__ import COMMANDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of SGLang's import
 
@@ -49,14 +46,7 @@ def offered(script: Path, *words: str, folder: Path | None = None) -> list[str]:
         '"${ask[1]}" sglang-tiered "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"\n'
         'printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
-    ended = subprocess.run(
-        ["bash", "--norc", "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    ended = ran("bash", "--norc", "-c", program, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()
 
@@ -108,11 +98,5 @@ def test_no_flag_of_any_command_is_missing(scripts: dict[str, Path], name: str, 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
 def test_zsh_parses_its_script(scripts: dict[str, Path]) -> None:
-    ended = subprocess.run(
-        ["zsh", "-f", "-n", scripts["zsh"]],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    ended = ran("zsh", "-f", "-n", scripts["zsh"])
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+
+from kit.commands import ran
 
 WITHOUT_THEM = """
 import contextlib, gc, importlib, importlib.machinery, io, json, pkgutil, sys
@@ -60,13 +61,8 @@ def without_them() -> tuple[dict[str, str], list[tuple[int, str]]]:
     """What did not import, by what it missed; and exit code and stderr of each case. One process
     for all, as SGLang takes seconds to import."""
     runs = [(module, arguments) for _, _, _, (module, *arguments) in CASES]
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT_THEM],
-        input=json.dumps(runs),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    ended = ran(
+        sys.executable, "-W", "ignore", "-c", WITHOUT_THEM, input=json.dumps(runs), timeout_s=200
     )
     assert ended.returncode == 0, ended.stderr
     failed, outcomes = json.loads(ended.stdout.splitlines()[-1])

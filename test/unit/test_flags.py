@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Annotated
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -27,6 +29,8 @@ from sglang_tiered.flags import (
     values_of,
 )
 
+Parse = Callable[[str, str], Any]
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str, Flag("--url", text("URL"), "Where it is.", "none", is_secret=True)] = ""
@@ -38,61 +42,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     not_a_flag: int = 0
 
 
+SIZE: Parse = functools.partial(parse_bytes, otherwise="drop it")
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("parse", "text", "expected"),
     [
-        ("64GiB", 64 * GiB),
-        ("64 gib", 64 * GiB),
-        ("64GB", 64 * 10**9),
-        ("1.5MiB", 3 * MiB // 2),
-        ("4096", 4096),
-        ("9007199254740993", 9007199254740993),  # beyond float: digits must not be lost
+        (SIZE, "64GiB", 64 * GiB),
+        (SIZE, "64 gib", 64 * GiB),
+        (SIZE, "64GB", 64 * 10**9),
+        (SIZE, "1.5MiB", 3 * MiB // 2),
+        (SIZE, "4096", 4096),
+        (SIZE, "9007199254740993", 9007199254740993),  # beyond float: digits must not be lost
+        *((parse_share, "25%", 0.25), (parse_share, "1%", 0.01), (parse_share, "100%", 1.0)),
+        *((parse_duration, "90", 90), (parse_duration, "90s", 90), (parse_duration, "30m", 1800)),
+        *((parse_duration, "1.5h", 5400), (parse_duration, "7d", 604800)),
+        *((parse_duration, "2w", 1209600), (parse_duration, " 12 H ", 43200)),
+        (parse_duration, "2.5", 2.5),
     ],
 )
-def test_size_with_unit_is_exact(text: str, expected: int) -> None:
-    assert parse_bytes("--flag", text, otherwise="drop it") == expected
-
-
-@pytest.mark.parametrize("text", ["", "64G", "GiB", "1e9", "64XiB", "0x10", "nan", "1 2GiB"])
-def test_ambiguous_size_is_refused_with_the_units(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--flag .*KiB"):
-        parse_bytes("--flag", text, otherwise="drop it")
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "-4GiB", "0.0001"])
-def test_zero_or_negative_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="greater than zero"):
-        parse_bytes("--flag", text, otherwise="drop it")
-
-
-@pytest.mark.parametrize(("text", "share"), [("25%", 0.25), ("1%", 0.01), ("100%", 1.0)])
-def test_a_tenants_share_is_a_percentage(text: str, share: float) -> None:
-    assert parse_share("--share", text) == share
-
-
-@pytest.mark.parametrize("text", ["25", "0.25", "0%", "0.5%", "101%", "-5%", "", "1e1%", "inf%"])
-def test_a_share_that_is_no_percentage_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--share .* percentage from 1% to 100%"):
-        parse_share("--share", text)
+def test_values_with_units_are_exact(parse: Parse, text: str, expected: float) -> None:
+    assert parse("--flag", text) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    ("parse", "texts", "sentence"),
     [
-        *(("90", 90), ("90s", 90), ("1.5h", 5400), ("30m", 1800), ("7d", 604800), ("2w", 1209600)),
-        *((" 12 H ", 43200), ("2.5", 2.5)),
+        (SIZE, ["", "64G", "GiB", "1e9", "64XiB", "0x10", "nan", "1 2GiB"], r"--flag .*KiB"),
+        (SIZE, ["0", "-1", "-4GiB", "0.0001"], "greater than zero"),
+        (
+            parse_share,
+            ["25", "0.25", "0%", "0.5%", "101%", "-5%", "", "1e1%", "inf%"],
+            "--flag .* percentage from 1% to 100%",
+        ),
+        (
+            parse_duration,
+            ["", "0", "-1d", "1y", "d", "1h30m", "1e9", "nan", "inf", "1 day", "soon"],
+            "--flag .* is not a time; write for example 90s",
+        ),
     ],
 )
-def test_times_have_units(text: str, seconds: float) -> None:
-    assert parse_duration("--flag", text) == seconds
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0", "-1d", "1y", "d", "1h30m", "1e9", "nan", "inf", "1 day", "soon"]
-)
-def test_other_forms_of_a_time_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--flag .* is not a time; write for example 90s"):
-        parse_duration("--flag", text)
+def test_other_forms_are_refused(parse: Parse, texts: list[str], sentence: str) -> None:
+    for each in texts:
+        with pytest.raises(ConfigError, match=sentence):
+            parse("--flag", each)
 
 
 def parsed(*words: str) -> dict[str, object]:

@@ -37,8 +37,8 @@ def test_libraries_of_clients_read_the_exceptions(
         monkeypatch.setenv(name, value)
     assert requests.utils.should_bypass_proxies(url, None)
     with httpx.Client() as client:  # of OpenAI's client
-        proxied = client._transport_for_url(httpx.URL("http://192.0.2.2"))  # noqa: SLF001
-        assert client._transport_for_url(httpx.URL(url)) is not proxied  # noqa: SLF001
+        proxied = client._transport_for_url(httpx.URL("http://192.0.2.2"))
+        assert client._transport_for_url(httpx.URL(url)) is not proxied
     assert "http" not in urllib_proxies(url) and "http" in urllib_proxies("http://192.0.2.2")
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from kit.cost_records import record_of
+from kit.serving import Quiet, serving
 from server_process import free_port
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ServerCosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATH = Path(__file__).parents[2] / "deploy" / "tiers_ready.py"
 
@@ -46,7 +44,7 @@ class Answers(ThreadingHTTPServer):
     key: str = ""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet):
     server: Answers
 
     def do_GET(self) -> None:
@@ -54,35 +52,37 @@ class Handler(BaseHTTPRequestHandler):
         status = costs if isinstance(costs, int) else 200
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
             status = 401
-        if self.path == "/ready":
-            status = self.server.ready
-        elif self.path == "/health":
-            status = self.server.health
-        self.send_response(status)
-        self.end_headers()
-        if status == 200 and self.path == "/tier/costs":
-            self.wfile.write(msgspec.json.encode(costs))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        status = {"/ready": self.server.ready, "/health": self.server.health}.get(self.path, status)
+        is_told = status == 200 and self.path == "/tier/costs"
+        self.answer(status, msgspec.json.encode(costs) if is_told else b"")
 
 
 @pytest.fixture
 def server() -> Iterator[Answers]:
-    with Answers(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    made = Answers(("127.0.0.1", 0), Handler)
+    with serving(made):
+        yield made
 
 
-def costs(*namespaces: str, num_ranks: int = 1, draining: bool = False) -> ServerCosts:
+def costs(
+    *namespaces: str,
+    num_ranks: int = 1,
+    draining: bool = False,
+    local: int | None = None,
+    **of: Any,
+) -> ServerCosts:
+    """``of`` each rank: other fields."""
     ranks = tuple(
-        msgspec.structs.replace(RECORD, rank=rank, namespace=name)
+        msgspec.structs.replace(RECORD, rank=rank, namespace=name, **of)
         for rank, name in enumerate(namespaces)
     )
-    return ServerCosts(draining=draining, num_ranks=num_ranks, ranks=ranks)
+    told = ServerCosts(draining=draining, num_ranks=num_ranks, ranks=ranks)
+    return told if local is None else msgspec.structs.replace(told, num_local_ranks=local)
+
+
+ONE = "11" * 32
+SICK = {name: msgspec.structs.replace(tier, healthy=False) for name, tier in RECORD.tiers.items()}
+OPENING = "the tiers of 1 replicas are opening"
 
 
 def address(server: Answers) -> str:
@@ -95,71 +95,36 @@ def look(server: Answers, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
 
 
 @pytest.mark.parametrize(
-    ("ready", "told", "sentence"),
+    ("ready", "health", "told", "sentence"),
     [
-        (200, costs("11" * 32), ""),
-        (200, 404, ""),  # --tier-mode host
-        (503, costs("11" * 32), "starting, paused or ending (/ready answers 503)"),
-        (200, costs(""), "the tiers of 1 replicas are opening: weights are read"),
-        (200, costs("11" * 32, num_ranks=2), "the tiers of 1 replicas are opening"),
-        (200, costs("11" * 32, "", num_ranks=2), "the tiers of 1 replicas are opening"),
-        (200, costs("11" * 32, draining=True), "about to end"),
-        (200, 503, "no scheduler has told of its tiers yet"),
+        (200, 200, costs(ONE), ""),
+        (200, 200, 404, ""),  # --tier-mode host
+        (200, 200, costs("", attached=False), ""),
+        (200, 200, costs(ONE, tiers=SICK), ""),
+        (200, 200, costs(ONE, ONE, num_ranks=4, local=2), ""),  # others are of other machines
+        (404, 200, 404, ""),  # SGLang answers no more than /health there
+        (404, 404, 404, "/"),  # something else listens there
+        (503, 200, costs(ONE), "starting, paused or ending (/ready answers 503)"),
+        (200, 200, costs(""), f"{OPENING}: weights are read"),
+        (200, 200, costs(ONE, num_ranks=2), OPENING),
+        (200, 200, costs(ONE, "", num_ranks=2), OPENING),
+        (200, 200, costs(ONE, ONE, num_ranks=4, local=3), OPENING),
+        (200, 200, costs(ONE, draining=True), "about to end"),
+        (200, 200, 503, "no scheduler has told of its tiers yet"),
     ],
 )
 def test_not_ready_before_the_tiers_are_open(
     server: Answers,
     capsys: pytest.CaptureFixture[str],
     ready: int,
+    health: int,
     told: ServerCosts | int,
     sentence: str,
 ) -> None:
-    server.ready, server.costs = ready, told
+    server.ready, server.health, server.costs = ready, health, told
     code, said = look(server, capsys)
     assert (code, bool(said)) == (int(bool(sentence)), bool(sentence))
     assert sentence in said and said.count("\n") == code
-
-
-def test_detached_tiers_leave_the_server_ready(
-    server: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (record,) = costs("").ranks
-    record = msgspec.structs.replace(record, attached=False)
-    server.costs = ServerCosts(draining=False, num_ranks=1, ranks=(record,))
-    assert look(server, capsys) == (0, "")
-
-
-def test_replicas_of_other_machines_are_not_missed(
-    server: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = costs("11" * 32, "11" * 32, num_ranks=4)
-    server.costs = msgspec.structs.replace(here, num_local_ranks=2)
-    assert look(server, capsys) == (0, "")
-    server.costs = msgspec.structs.replace(here, num_local_ranks=3)
-    assert look(server, capsys)[0] == 1, "one of this machine has not told yet"
-
-
-def test_machine_without_the_endpoint_is_ready(
-    server: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SGLang answers no more than ``/health`` there."""
-    server.ready, server.health = 404, 200
-    assert look(server, capsys) == (0, "")
-    server.health = 404
-    assert look(server, capsys)[0] == 1, "something else listens there"
-
-
-def test_a_sick_tier_leaves_the_server_ready(
-    server: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sick = {
-        name: msgspec.structs.replace(tier, healthy=False) for name, tier in RECORD.tiers.items()
-    }
-    (record,) = costs("11" * 32).ranks
-    server.costs = ServerCosts(
-        draining=False, num_ranks=1, ranks=(msgspec.structs.replace(record, tiers=sick),)
-    )
-    assert look(server, capsys) == (0, "")
 
 
 def test_a_guarded_server_wants_its_key(

@@ -1,16 +1,15 @@
 """A process of its own with a region engine on a real directory, which the test talks to by lines
 and may kill.
 
-``python -m simulation.child DIRECTORY SEED FIRST`` opens the store and obeys orders on standard
-input. ``hold`` answers what it finds; ``write`` stores one run after the other, a few at a time,
-and reports each once it is acknowledged, until it is killed; ``exit`` closes.
+``python -m simulation.child DIRECTORY SEED FIRST`` opens the store and, once it is told a line,
+stores one run after the other, a few at a time, and reports each once it is acknowledged, until it
+is killed.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections import deque
 from pathlib import Path
@@ -19,11 +18,8 @@ from line_process import LineProcess
 from simulation.ledger import Ledger, keys
 
 from kit.runs import NAMESPACE, soft_encoding
-from sglang_tiered.errors import StoreLockedError
 from sglang_tiered.storage.base import Job, Reason
 from sglang_tiered.storage.region import RegionEngine
-
-__all__ = ["CAPACITY", "PAGES_PER_RUN", "Child", "open_directory", "run_keys"]
 
 REGION = 256 * 1024
 CAPACITY = 1024 * REGION
@@ -80,29 +76,10 @@ def _write(engine: RegionEngine, source: random.Random, number: int) -> None:
 
 def main(directory: str, seed: str, first: str) -> None:
     _say("opening")
-    try:
-        engine = open_directory(Path(directory))
-    except StoreLockedError as error:
-        _say(f"locked {error}")
-        return
+    engine = open_directory(Path(directory))
     _say("open")
-    for order in sys.stdin:
-        verb, *rest = order.split()
-        if verb == "write":
-            _write(engine, random.Random(int(seed)), int(first))
-        elif verb == "hold":
-            ledger = Ledger()
-            ledger.store(engine, run_keys(int(rest[0])))
-            reasons = ledger.load(engine, run_keys(int(rest[0])))
-            _say("served" if set(reasons) == {Reason.OK} else f"not served {reasons}")
-        elif verb == "spawn":
-            # A helper process of the server, which outlives it and inherits what is inheritable.
-            helper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-            subprocess.Popen(helper, close_fds=False)
-            _say("spawned")
-        else:
-            break
-    engine.close()
+    if sys.stdin.readline():
+        _write(engine, random.Random(int(seed)), int(first))
 
 
 if __name__ == "__main__":

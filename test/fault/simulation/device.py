@@ -24,7 +24,6 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MODES", "CrashMode", "SimulatedDevice"]
 
 CrashMode = Literal["kill", "drop", "torn", "reorder"]
 MODES: tuple[CrashMode, ...] = ("kill", "drop", "torn", "reorder")

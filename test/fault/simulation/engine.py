@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import Device
 
-__all__ = ["REGION", "open_engine", "running", "small_steps"]
 
 REGION = 64 * 1024
 

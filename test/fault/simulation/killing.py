@@ -13,8 +13,6 @@ from sglang_tiered.storage.base import Reason
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["kill_loop"]
-
 
 def kill_loop(directory: Path, *, seed: int, num_kills: int, up_to: int = 40) -> list[int]:
     """Kill a writer after a seeded number of acknowledgements, open what it left, and expect every

@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page, TierEngine
     from sglang_tiered.storage.region import RegionEngine
 
-__all__ = [
-    "SIZES",
-    "TIMEOUT_S",
-    "Ledger",
-    "Loaded",
-    "content",
-    "held",
-    "key",
-    "keys",
-    "store",
-    "submit",
-]
 
 TIMEOUT_S = 30.0
 SIZES = (4096, 5000, 8192, 12_288)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region import RegionEngine
 
-__all__ = ["CHECKPOINT", "check_after", "live_below_capacity", "live_full", "owed_after", "run"]
 
 Files = dict[str, bytes]
 Workload = Callable[["RegionEngine", Ledger], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from compiler_requests import compiler_requests
 from pod_cases import make_case, shape_of, sinks_of
 
+from kit.commands import ran
 from sglang_tiered_kernels.pod_attention import CONFIGS, PodShape, Schedule, make_plan
 
 pytestmark = [
@@ -31,7 +31,7 @@ REGISTERS, SHARED_BYTES = 255, 113 << 10
 
 
 def compiled(shape: PodShape, config: str, roles: int = FUSED, **options: Any) -> Any:
-    from sglang_tiered_kernels.pod_attention import tuning  # noqa: PLC0415 - loads the compiler
+    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
 
     return tuning.compile_pod(shape, CONFIGS[config], roles, **options)
 
@@ -91,7 +91,7 @@ def test_a_role_alone_needs_no_more_than_both(config: str, roles: int) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_merge_compiles_without_spilling(sinks: bool) -> None:
-    from sglang_tiered_kernels.pod_attention import tuning  # noqa: PLC0415 - loads the compiler
+    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
 
     made = tuning.compile_merge(LLAMA, sinks=sinks)
     assert made.spill_bytes == 0
@@ -108,7 +108,7 @@ def test_a_persistent_launch_compiles() -> None:
 def test_the_report_lists_every_configuration_and_role() -> None:
     command = [sys.executable, "-W", "error"]
     command += ["-m", "sglang_tiered_kernels.pod_attention.tuning", "--report"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = ran(*command, timeout_s=150)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 3 * len(CONFIGS)
@@ -135,7 +135,7 @@ BATCHES = [
 def test_no_batch_makes_a_warm_server_compile_again(
     requests: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
-    from sglang_tiered_kernels.pod_attention import launch  # noqa: PLC0415
+    from sglang_tiered_kernels.pod_attention import launch
 
     shape = shape_of(heads=(8, 2), head_dim=128)
     window = options.get("window", -1)
@@ -145,13 +145,7 @@ def test_no_batch_makes_a_warm_server_compile_again(
     }
     cache = torch.zeros(512, 2, 128, dtype=shape.kv_dtype)
     launch.warm_up(
-        cache,
-        cache,
-        shape,
-        [CONFIGS["A"]],
-        index_dtype=torch.int64,
-        window=window,
-        **kind,
+        cache, cache, shape, [CONFIGS["A"]], index_dtype=torch.int64, window=window, **kind
     )
     # Both roles together by two schedules, each alone, and the merge.
     warm = {request["key"] for request in requests}
@@ -182,7 +176,7 @@ def test_no_batch_makes_a_warm_server_compile_again(
 
 
 def test_the_report_compiles_what_a_launch_would(requests: list[dict[str, Any]]) -> None:
-    from sglang_tiered_kernels.pod_attention import launch, tuning  # noqa: PLC0415
+    from sglang_tiered_kernels.pod_attention import launch, tuning
 
     shape = shape_of(heads=(8, 2), head_dim=128, dtype=torch.bfloat16)
     case = make_case([40, 1], [7, 90], shape, index_dtype=torch.int32)

@@ -35,22 +35,10 @@ def mixed(chunk: int, decodes: int, context: int, **options: object) -> PodPlan:
     return make_plan(extend, prefix, LLAMA, num_sms=132, **options)  # type: ignore[arg-type]
 
 
-def test_both_roles_large_are_fused() -> None:
-    plan = mixed(2048, 64, 8192)
-    assert plan.fuse
-    assert plan.prefill_estimate_s > 0
-    assert plan.decode_estimate_s > 0
-
-
 @pytest.mark.parametrize(
     ("chunk", "decodes", "context"),
     [(0, 64, 8192), (2048, 0, 8192), (8192, 1, 8192), (16, 256, 8192)],
-    ids=[
-        "no prefill",
-        "no decode",
-        "one decode beside a large chunk",
-        "a tail beside many decodes",
-    ],
+    ids=["no prefill", "no decode", "one beside a large chunk", "a tail beside many"],
 )
 def test_a_small_role_is_not_worth_fusing(chunk: int, decodes: int, context: int) -> None:
     assert not mixed(chunk, decodes, context).fuse
@@ -58,8 +46,9 @@ def test_a_small_role_is_not_worth_fusing(chunk: int, decodes: int, context: int
 
 def test_estimates_grow_with_the_work() -> None:
     small, large = mixed(1024, 32, 4096), mixed(2048, 64, 8192)
-    assert large.prefill_estimate_s > 2 * small.prefill_estimate_s
-    assert large.decode_estimate_s > 2 * small.decode_estimate_s
+    assert large.fuse, "both roles are large"
+    assert large.prefill_estimate_s > 2 * small.prefill_estimate_s > 0
+    assert large.decode_estimate_s > 2 * small.decode_estimate_s > 0
 
 
 def test_a_window_costs_only_its_keys() -> None:
@@ -80,8 +69,7 @@ def test_tickets_are_coprime_and_few(
     config = PodConfig("any", tickets=tickets)
     prefill, decode = mixed(chunk, decodes, context, config=config).tickets
     assert math.gcd(prefill, decode) == 1
-    assert 1 <= prefill <= 64
-    assert 1 <= decode <= 64
+    assert 1 <= prefill <= 64 and 1 <= decode <= 64
 
 
 def test_tickets_follow_counts_or_times() -> None:
@@ -107,10 +95,6 @@ def test_a_split_is_whole_steps_within_its_bounds(tokens: int, sms: int) -> None
     split = choose_split_len(tokens, LLAMA, sms, 64)
     assert 256 <= split <= 2048
     assert split % 64 == 0
-
-
-def test_a_shipped_configuration_is_found_by_its_name() -> None:
-    assert all(name == config.name for name, config in CONFIGS.items())
 
 
 @given(longest=st.integers(0, 10_000))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ from hypothesis import strategies as st
 from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
 from sglang_tiered_kernels.pod_attention import PodShape, Roles, make_plan, supports, warm_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EXTEND = [61, 1, 1, 1, 5, 0]
 PREFIX = [70, 22, 150, 64, 0, 7]
@@ -155,53 +153,32 @@ def test_an_impossible_shape_is_refused(changes: dict[str, Any], message: str) -
         dataclasses.replace(shape_of(), **changes)
 
 
-def bad(case: Case, name: str) -> dict[str, Any]:
-    """A change of one argument, by the hazard it stands for."""
-    tensors: dict[str, dict[str, Any]] = {
-        "flat queries": {"q": case.q.flatten(1)},
-        "other heads": {"q": case.q[:, :2]},
-        "other dtype": {"k_cache": case.k_cache.float()},
-        "scattered heads": {"v_cache": case.v_cache.mT.contiguous().mT},
-        "too few queries": {"q": case.q[:60]},
-        "too small an output": {"out": case.out[:60]},
-        "a row too few": {"kv_indptr": case.kv_indptr[1:]},
-        "int64 starts": {"kv_indptr": case.kv_indptr.long()},
-        "slots of the prefix only": {"kv_indices": case.kv_indices[:313]},
-        "float slots": {"kv_indices": case.kv_indices.float()},
-        "another device": {"out": case.out.to("meta")},
-        "no scale": {"sm_scale": 0.0},
-        "negative key scale": {"k_scale": -1.0},
-        "infinite scale": {"sm_scale": float("inf")},
-        "too few sinks": {"sinks": torch.zeros(2)},
-        "a short trace": {"trace": torch.zeros(3, 4, dtype=torch.int64)},
-    }
-    return tensors[name]
-
-
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("change", "message"),
     [
-        ("flat queries", r"q has shape \[72, 256\]; the plan is for \[n, 4, 64\]"),
-        ("other heads", r"q has shape \[72, 2, 64\]"),
-        ("other dtype", "k_cache is torch.float32; the plan is for torch.float16"),
-        ("scattered heads", "v_cache has stride 2 within a head"),
-        ("too few queries", "q has 60 tokens; the plan's rows have 69"),
-        ("too small an output", "out has 60 tokens"),
-        ("a row too few", r"kv_indptr is \[6\] torch.int32; give \[7\]"),
-        ("int64 starts", "torch.int64; give"),
-        ("slots of the prefix only", "kv_indices has 313 slots; the plan's rows have 382"),
-        ("float slots", "torch.float32; give one dimension of int32 or int64"),
-        ("another device", "on meta; the plan is on cpu"),
-        ("no scale", "sm_scale 0.0"),
-        ("negative key scale", "k_scale -1.0"),
-        ("infinite scale", "sm_scale inf"),
-        ("too few sinks", r"sinks \[2\] on cpu; give one per query head \(\[4\]\)"),
-        ("a short trace", r"trace is \[3, 4\]"),
+        (lambda case: {"q": case.q.flatten(1)}, r"q has shape \[72, 256\]; .* for \[n, 4, 64\]"),
+        (lambda case: {"q": case.q[:, :2]}, r"q has shape \[72, 2, 64\]"),
+        (lambda case: {"k_cache": case.k_cache.float()}, "k_cache is torch.float32; the plan is"),
+        (lambda case: {"v_cache": case.v_cache.mT.contiguous().mT}, "v_cache has stride 2 within"),
+        (lambda case: {"q": case.q[:60]}, "q has 60 tokens; the plan's rows have 69"),
+        (lambda case: {"out": case.out[:60]}, "out has 60 tokens"),
+        (lambda case: {"kv_indptr": case.kv_indptr[1:]}, r"is \[6\] torch.int32; give \[7\]"),
+        (lambda case: {"kv_indptr": case.kv_indptr.long()}, "torch.int64; give"),
+        (lambda case: {"kv_indices": case.kv_indices[:313]}, "has 313 slots; .* rows have 382"),
+        (lambda case: {"kv_indices": case.kv_indices.float()}, "float32; give one dimension of"),
+        (lambda case: {"out": case.out.to("meta")}, "on meta; the plan is on cpu"),
+        (lambda _: {"sm_scale": 0.0}, "sm_scale 0.0"),
+        (lambda _: {"k_scale": -1.0}, "k_scale -1.0"),
+        (lambda _: {"sm_scale": float("inf")}, "sm_scale inf"),
+        (lambda _: {"sinks": torch.zeros(2)}, r"sinks \[2\] on cpu; give one per query head"),
+        (lambda _: {"trace": torch.zeros(3, 4, dtype=torch.int64)}, r"trace is \[3, 4\]"),
     ],
 )
-def test_tensors_that_misfit_are_refused_before_writing(name: str, message: str) -> None:
+def test_tensors_that_misfit_are_refused_before_writing(
+    change: Callable[[Case], dict[str, Any]], message: str
+) -> None:
     case = make_case(EXTEND, PREFIX)
-    changes = bad(case, name)
+    changes = change(case)
     options = {k: v for k, v in changes.items() if not hasattr(case, k)}
     broken = dataclasses.replace(case, **{k: v for k, v in changes.items() if hasattr(case, k)})
     out = case.out.clone()

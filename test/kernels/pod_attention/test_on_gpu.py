@@ -67,7 +67,7 @@ def test_the_runner_of_a_tile_changes_no_result(schedule: Schedule) -> None:
 
 
 def test_a_warm_server_does_not_compile() -> None:
-    from triton import knobs  # noqa: PLC0415
+    from triton import knobs
 
     case = large()
     warm_up(case.k_cache, case.v_cache, case.shape)

@@ -71,10 +71,6 @@ def test_dtypes_and_head_sizes(shape: dict[str, Any]) -> None:
     check(extend=EXTEND, prefix=PREFIX, shape=shape)
 
 
-def test_fp8_scales_reach_scores_and_values_once() -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={"kv_dtype": FP8}, k_scale=0.25, v_scale=3.0)
-
-
 @pytest.mark.parametrize("window", [0, 1, 31, 40, 63, 1000])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_keys_behind_the_window_are_never_read(window: int, page_size: int) -> None:
@@ -88,30 +84,23 @@ def test_a_window_may_begin_at_a_steps_edge(window: int) -> None:
     check(extend=[20], prefix=[180], shape={"heads": (2, 1)}, window=window)
 
 
-@pytest.mark.parametrize("scale", [0.125, 50.0], ids=["linear", "saturated"])
-def test_a_logit_cap_bends_scores_and_saturates(scale: float) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={"heads": (2, 1)}, logit_cap=3.0, sm_scale=scale)
+ALL = {"window": 90, "sinks": True, "logit_cap": 4.0, "k_scale": 0.5, "v_scale": 2.0}
 
 
-def test_sinks_join_each_rows_denominator_once() -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={}, sinks=True, v_scale=2.0)
-
-
-def test_every_feature_at_once() -> None:
-    check(
-        extend=EXTEND,
-        prefix=PREFIX,
-        shape={"heads": (8, 2), "page_size": 64, "kv_dtype": FP8},
-        window=90,
-        sinks=True,
-        logit_cap=4.0,
-        k_scale=0.5,
-        v_scale=2.0,
-    )
-
-
-def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={}, sm_scale=60.0)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param({}, {"logit_cap": 3.0, "sm_scale": 0.125}, id="a cap bends scores"),
+        pytest.param({}, {"logit_cap": 3.0, "sm_scale": 50.0}, id="and saturates"),
+        pytest.param({"kv_dtype": FP8}, {"k_scale": 0.25, "v_scale": 3.0}, id="scales, once"),
+        pytest.param({}, {"sinks": True, "v_scale": 2.0}, id="sinks join each denominator once"),
+        pytest.param({}, {"sm_scale": 60.0}, id="scores far from zero neither overflow nor vanish"),
+        pytest.param({"heads": (8, 2), "page_size": 64, "kv_dtype": FP8}, ALL, id="all at once"),
+        *(pytest.param({}, {"schedule": one}, id=one.name.lower()) for one in Schedule),
+    ],
+)
+def test_features_match(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    check(extend=EXTEND, prefix=PREFIX, shape=shape, **options)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +161,3 @@ def test_slots_beyond_32_bits_are_addressed(name: str) -> None:
     wide.copy_(cache)
     setattr(case, name, wide)
     assert torch.equal(case.run(case.plan(), roles=Roles.FUSED), plain)
-
-
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_every_schedule_matches(schedule: Schedule) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={}, schedule=schedule)

@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pod_cases import SMALL, shape_of
 
-from sglang_tiered_kernels.pod_attention import (
-    PodConfig,
-    PodPlan,
-    is_decode_row,
-    make_plan,
-)
+from sglang_tiered_kernels.pod_attention import PodConfig, PodPlan, is_decode_row, make_plan
 from sglang_tiered_kernels.pod_attention import plan as plan_module
 
 ROWS = st.lists(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -22,10 +21,12 @@ def mixed(extend: int, decodes: int) -> Case:
     return make_case([extend] + [1] * decodes, [20, *prefix], shape_of(heads=(2, 1)))
 
 
-def traced(case: Case, plan: PodPlan, schedule: Schedule) -> torch.Tensor:
+def traced(
+    case: Case, plan: PodPlan, schedule: Schedule, roles: Roles = Roles.FUSED
+) -> torch.Tensor:
     tiles = plan.num_prefill_tiles + plan.num_decode_tiles
     trace = torch.zeros(tiles, 4, dtype=torch.int64)
-    case.run(plan, roles=Roles.FUSED, schedule=schedule, trace=trace)
+    case.run(plan, roles=roles, schedule=schedule, trace=trace)
     return trace
 
 
@@ -39,15 +40,20 @@ def check_once(schedule: Schedule, num_sms: int, extend: int, decodes: int) -> N
     assert torch.equal(case.out[: plan.num_tokens], serial)
 
 
-@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 64, 300])
-def test_tickets_run_every_tile_once_on_any_sm(num_sms: int) -> None:
-    check_once(schedule=Schedule.TICKET, num_sms=num_sms, extend=90, decodes=5)
+TICKET = Schedule.TICKET
 
 
-@pytest.mark.parametrize(("extend", "decodes"), [(130, 1), (20, 9)])
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_a_role_out_of_work_leaves_no_tile(schedule: Schedule, extend: int, decodes: int) -> None:
-    check_once(schedule=schedule, num_sms=2, extend=extend, decodes=decodes)
+@pytest.mark.parametrize(
+    ("schedule", "num_sms", "extend", "decodes"),
+    [
+        *((TICKET, num_sms, 90, 5) for num_sms in (1, 2, 3, 7, 64, 300)),
+        *((one, 2, *work) for one in Schedule for work in ((130, 1), (20, 9))),  # a role runs out
+    ],
+)
+def test_every_tile_runs_once_on_any_sm(
+    schedule: Schedule, num_sms: int, extend: int, decodes: int
+) -> None:
+    check_once(schedule=schedule, num_sms=num_sms, extend=extend, decodes=decodes)
 
 
 @interpreted
@@ -104,16 +110,13 @@ def test_a_plan_serves_layer_after_layer() -> None:
 def test_a_single_role_is_traced_at_its_tiles() -> None:
     case = mixed(40, 2)
     plan = case.plan()
-    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
-    trace = torch.zeros(tiles, 4, dtype=torch.int64)
-    case.run(plan, roles=Roles.DECODE, trace=trace)
-    counts = trace[:, COUNT].tolist()
+    counts = traced(case, plan, Schedule.TICKET, Roles.DECODE)[:, COUNT].tolist()
     assert counts == [0] * plan.num_prefill_tiles + [1] * plan.num_decode_tiles
 
 
 @interpreted
 def test_the_gate_decides_only_where_it_is_asked() -> None:
-    from sglang_tiered_kernels.pod_attention import launch  # noqa: PLC0415 - needs Triton
+    from sglang_tiered_kernels.pod_attention import launch  # needs Triton
 
     launched: list[int] = []
 
@@ -142,15 +145,3 @@ def test_the_gate_decides_only_where_it_is_asked() -> None:
         assert roles_of(case.plan(), Roles.DECODE) == []
     finally:
         launch.pod_kernel = kernel
-
-
-def test_the_ticket_period_is_exact() -> None:
-    """Of every period's tickets, exactly the planned number are prefill's: the two are coprime."""
-    for prefill_tickets in range(1, 65):
-        for decode_tickets in range(1, 65):
-            if math.gcd(prefill_tickets, decode_tickets) > 1:
-                continue
-            period = prefill_tickets + decode_tickets
-            roles = [t * prefill_tickets % period < prefill_tickets for t in range(period)]
-            assert roles[0]
-            assert sum(roles) == prefill_tickets

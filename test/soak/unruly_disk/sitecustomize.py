@@ -17,11 +17,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 FILE = os.environ.get("UNRULY_DISK_FILE", "")
 MODULE = "sglang_tiered.storage.region.device"

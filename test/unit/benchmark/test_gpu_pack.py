@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -11,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from gpu_report import pack, unpack
+from kit.commands import ran
 
 SCRIPT = Path(unpack.__file__)
-
-
-def put(site: Path, name: str, text: str = "x = 1\n") -> None:
-    path = site / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 @pytest.fixture
@@ -32,7 +26,8 @@ def carried(tmp_path: Path) -> Path:
         "sglang/srt/rust_extensions/router.so",
         "sglang/srt/rust_extensions/__init__.py",
     ):
-        put(site, name)
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("x = 1\n")
     pack.pack_site(site, folder / "site.tar.xz")
     return folder
 
@@ -46,43 +41,32 @@ def test_what_no_server_imports_stays_away(carried: Path) -> None:
     ]
 
 
+def said_by(*command: str | Path, env: dict[str, str]) -> str:
+    return ran(*command, env=env, check=True).stdout
+
+
 def unpacked(carried: Path, place: Path) -> dict[str, str]:
     """Run as on the machine: by the standard library alone; then ask a shell what it got."""
+    place.mkdir(exist_ok=True)
     line = f'eval "$({sys.executable} -I {SCRIPT} {carried})" && env -0'  # -I: no package is needed
-    done = subprocess.run(
-        ["bash", "-c", line],
-        env={"PATH": os.environ["PATH"], "TMPDIR": str(place)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return dict(one.split("=", 1) for one in done.stdout.split("\0") if "=" in one)
+    said = said_by("bash", "-c", line, env={"PATH": os.environ["PATH"], "TMPDIR": str(place)})
+    return dict(one.split("=", 1) for one in said.split("\0") if "=" in one)
 
 
 def test_unpacked_packages_are_found_with_our_entry_points(carried: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
-    place.mkdir()
     exported = unpacked(carried, place)
     ask = (
         "import importlib.metadata as m, numpy, IPython.display; print(numpy.__file__, "
         "*sorted(p.value for p in m.entry_points(group='sglang.srt.platforms')))"
     )
-    said = subprocess.run(
-        [exported["PYTHON"], "-S", "-c", ask],
-        env=exported,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout.split()
+    said = said_by(exported["PYTHON"], "-S", "-c", ask, env=exported).split()
     assert Path(said[0]).is_relative_to(place)
     assert said[1:] == ["sglang_tiered.integration.plugin:activate_platform"]
 
 
 def test_second_command_finds_what_first_unpacked(carried: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
-    place.mkdir()
     site = Path(unpacked(carried, place)["PYTHONPATH"].split(os.pathsep)[0])
     (site / "numpy" / "kept.py").touch()
     unpacked(carried, place)

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from gpu_report.pictures import draw
 from gpu_report.pod import save_document
 from pod_bench.mixes import MIXES, Ceilings, Heads
 from pod_bench.report import MixResult, Report
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HEAD = """
 import argparse, json, os, signal, subprocess, sys
@@ -120,28 +118,22 @@ def test_tests_that_ended_are_counted_once(said: str, tmp_path: Path) -> None:
 def test_second_run_has_the_disk_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small, roomy = tmp_path / "small", tmp_path / "roomy"
-    for place in (small, roomy):
+    free = {tmp_path / "small": 10**9, tmp_path / "roomy": 55 * 10**9}
+    kinds = iter(["tmpfs"] * 2 + ["ext4"] * 4)
+    for place in free:
         place.mkdir()
-    free = {small: 10**9, roomy: 55 * 10**9}
-    monkeypatch.setattr(disk, "PLACES", (small, roomy))
-    monkeypatch.setattr(disk, "filesystem_type", lambda place: "ext4")
+    monkeypatch.setattr(disk, "PLACES", tuple(free))
+    monkeypatch.setattr(disk, "filesystem_type", lambda place: next(kinds))
     monkeypatch.setattr(disk, "takes_direct", lambda place: True)
-    monkeypatch.setattr(
-        disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=free[Path(place)])
-    )
+    usage = lambda place: SimpleNamespace(free=free[Path(place)])  # noqa: E731
+    monkeypatch.setattr(disk.shutil, "disk_usage", usage)
+    assert disk.choose_disk().parent == Path(tempfile.gettempdir()), "memory is no disk"
     first = disk.choose_disk()
-    assert first.parent == roomy
+    assert first.parent == tmp_path / "roomy"
     (first / "model").mkdir(parents=True)
     (first / "model" / "config.json").touch()
-    free[roomy] -= 16 * 10**9  # what the first run wrote
+    free[tmp_path / "roomy"] -= 16 * 10**9  # what the first run wrote
     assert disk.choose_disk() == first
-
-
-def test_memory_is_taken_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "PLACES", (tmp_path,))
-    monkeypatch.setattr(disk, "filesystem_type", lambda place: "tmpfs")
-    assert disk.choose_disk().parent == Path(tempfile.gettempdir())
 
 
 def test_late_part_is_stopped_with_its_figures_kept(
@@ -172,9 +164,8 @@ def test_failed_part_says_why_and_others_run(
     for part in parts:
         assert {f"report/{part}.{kind}" for kind in ("jsonl", "log", "svg")} <= set(names)
     assert "report/report.json" in names
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("report.json", "report.tgz", "report.txt"),
-    ]
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"report.json", "report.tgz", "report.txt"}
 
 
 def test_picture_shows_figures_of_every_unit(tmp_path: Path) -> None:

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import urllib.error
 from email.message import Message
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from kit.samples import make_bench, sample
 from serving_bench import hinted
-from serving_bench.bench import Bench
-from serving_bench.client import Request, RequestFailedError, Sample
+from serving_bench.client import Request, RequestFailedError
 from serving_bench.hinted import AFTER_HINT
 from serving_bench.setting import TINY
-from storage_bench.figures import Report
-from storage_bench.workspace import Workspace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HISTORY = Request("a", (1, 2, 3), 1)
-
-
-def sample(ttft_s: float, **cached: int) -> Sample:
-    tiers = {"device": 0, "host": 0, "storage": 0, **cached}
-    return Sample("a", 0.0, ttft_s, (), ttft_s, 192, 128, (1,), tiers)
 
 
 @pytest.mark.parametrize(("in_memory", "compares"), [(128, True), (64, False)])
 def test_a_hint_that_brought_half_is_no_figure(
     tmp_path: Path, in_memory: int, compares: bool
 ) -> None:
-    bench = Bench(TINY, Workspace(tmp_path, allow_tmpfs=True), Report(), tmp_path, 1000, ["tiered"])
+    bench = make_bench(tmp_path, TINY, "tiered")
     one = {
-        "stock": [sample(8.0)],
-        "tiered": [sample(4.0, storage=128)],
-        AFTER_HINT: [sample(1.0, host=in_memory)],
+        "stock": [sample(ttft_s=8.0, reusable=128)],
+        "tiered": [sample(ttft_s=4.0, reusable=128, storage=128)],
+        AFTER_HINT: [sample(ttft_s=1.0, reusable=128, host=in_memory)],
     }
     hinted._report(bench, [one, one])
     found = {name: figure["value"] for name, figure in bench.report.ratios.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kit.samples import sample
+from kit.talks import make_request
 from live_bench.asking import Measured
 from live_bench.modelled import compare, kind_of
-from serving_bench.client import Sample
 from serving_bench.setting import Geometry
-from sglang_tiered_lab.trace.request import TraceRequest
 
 MEASURED = Measured(
     prefill=(0.03, 4e-4, 0.0, 0.0),
@@ -20,21 +20,17 @@ MEASURED = Measured(
 )
 
 
-def sample(started_s: float, num_prompt: int, **cached: int) -> Sample:
-    tiers = {"device": 0, "host": 0, "storage": 0, **cached}
-    return Sample("", started_s, 0.5, (0.01,), 0.51, num_prompt, 0, (), tiers)
-
-
 def test_requests_are_modelled_as_they_were_sent() -> None:
     """A turn may be sent after one that follows it in the trace."""
     trace = [
-        TraceRequest(
-            arrival_s=0.0, input_length=200, output_length=2, block_ids=ids, block_tokens=64
-        )
+        make_request(ids, block_tokens=64, missing=56, output_length=2)
         for ids in ((1, 2, 3, 4), (1, 2, 5, 6))
     ]
     kind = kind_of(MEASURED, Geometry(device_tokens=4096, host_ratio=2, nvme_bytes=1 << 30), 8192)
-    samples = [sample(109.0, 200, device=128), sample(100.0, 200)]
+    samples = [
+        sample(started_s=at, ttft_s=0.5, output=(), **cached)
+        for at, cached in ((109.0, {"device": 128}), (100.0, {}))
+    ]
     found = compare(kind, trace, samples, num_output=8)
     assert found["order"] == [1, 0]
     assert found["modelled_ttft_s"] == pytest.approx([0.13, 0.13 - 128 * 4e-4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 import bench_pod_attention
-from pod_bench.batch import make_batch
+from kit.commands import ran
+from pod_bench.batch import Batch, make_batch
 from pod_bench.contenders import Contender, own_contenders, swept_contenders
 from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
 from pod_bench.mixes import GATE_MIXES, MIXES, Ceilings, Heads, Mix
@@ -23,7 +23,12 @@ from sglang_tiered_kernels.pod_attention import CONFIGS
 
 SCRIPT = Path(bench_pod_attention.__file__)
 HEADS = bench_pod_attention.CPU_HEADS
+CPU = torch.device("cpu")
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def batch_of(page_size: int) -> Batch:
+    return make_batch(GATE_MIXES[0], HEADS, page_size=page_size, dtype=torch.float16, device=CPU)
 
 
 @WITHOUT_GPU
@@ -38,13 +43,12 @@ def test_everybody_who_runs_here_gives_the_references_results(
 @WITHOUT_GPU
 @pytest.mark.timeout(240)
 def test_the_kernels_and_sglangs_agree_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"],
+    run = ran(
+        sys.executable,
+        str(SCRIPT),
+        "--check",
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        timeout_s=200,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "All results are equal.\n", "somebody was left out"
@@ -70,9 +74,7 @@ def test_without_sglang_the_needed_flag_is_named(
 
 @pytest.mark.parametrize("row", ["prefill", "decode"])
 def test_one_wrong_key_stops_the_run(row: str) -> None:
-    batch = make_batch(
-        GATE_MIXES[0], HEADS, page_size=64, dtype=torch.float16, device=torch.device("cpu")
-    )
+    batch = batch_of(64)
     first, decoding = own_contenders(batch, None)[0], batch.mix.prompts
     check_against_reference(batch, first.name, first.run())
     expected = first.run().clone()
@@ -84,9 +86,7 @@ def test_one_wrong_key_stops_the_run(row: str) -> None:
 
 
 def test_an_unwritten_row_stops_the_run() -> None:
-    batch = make_batch(
-        GATE_MIXES[0], HEADS, page_size=1, dtype=torch.float16, device=torch.device("cpu")
-    )
+    batch = batch_of(1)
     expected = own_contenders(batch, None)[0].run()
     forgetful = expected.clone()
     forgetful[-1] = float("nan")
@@ -127,10 +127,8 @@ def test_ratios_pair_rounds_and_name_the_best() -> None:
     assert ratios[f"fused_over_own_serial: {MIXES[0].name}"]["value"] == 0.5
     assert ratios["fused_over_best_serial"]["n"] == 3
     assert ratios["fused_over_best_serial"]["max"] == pytest.approx(5 / 3)
-    assert document["settings"]["best_other"] == {
-        MIXES[0].name: "flashinfer_pod",
-        MIXES[1].name: None,
-    }
+    best = {MIXES[0].name: "flashinfer_pod", MIXES[1].name: None}
+    assert document["settings"]["best_other"] == best
     assert set(document) == {"machine", "versions", "settings", "ratios", "raw"}
     assert "fused_over_stock_mixed" not in result(MIXES[1], own_fused=[1.0]).ratios()
     table = report.text(one)
@@ -155,13 +153,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, spoil: str = "", peer: str = "") -
     options = bench_pod_attention.parse(["--samples", "2"])
     field = bench_pod_attention.Field(None, bench_pod_attention.CPU_CONFIG)
     own = field.contenders
-    monkeypatch.setattr(
-        field,
-        "contenders",
-        lambda batch: [*own(batch), *([Contender(peer, own(batch)[0].run)] if peer else [])],
-    )
+    peers = lambda batch: [Contender(peer, own(batch)[0].run)] if peer else []  # noqa: E731
+    monkeypatch.setattr(field, "contenders", lambda batch: [*own(batch), *peers(batch)])
     return bench_pod_attention.run_mix(
-        field, GATE_MIXES[0], HEADS, Ceilings(1.0, 1.0), options, torch.device("cpu")
+        field, GATE_MIXES[0], HEADS, Ceilings(1.0, 1.0), options, CPU
     )
 
 
@@ -170,23 +165,18 @@ def test_a_mix_ends_in_samples_of_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"own_serial", "own_fused"} <= set(one.samples) == set(one.errors) == set(one.plan_s)
     assert len(one.samples["own_fused"]) == 5, "fewer samples than five say nothing"
     assert one.note.startswith("gate: ")
+    with pytest.raises(DifferentResultsError, match="own_static differs"):
+        on_a_cpu(monkeypatch, spoil="own_static")
 
 
 def test_a_sweep_has_every_configuration_twice() -> None:
-    batch = make_batch(
-        GATE_MIXES[0], HEADS, page_size=1, dtype=torch.float16, device=torch.device("cpu")
-    )
+    batch = batch_of(1)
     swept = swept_contenders(batch)
     assert {one.name for one in swept} == {
         f"own_{kind}_{config}" for kind in ("serial", "fused") for config in CONFIGS
     }
     for one in swept:
         check_against_reference(batch, one.name, one.run())
-
-
-def test_a_mix_with_differing_results_has_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DifferentResultsError, match="own_static differs"):
-        on_a_cpu(monkeypatch, spoil="own_static")
 
 
 def test_a_differing_peer_is_left_out(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from serving_bench.bench import Bench
+from kit.commands import ran
+from kit.samples import make_bench, sample
 from serving_bench.client import (
     Request,
     RequestFailedError,
-    Sample,
     cached_by_tier,
     keep_token_ids,
     make_sample,
@@ -42,36 +41,17 @@ from serving_bench.systems import (
     launch_arguments,
     parse_metrics,
 )
-from storage_bench.figures import Report
-from storage_bench.workspace import Workspace
 
 SCRIPT = Path(__file__).parents[3] / "benchmark" / "bench_serving.py"
-
-
-def sample(
-    label: str = "a",
-    *,
-    ttft_s: float = 1.0,
-    started_s: float = 0.0,
-    latency_s: float = 2.0,
-    prompt: int = 200,
-    reusable: int = 0,
-    output: tuple[int, ...] = (1, 2),
-    **cached: int,
-) -> Sample:
-    tiers = {"device": 0, "host": 0, "storage": 0, **cached}
-    return Sample(label, started_s, ttft_s, (0.1,), latency_s, prompt, reusable, output, tiers)
 
 
 def test_a_wrong_token_on_one_system_is_named() -> None:
     right = {"stock": [sample("a"), sample("b")], "tiered": [sample("b"), sample("a")]}
     wrong = {"stock": [sample("c")], "tiered": [sample("c", output=(1, 3))]}
+    alone = {"stock": [sample("a"), sample("b")], "tiered": [sample("a")]}
     assert unequal_labels([right]) == []
     assert unequal_labels([right, wrong]) == ["c"]
-
-
-def test_a_request_to_one_system_counts_as_unequal() -> None:
-    assert unequal_labels([{"stock": [sample("a"), sample("b")], "tiered": [sample("a")]}]) == ["b"]
+    assert unequal_labels([alone]) == ["b"], "one system was not asked"
 
 
 def test_the_hit_rate_counts_whole_pages_seen_before() -> None:
@@ -112,7 +92,7 @@ def test_noise_above_the_divisor_leaves_no_ratio(tmp_path: Path) -> None:
     # A disk that seems to add less than nothing to ours shows in the spread; theirs is divided by.
     cases = (pairs(0.05), 3), (pairs(-0.01), 3), (pairs(0.05, -0.01), 0), (pairs(0.05, host=64), 0)
     for taken, ratios in cases:
-        bench = make_bench(tmp_path)
+        bench = make_bench(tmp_path, QUICK, "stock", "tiered")
         _report(bench, taken)
         assert len(bench.report.ratios) == ratios
         assert len(bench.report.notes) == 3 - ratios
@@ -203,12 +183,9 @@ def test_whoever_was_last_is_first_next_time() -> None:
     assert order == [["a", "b"], ["b", "a"]]
 
 
-def test_metrics_are_read_with_and_without_labels() -> None:
+def test_metrics_and_tiers_of_answers_are_read() -> None:
     text = '# HELP x\nsglang:kv_used_tokens{model_name="m",tp_rank="0"} 64.0\nsglang:other 1e3\n'
     assert parse_metrics(text) == {"sglang:kv_used_tokens": 64.0, "sglang:other": 1000.0}
-
-
-def test_tiers_missing_in_an_answer_are_zero() -> None:
     details = {"device": 64, "storage": None, "storage_backend": "file"}
     assert cached_by_tier(details) == {"device": 64, "host": 0, "storage": 0}
     assert sum(cached_by_tier(None).values()) == 0
@@ -259,14 +236,7 @@ def test_an_impossible_setting_is_refused_before_any_start(
         pytest.skip("no /dev/shm here")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     environment.pop("SGLANG_TIERED_DATA", None)
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-        check=False,
-    )
+    result = ran(sys.executable, str(SCRIPT), "--quick", *arguments, env=environment, timeout_s=100)
     assert result.returncode in (1, 2)
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
@@ -275,8 +245,7 @@ def test_an_impossible_setting_is_refused_before_any_start(
 
 @pytest.mark.parametrize("name", ["", "nothing", "../bench_serving", "serving.py"])
 def test_an_unknown_benchmark_is_answered_with_a_list(name: str) -> None:
-    command = [str(SCRIPT.parents[1] / "scripts" / "bench"), name]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = ran(str(SCRIPT.parents[1] / "scripts" / "bench"), name)
     assert result.returncode == 2
     assert result.stderr == (
         f"scripts/bench: no benchmark '{name}'; there are "
@@ -285,7 +254,7 @@ def test_an_unknown_benchmark_is_answered_with_a_list(name: str) -> None:
 
 
 def test_different_answers_leave_no_ratio_and_fail(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
+    bench = make_bench(tmp_path, QUICK, "stock", "tiered")
     wrong = {"stock": [sample("c")], "tiered": [sample("c", output=(1, 3))]}
     assert not bench.conclude("x", Outcome(rounds=[wrong]))
     assert "1 of 2 answers are not the same" in bench.failures[0]
@@ -299,7 +268,7 @@ def test_different_answers_leave_no_ratio_and_fail(tmp_path: Path) -> None:
 
 
 def test_bytes_written_are_compared_with_new_kv(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
+    bench = make_bench(tmp_path, QUICK, "stock", "tiered")
     right = {"stock": [sample("a")], "tiered": [sample("a")]}
     outcome = Outcome(rounds=[right], new_tokens=100)
     outcome.moved_bytes = {"stock": (0, 0), "tiered": (5, 150_000)}
@@ -308,14 +277,3 @@ def test_bytes_written_are_compared_with_new_kv(tmp_path: Path) -> None:
     assert figures["tiered"]["write_amplification"] == 1.5
     assert "write_amplification" not in figures["stock"]
     assert figures["tiered"]["ttft_p99_s"] == 1.0
-
-
-def make_bench(tmp_path: Path) -> Bench:
-    return Bench(
-        setting=QUICK,
-        workspace=Workspace(tmp_path, allow_tmpfs=True),
-        report=Report(),
-        model=tmp_path,
-        kv_bytes_per_token=1000,
-        names=["stock", "tiered"],
-    )

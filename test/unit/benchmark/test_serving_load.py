@@ -6,22 +6,19 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
+from kit.samples import sample
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
-from serving_bench.client import Request, Sample
 from serving_bench.neighbour import busy_cores
 from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
 from serving_bench.setting import FULL, QUICK
 from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
-from serving_bench.users import BUSY, User, busy_share, think_s, turns_each
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from serving_bench.users import BUSY, User, busy_share, think_s
 
 READER = """
 import sys, time
@@ -35,18 +32,6 @@ for number in range(4):
 """
 
 
-def sample(
-    *,
-    ttft_s: float = 1.0,
-    started_s: float = 0.0,
-    latency_s: float = 1.0,
-    prompt: int = 200,
-    reusable: int = 0,
-) -> Sample:
-    cached = {"device": 0, "host": 0, "storage": 0}
-    return Sample("a", started_s, ttft_s, (), latency_s, prompt, reusable, (1,), cached)
-
-
 def test_the_ideal_shares_work_between_both_ends() -> None:
     assert ideal_s(prefill_s=1.0, load_s=1.0, new_s=0.1) == pytest.approx(0.6)
     # A disk that takes forever leaves the prefill, one that takes no time leaves the new tokens.
@@ -55,16 +40,11 @@ def test_the_ideal_shares_work_between_both_ends() -> None:
 
 
 def test_the_prefill_leaves_new_tokens_out() -> None:
-    full = [sample(ttft_s=1.5, reusable=150), sample(ttft_s=9.0, reusable=150)] + [
-        sample(ttft_s=1.78, reusable=150)
-    ]
-    new = [sample(ttft_s=0.5)] * 3
-    assert prefill_s_per_token(full, new) == pytest.approx(1.28 / 128)
-
-
-def test_the_pace_makes_loads_r_times_prefill() -> None:
-    speed = paced_bytes_per_s(0.5, prefill_s=1e-3, token_bytes=8000)
-    assert 8000 / speed == pytest.approx(0.5 * 1e-3)
+    full = [sample(ttft_s=ttft_s, reusable=150) for ttft_s in (1.5, 9.0, 1.78)]
+    per_token_s = prefill_s_per_token(full, [sample(ttft_s=0.5)] * 3)
+    assert per_token_s == pytest.approx(1.28 / 128)
+    speed = paced_bytes_per_s(0.5, prefill_s=per_token_s, token_bytes=8000)
+    assert 8000 / speed == pytest.approx(0.5 * per_token_s), "loads take half of the prefill"
 
 
 def test_reads_side_by_side_share_one_disk() -> None:
@@ -89,11 +69,7 @@ def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
 
 
 def test_a_server_is_idle_between_requests() -> None:
-    taken = [
-        sample(started_s=10.0, latency_s=2.0),
-        sample(started_s=11.0, latency_s=2.0),
-        sample(started_s=14.0, latency_s=1.0),
-    ]
+    taken = [sample(started_s=at, latency_s=took) for at, took in ((10, 2), (11, 2), (14, 1))]
     assert busy_share(taken) == pytest.approx(4 / 5)
 
 
@@ -104,16 +80,6 @@ def test_thinking_times_keep_a_server_busy() -> None:
     assert 5 * 0.1 / (thought_s + 0.1) == pytest.approx(BUSY)
     queued = [sample(started_s=i / 10, latency_s=9.0) for i in range(50)]
     assert think_s(queued, 1) == 0.0
-
-
-def test_every_point_has_enough_samples() -> None:
-    for setting in (QUICK, FULL):
-        crowd = setting.crowd
-        for number in crowd.users:
-            turns = turns_each(number, crowd.slices, crowd.min_samples)
-            assert turns >= 1
-            assert turns * number * crowd.slices >= crowd.min_samples
-    assert FULL.crowd.min_samples >= 200
 
 
 def test_users_range_from_device_to_ten_hosts() -> None:
@@ -171,5 +137,5 @@ def test_neighbours_end_with_what_they_disturb() -> None:
 
 def test_requests_of_two_users_never_match() -> None:
     users = [User(f"u{i}", 100, 220, 30, 1, random.Random(i)) for i in range(2)]
-    first: list[Request] = [user.first_turn() for user in users]
-    assert first[0].prompt[:64] != first[1].prompt[:64]
+    one, other = (user.first_turn() for user in users)
+    assert one.prompt[:64] != other.prompt[:64]

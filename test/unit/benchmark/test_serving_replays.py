@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.talks import make_request
 from serving_bench import client
 from serving_bench.client import Request
 from serving_bench.replays import in_turns, load_mooncake, load_sharegpt, trace_requests
@@ -18,13 +19,7 @@ from sglang_tiered_lab.trace.source import TraceError
 
 
 def request(at_s: float, blocks: tuple[int, ...], output: int = 9) -> TraceRequest:
-    return TraceRequest(
-        arrival_s=at_s,
-        input_length=len(blocks) * 64,
-        output_length=output,
-        block_ids=blocks,
-        block_tokens=64,
-    )
+    return make_request(blocks, block_tokens=64, arrival_s=at_s, output_length=output)
 
 
 def test_a_trace_keeps_its_spacing_and_its_reuse() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from serving_bench.processor_time import (
     TICKS_PER_S,
@@ -17,9 +17,6 @@ from serving_bench.processor_time import (
     take,
 )
 from serving_bench.stored_soon import Turn, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def test_a_thread_name_with_brackets_is_read_whole() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -25,15 +25,9 @@ from storage_bench.setting import in_turn
 from storage_bench.trace_section import PageLru, chain_keys
 from storage_bench.workspace import UnusableDirectoryError, Workspace, filesystem_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-def test_a_figure_keeps_its_spread() -> None:
-    assert summarize([3.0, 1.0, 2.0]) == {"value": 2.0, "min": 1.0, "max": 3.0, "n": 3}
-
 
 def test_a_missing_sample_breaks_no_pairing() -> None:
+    assert summarize([3.0, 1.0, 2.0]) == {"value": 2.0, "min": 1.0, "max": 3.0, "n": 3}
     assert quotients([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     with pytest.raises(ValueError, match="shorter"):
         quotients([2.0, 9.0], [1.0])
@@ -44,26 +38,16 @@ def test_a_percentile_is_a_sample_that_occurred(share: float, expected: int) -> 
     assert percentile(list(range(100, 0, -1)), share) == expected
 
 
-def test_sizes_are_named_as_in_the_targets() -> None:
-    assert [size_name(n) for n in (32 << 10, 256 << 10, 1 << 20, 8 << 20)] == [
-        "32KiB",
-        "256KiB",
-        "1MiB",
-        "8MiB",
-    ]
-
-
 def test_a_figure_without_row_is_in_the_results() -> None:
     report = Report()
     report.add("shown", [1.0])
     report.add("hidden", [2.0], in_table=False)
     assert set(report.ratios) == {"shown", "hidden"}
     assert report.table().row_count == 1
-
-
-def test_no_side_is_always_first() -> None:
-    assert in_turn(["a", "b", "c"], 0) == ["a", "b", "c"]
-    assert in_turn(["a", "b", "c"], 1) == ["c", "b", "a"]
+    names = [size_name(size) for size in (32 << 10, 256 << 10, 1 << 20, 8 << 20)]
+    assert names == ["32KiB", "256KiB", "1MiB", "8MiB"], "as in the targets"
+    orders = ["".join(in_turn(["a", "b", "c"], turn)) for turn in range(2)]
+    assert orders == ["abc", "cba"], "no side is always first"
 
 
 def test_one_wrong_byte_is_seen() -> None:

@@ -6,24 +6,19 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from gpu_report import wheels
 from gpu_report.wheels import WANTED, Wheel, missing, read_have
-
-if TYPE_CHECKING:
-    import pytest
 
 MiB = 1 << 20
 
 
 def test_what_the_machine_has_stays_away() -> None:
-    found = [
-        Wheel("transformers", "5.19.0", ()),
-        Wheel("numpy", "2.3.5", ()),
-        Wheel("regex", "1.0", ()),
-        Wheel("torch", "2.14.1", ()),
-    ]
+    versions = {"transformers": "5.19.0", "numpy": "2.3.5", "regex": "1.0", "torch": "2.14.1"}
+    found = [Wheel(name, version, ()) for name, version in versions.items()]
     requiring = [
         Wheel("sglang", "0.5.23", ("transformers==5.19.0", "numpy", "torch==2.14.1")),
         Wheel("transformers", "5.19.0", ("numpy>=1.26", 'regex<0; python_version < "3.12"')),
@@ -42,6 +37,8 @@ def test_a_whole_set_is_listed_with_its_purpose(
     def metadata(name: str, version: str, *requires: str) -> dict[str, Any]:
         return {"metadata": {"name": name, "version": version, "requires_dist": list(requires)}}
 
+    torch = [metadata("torch", "2.11.0", "sympy"), metadata("sympy", "1.14.0")]
+
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         asked.append(command)
         if "download" in command:
@@ -55,9 +52,9 @@ def test_a_whole_set_is_listed_with_its_purpose(
             found = [metadata("sglang", "0.5.23", "pyzmq>=25", "sglang-kernel==0.4.10")]
         elif set(WANTED) <= set(command):
             found = [metadata("pyzmq", "27.3.0", "pycparser"), metadata("pycparser", "3.12")]
-            found += [metadata("torch", "2.11.0", "sympy"), metadata("sympy", "1.14.0")]
+            found += torch
         else:
-            found = [metadata("torch", "2.11.0", "sympy"), metadata("sympy", "1.14.0")]
+            found = torch
         return subprocess.CompletedProcess(command, 0, json.dumps({"install": found}))
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 from array import array
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy
 import pytest
 
+from kit.serving import Quiet, serving
 from server_process import free_port
 from sglang_tiered.client import (
     AsyncTierClient,
@@ -32,9 +34,6 @@ from sglang_tiered.client import (
     Unpinned,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 KINDS = ("sync", "async")
 DURABLE = {"tier": "nvme", "num_tokens": 640, "num_missing": 0}
 PINNED = {**DURABLE, "name": "anna", "pinned_until": 1.5e9}
@@ -46,6 +45,7 @@ class RecordedServer(ThreadingHTTPServer):
     asked."""
 
     daemon_threads = True
+    url = ""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -55,12 +55,8 @@ class RecordedServer(ThreadingHTTPServer):
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     protocol_version = "HTTP/1.1"
     server: RecordedServer
 
@@ -77,25 +73,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.may_answer.wait(20)
         answers = self.server.answers
         status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(status, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
 
 @pytest.fixture
 def server() -> Iterator[RecordedServer]:
-    with RecordedServer() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
-        thread.start()
+    made = RecordedServer()
+    with serving(made) as made.url:
         yield made
         made.may_answer.set()
-        made.shutdown()
-        thread.join(20)
 
 
 def call(
@@ -113,13 +99,9 @@ def call(
     return asyncio.run(run())
 
 
-CALLS: list[tuple[str, dict[str, Any], tuple[str, str, dict[str, Any]], int, Any, Any]] = [
-    (
-        "checkpoint",
-        {"rid": "r", "tier": "nvme"},
-        ("POST", "/tier/checkpoint", {"rid": "r", "tier": "nvme"}),
-        *(200, DURABLE, Checkpoint("nvme", 640, 0)),
-    ),
+Asked = tuple[str, str, dict[str, Any]]
+CALLS: list[tuple[str, dict[str, Any], Asked | None, int, Any, Any]] = [
+    ("checkpoint", {"rid": "r", "tier": "nvme"}, None, 200, DURABLE, Checkpoint("nvme", 640, 0)),
     (
         "residency",
         {"input_ids": [1, 2], "extra_key": "acme", "cache_salt": None},
@@ -127,63 +109,37 @@ CALLS: list[tuple[str, dict[str, Any], tuple[str, str, dict[str, Any]], int, Any
         *(200, HELD, Residency(**HELD)),
     ),
     (
-        "residency",
-        {"text": "é"},
-        ("POST", "/tier/residency", {"text": "é"}),
-        *(200, {"num_tokens": 2, "device": 0, "host": 0}, Residency(2, 0, 0)),
+        *("residency", {"text": "é"}, None, 200),
+        *({"num_tokens": 2, "device": 0, "host": 0}, Residency(2, 0, 0)),
     ),
     (
         "pin",
         {"conversation_id": "c", "name": "anna", "ttl": 60, "tier": "object", "extra_key": "acme"},
-        (
-            "POST",
-            "/tier/pin",
-            {
-                "conversation_id": "c",
-                "name": "anna",
-                "ttl": 60,
-                "tier": "object",
-                "extra_key": "acme",
-            },
-        ),
-        *(200, PINNED, Pin("nvme", 640, 0, "anna", 1.5e9)),
+        *(None, 200, PINNED, Pin("nvme", 640, 0, "anna", 1.5e9)),
     ),
     (
-        "unpin",
-        {"name": "anna", "cache_salt": "s"},
-        ("POST", "/tier/unpin", {"name": "anna", "cache_salt": "s"}),
-        *(200, {"unpinned": True}, Unpinned(True)),
+        *("unpin", {"name": "anna", "cache_salt": "s"}, None, 200),
+        *({"unpinned": True}, Unpinned(True)),
     ),
     (
-        "prefetch",
-        {"text": "once", "wait_s": 2.5},
-        ("POST", "/tier/prefetch", {"text": "once", "wait_s": 2.5}),
-        *(202, {"num_tokens": 640, "num_in_memory": 128, "num_loading": 512}),
+        *("prefetch", {"text": "once", "wait_s": 2.5}, None, 202),
+        {"num_tokens": 640, "num_in_memory": 128, "num_loading": 512},
         Prefetch(640, 128, 512),
     ),
     (
-        "forget",
-        {"conversation_id": "c", "keep_tokens": 64},
-        ("POST", "/tier/forget", {"conversation_id": "c", "keep_tokens": 64}),
-        *(200, {"durable": True, "num_tokens": 576}, Forgotten(True, 576)),
+        *("forget", {"conversation_id": "c", "keep_tokens": 64}, None, 200),
+        *({"durable": True, "num_tokens": 576}, Forgotten(True, 576)),
     ),
     (
-        "purge",
-        {"extra_key": "acme"},
-        ("POST", "/tier/purge", {"extra_key": "acme"}),
-        *(200, {"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
+        *("purge", {"extra_key": "acme"}, None, 200),
+        *({"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
     ),
     (
-        "purge_all",
-        {},
-        ("POST", "/tier/purge", {"all": True}),
-        *(200, {"durable": True, "in_memory": "hidden"}, Purge(True, "hidden")),
+        *("purge_all", {}, ("POST", "/tier/purge", {"all": True}), 200),
+        *({"durable": True, "in_memory": "hidden"}, Purge(True, "hidden")),
     ),
     (
-        "tenants",
-        {"limit": 5},
-        ("GET", "/tier/tenants", {"limit": "5"}),
-        200,
+        *("tenants", {"limit": 5}, ("GET", "/tier/tenants", {"limit": "5"}), 200),
         [[{"tenant": "ab", "num_pages": 1, "stored_bytes": 2, "physical_bytes": 3}]],
         [[TenantUsage("ab", 1, 2, 3)]],
     ),
@@ -197,14 +153,17 @@ def test_call_sends_and_reads_the_contract(
     kind: str,
     name: str,
     body: dict[str, Any],
-    asked: tuple[str, str, dict[str, Any]],
+    asked: Asked | None,
     status: int,
     answer: Any,
     expected: Any,
 ) -> None:
     server.answers = [(status, answer)]
     assert call(kind, server.url, name, **body) == expected
-    assert server.asked == [asked]
+    assert server.asked == [asked or ("POST", f"/tier/{name}", body)]
+
+
+PIN_BYTES = {"pinned_bytes": 4096, "pin_bound_bytes": 8192}
 
 
 def conversation(number: int) -> dict[str, Any]:
@@ -214,13 +173,10 @@ def conversation(number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) -> None:
-    bytes_of_pins = {"pinned_bytes": 4096, "pin_bound_bytes": 8192}
+    pages = ((0, 1), "n+/"), ((2,), None)
     server.answers = [
-        (
-            200,
-            {"conversations": [conversation(0), conversation(1)], "next": "n+/", **bytes_of_pins},
-        ),
-        (200, {"conversations": [conversation(2)], "next": None, **bytes_of_pins}),
+        (200, {"conversations": [*map(conversation, numbers)], "next": following, **PIN_BYTES})
+        for numbers, following in pages
     ]
     if kind == "sync":
         with TierClient(server.url) as client:

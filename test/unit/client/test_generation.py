@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections import deque
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
+from kit.serving import Quiet, serving
 from server_process import free_port
 from sglang_tiered.client import AsyncTierClient, Generated, RequestError, TierClient
 from sglang_tiered.client.generation import (
@@ -21,9 +22,6 @@ from sglang_tiered.client.generation import (
     Answer,
     BrokenStreamError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KINDS = ("sync", "async")
 PROMPT = [7, 8, 9]
@@ -45,6 +43,7 @@ class Generator(ThreadingHTTPServer):
     whole one."""
 
     daemon_threads = True
+    url = ""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Stream)
@@ -53,15 +52,11 @@ class Generator(ThreadingHTTPServer):
         self.is_incremental = False
         self.ends_cleanly = False  # as behind a front, when its server dies
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
     def handle_error(self, *_: Any) -> None:
         """A client that has its answer hangs up."""
 
 
-class _Stream(BaseHTTPRequestHandler):
+class _Stream(Quiet):
     protocol_version = "HTTP/1.1"
     server: Generator
 
@@ -71,12 +66,8 @@ class _Stream(BaseHTTPRequestHandler):
         life = self.server.lives.popleft() if self.server.lives else None
         if isinstance(life, tuple):
             status, answer = life
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Retry-After", "1" if status == 429 else "soon")
-            self.end_headers()
-            self.wfile.write(data)
+            again = "1" if status == 429 else "soon"
+            self.answer(status, json.dumps(answer).encode(), Retry_After=again)
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -113,18 +104,12 @@ class _Stream(BaseHTTPRequestHandler):
             self._send(b"")
         self.close_connection = True
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def server() -> Iterator[Generator]:
-    with Generator() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
-        thread.start()
+    made = Generator()
+    with serving(made) as made.url:
         yield made
-        made.shutdown()
-        thread.join(20)
 
 
 def generate(
@@ -175,31 +160,27 @@ def test_death_before_a_token_is_no_resumption(server: Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "is_exact"),
+    ("sampling", "is_seeded", "is_exact"),
     [
-        ({"temperature": 0}, True),
-        ({"temperature": 1, "top_k": 1}, True),
-        ({"temperature": 1, "sampling_seed": 0}, False),
-        ({"temperature": 1}, False),
-        ({}, False),
-        ({"temperature": 0, "frequency_penalty": 0.5}, False),
-        ({"temperature": 0, "repetition_penalty": 1}, True),
+        ({"temperature": 0}, False, True),
+        ({"temperature": 1, "top_k": 1}, False, True),
+        ({"temperature": 1, "sampling_seed": 0}, False, False),
+        ({"temperature": 1, "sampling_seed": 0}, True, True),
+        ({"temperature": 1, "sampling_seed": None}, True, False),
+        ({"temperature": 1}, False, False),
+        ({}, False, False),
+        ({"temperature": 0, "frequency_penalty": 0.5}, False, False),
+        ({"temperature": 0, "repetition_penalty": 1}, False, True),
     ],
 )
 def test_what_others_would_have_drawn_is_told(
-    server: Generator, sampling: dict[str, Any], *, is_exact: bool
+    server: Generator, sampling: dict[str, Any], is_seeded: bool, is_exact: bool
 ) -> None:
+    """Seeds count where servers draw by them."""
     server.lives += [2]
-    pieces = generate("sync", server.url, {"max_new_tokens": 4, **sampling})
+    sampling = {"max_new_tokens": 4, **sampling}
+    pieces = generate("sync", server.url, sampling, is_seeded=is_seeded)
     assert [piece.is_exact for piece in pieces] == [True, True, is_exact, is_exact]
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_seeds_count_where_servers_draw_by_them(server: Generator, seed: int | None) -> None:
-    server.lives += [2]
-    sampling = {"max_new_tokens": 4, "temperature": 1, "sampling_seed": seed}
-    pieces = generate("sync", server.url, sampling, is_seeded=True)
-    assert pieces[-1].is_exact is (seed == 0)
 
 
 @pytest.mark.parametrize("name", ["json_schema", "regex", "stop"])
@@ -257,18 +238,28 @@ def test_absent_server_is_told_at_once(kind: str) -> None:
         generate(kind, f"http://127.0.0.1:{free_port()}", GREEDY)
 
 
-def test_an_answer_that_kills_servers_ends() -> None:
-    answer = Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60, clock=lambda: 0.0)
+@pytest.fixture
+def answer() -> Answer:
+    return Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60, clock=lambda: 0.0)
+
+
+ENDED = BrokenStreamError("it ended")
+
+
+def line(token: int, num_tokens: int) -> bytes:
+    told = {"completion_tokens": num_tokens, "finish_reason": None}
+    return b"data: " + json.dumps({"output_ids": [token], "meta_info": told}).encode() + b"\n"
+
+
+def test_an_answer_that_kills_servers_ends(answer: Answer) -> None:
     for number in range(MAX_RESUMED + 1):
-        told = {"completion_tokens": 1, "finish_reason": None}
-        chunk = {"output_ids": [number], "meta_info": told}
         answer.body()
-        (piece,) = answer.read(b"data: " + json.dumps(chunk).encode() + b"\n")
+        (piece,) = answer.read(line(number, 1))
         assert piece.num_resumed == number
         if number < MAX_RESUMED:
-            answer.resume(BrokenStreamError("it ended"), "it ended")
+            answer.resume(ENDED, "it ended")
     with pytest.raises(RequestError, match="broke after 17 tokens .* the 17th time"):
-        answer.resume(BrokenStreamError("it ended"), "it ended")
+        answer.resume(ENDED, "it ended")
 
 
 def test_pauses_grow_until_tokens_come() -> None:

@@ -16,12 +16,7 @@ from sglang_tiered.codecs import (
     make_codec,
 )
 from sglang_tiered.codecs.dtypes import float32_to_bytes
-from sglang_tiered.codecs.encoded import (
-    HEADER_BYTES,
-    METHOD_FP8,
-    METHOD_INT8,
-    unpack_header,
-)
+from sglang_tiered.codecs.encoded import HEADER_BYTES, METHOD_FP8, METHOD_INT8, unpack_header
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,17 +103,6 @@ def test_fp8_groups_are_scaled_one_by_one(dtype: str) -> None:
                     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_of_fp8_rounds_again(dtype: str) -> None:
-    """A page that comes back up from a bucket is encoded anew, on every server that takes it."""
-    generator = torch.Generator().manual_seed(9)
-    values = torch.randn(64, 48, generator=generator) + 20 * torch.randn(48, generator=generator)
-    values *= torch.exp2(torch.randint(-40, 14, (48,), generator=generator))
-    codec = make_codec("fp8", column(dtype, 64, 48))
-    once = through(codec, values.to(getattr(torch, dtype)))
-    assert torch.equal(through(codec, once), once)
-
-
 def test_fp8_keeps_zeros_and_their_signs() -> None:
     codec = make_codec("fp8", column("bfloat16", 4, 16))
     values = torch.zeros(4, 16, dtype=torch.bfloat16)
@@ -203,17 +187,6 @@ def test_float32_becomes_bfloat16_as_in_torch() -> None:
     bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
     plain = float32_to_bytes(values.numpy(), "bfloat16")
     assert torch.equal(torch.from_numpy(plain).view(torch.bfloat16), values.bfloat16())
-
-
-@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-def test_page_of_another_pool_stays_exact(name: str) -> None:
-    """State pages and drafts of another length go through the same engine."""
-    codec = make_codec(name, column("bfloat16", 64, 16))
-    page = np.random.default_rng(0).bytes(1000)
-    data = b"".join(codec.encode((memoryview(page),)))
-    back = bytearray(1000)
-    codec.decode(memoryview(data), (memoryview(back),))
-    assert back == page
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)

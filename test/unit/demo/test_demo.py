@@ -8,14 +8,15 @@ import io
 import json
 import os
 import signal
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from http.server import HTTPServer
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from kit.serving import Quiet, serving
 from sglang_tiered.demo.command import Interruption, run
 from sglang_tiered.demo.plan import (
     ASKED,
@@ -35,10 +36,6 @@ from sglang_tiered.demo.questions import AskingError, Client, TimedAnswer
 from sglang_tiered.demo.report import Phases, Row, document, make_table, one_line, verdict
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 DEMO = Pools(device_tokens=8192, host_tokens=16_320, page_size=64, has_nvme=True)
 TIER_OF = {FIRST: "computed", DEVICE: "device", HOST: "host", NVME: "nvme", KILLED: "nvme"}
@@ -69,26 +66,17 @@ def test_every_rows_prompts_lie_in_its_tier(pools: Pools) -> None:
     lie = where_they_lie(plan, pools)
     assert not plan.missing
     assert list(plan.returns) == [DEVICE, HOST, NVME]
+    asked = [number for numbers in plan.returns.values() for number in numbers]
+    assert len(set(asked)) == len(asked), "one is asked again twice"
     for row, numbers in plan.returns.items():
         assert numbers
         assert {lie[number] for number in numbers} == {row}
 
 
-@pytest.mark.parametrize("pools", POOLS)
-def test_no_prompt_is_asked_again_twice(pools: Pools) -> None:
-    asked = [number for numbers in make_plan(pools).returns.values() for number in numbers]
-    assert len(set(asked)) == len(asked)
-
-
 def test_the_demo_has_few_prompts_several_per_row() -> None:
     plan = make_plan(DEMO)
-    assert plan.prompt_tokens == 1537
-    assert plan.num_prompts == 15
-    assert {row: len(numbers) for row, numbers in plan.returns.items()} == {
-        DEVICE: 3,
-        HOST: 3,
-        NVME: 3,
-    }
+    assert (plan.prompt_tokens, plan.num_prompts) == (1537, 15)
+    assert [len(numbers) for numbers in plan.returns.values()] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -112,16 +100,19 @@ def test_a_bound_is_kept_and_its_cut_told(max_tokens: int, reached: dict[str, in
         assert row not in make_plan(DEMO, needed - 1).returns
 
 
-def test_a_server_without_nvme_has_no_such_row() -> None:
-    plan = make_plan(Pools(8192, 16_320, 64, has_nvme=False))
-    assert list(plan.returns) == [DEVICE, HOST]
-    assert plan.missing == {NVME: "this server has no NVMe tier"}
-
-
-def test_small_host_memory_has_no_row() -> None:
-    plan = make_plan(Pools(8192, 8192, 64, has_nvme=True))
-    assert list(plan.returns) == [DEVICE, NVME]
-    assert "no more than the device" in plan.missing[HOST]
+@pytest.mark.parametrize(
+    ("pools", "rows", "missing"),
+    [
+        (Pools(8192, 16_320, 64, False), [DEVICE, HOST], {NVME: "this server has no NVMe tier"}),
+        (Pools(8192, 8192, 64, True), [DEVICE, NVME], {HOST: "no more than the device"}),
+    ],
+)
+def test_a_tier_that_gives_nothing_has_no_row(
+    pools: Pools, rows: list[str], missing: dict[str, str]
+) -> None:
+    plan = make_plan(pools)
+    assert list(plan.returns) == rows and plan.missing.keys() == missing.keys()
+    assert all(why in plan.missing[row] for row, why in missing.items())
 
 
 @pytest.mark.parametrize(
@@ -172,10 +163,9 @@ def rows(plan: DemoPlan) -> list[Row]:
 
 
 def shown(rows: list[Row], plan: DemoPlan) -> str:
-    console = Console(file=io.StringIO(), width=80)
+    console, said = console_of(is_terminal=False)
     console.print(make_table(rows, plan))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return said.getvalue()
 
 
 def test_the_table_shows_every_row_in_80_columns(rows: list[Row], plan: DemoPlan) -> None:
@@ -196,11 +186,8 @@ def test_a_row_never_reached_is_not_invented(rows: list[Row]) -> None:
     assert "kill -9" not in text
 
 
-def test_all_as_expected_is_a_success(rows: list[Row]) -> None:
-    assert verdict(rows) is None
-
-
 def test_one_differing_token_is_no_success(rows: list[Row]) -> None:
+    assert verdict(rows) is None
     rows[2] = row_of(HOST, tuple(rows[2].answers), token=8)
     assert "expected to be the same" in (verdict(rows) or "")
     assert document(rows, {}, is_here=True)["answers_equal"] is False
@@ -219,17 +206,17 @@ def test_the_document_has_the_promised_shape(rows: list[Row]) -> None:
     report = json.loads(json.dumps(document(rows, {"model": "m"}, is_here=True)))
     assert report.keys() == {"date", "machine", "settings", "rows", "answers_equal"}
     assert [row["from"] for row in report["rows"]] == [FIRST, DEVICE, HOST, NVME, KILLED]
-    assert report["rows"][3] == {
-        "from": "NVMe",
-        "num_prompts": 3,
-        "ttft_s": {"median": 0.025, "min": 0.025, "max": 0.025},
-        "tokens": {"device": 0, "host": 0, "nvme": 4608, "computed": 3},
-    }
+    ttft_s = dict.fromkeys(("median", "min", "max"), 0.025)
+    tokens = {"device": 0, "host": 0, "nvme": 4608, "computed": 3}
+    row = {"from": "NVMe", "num_prompts": 3, "ttft_s": ttft_s, "tokens": tokens}
+    assert report["rows"][3] == row
     assert report["machine"]["cores"]
+    assert document(rows, {}, is_here=False)["machine"] == {}, "another machine is not this one"
 
 
-def test_another_machine_is_not_described_as_this_one(rows: list[Row]) -> None:
-    assert document(rows, {}, is_here=False)["machine"] == {}
+def console_of(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
+    said = io.StringIO()
+    return Console(file=said, width=80, force_terminal=is_terminal), said
 
 
 def test_without_terminal_each_phase_is_one_line() -> None:
@@ -258,18 +245,13 @@ def test_on_a_terminal_progress_is_counted() -> None:
     assert "stays" in said
 
 
-class NotSGLang(BaseHTTPRequestHandler):
+class NotSGLang(Quiet):
     """Answers everything with what a server of another kind might."""
 
     body, status = b"[]", 200
 
     def do_GET(self) -> None:
-        self.send_response(self.status)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(self.status, self.body)
 
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -322,18 +304,11 @@ def test_proxy_is_not_asked_for_this_machine(
         monkeypatch.setenv(name, "")  # restored behind what the demo writes
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(urllib.request, "_opener", None)  # what an earlier test made
-    with ThreadingHTTPServer(("127.0.0.1", 0), NotSGLang) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            assert "is no SGLang server" in refusal(["--url", url], interruption, capsys)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(HTTPServer(("127.0.0.1", 0), NotSGLang)) as url:
+        assert "is no SGLang server" in refusal(["--url", url], interruption, capsys)
 
 
-class Streams(BaseHTTPRequestHandler):
+class Streams(Quiet):
     """Answers as SGLang does, in ``chunks``."""
 
     chunks: list[dict[str, object]] = []
@@ -345,9 +320,6 @@ class Streams(BaseHTTPRequestHandler):
             self.wfile.write(b'{"tokens": []}')
         for chunk in self.chunks:
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 PARTS = ["\n", "\n", "ha", "ha", "haha"]  # one begins with all before it
@@ -384,19 +356,12 @@ def test_a_text_without_tokens_ends_the_demo() -> None:
 @contextlib.contextmanager
 def asked(chunks: list[dict[str, object]]) -> Iterator[Client]:
     handler = type("Handler", (Streams,), {"chunks": chunks})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield Client(f"http://127.0.0.1:{server.server_port}", "demo")
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(HTTPServer(("127.0.0.1", 0), handler)) as url:
+        yield Client(url, "demo")
 
 
 def test_a_terminal_obeys_no_answer() -> None:
-    said = io.StringIO()
-    console = Console(file=said, force_terminal=True, width=80)
+    console, said = console_of(is_terminal=True)
     phases = Phases(console)
     with phases.shown(), phases.phase("Asking", 1) as step:
         step.hear("\x1b]0;owned\x07 \x1b[2J[red]\\\\\\")
@@ -423,24 +388,12 @@ def test_another_kind_of_server_is_refused(
     interruption: Interruption,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stock = {
-        "internal_states": [{}],
-        "page_size": 64,
-        "max_total_num_tokens": 8192,
-        "served_model_name": "m",
-    }
-    handler = type("Handler", (NotSGLang,), {})
-    handler.status = status
-    handler.body = body if isinstance(body, bytes) else json.dumps({**stock, **body}).encode()
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            assert sentence in refusal(["--url", url], interruption, capsys)
-        finally:
-            server.shutdown()
-            thread.join()
+    stock = {"internal_states": [{}], "page_size": 64, "served_model_name": "m"}
+    stock["max_total_num_tokens"] = 8192
+    data = body if isinstance(body, bytes) else json.dumps({**stock, **body}).encode()
+    handler = type("Handler", (NotSGLang,), {"status": status, "body": data})
+    with serving(HTTPServer(("127.0.0.1", 0), handler)) as url:
+        assert sentence in refusal(["--url", url], interruption, capsys)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.commands import ran
+from kit.stores import flip
 from sglang_tiered.demo import trained
 from sglang_tiered.demo.server import (
     DEMO_FLAGS,
@@ -25,9 +27,6 @@ from sglang_tiered.demo.server import (
 )
 from sglang_tiered.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -36,27 +35,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def flag_values(command: list[str]) -> Iterator[tuple[str, str]]:
-    return zip(command, command[1:], strict=False)
-
-
 def test_given_flags_win_over_the_demos(cache: Path) -> None:
     command = demo_command(["--dtype=bfloat16", "--max-total-tokens", "4096"])
     assert "--dtype" not in command
     assert command.count("--max-total-tokens") == 1
-    assert ("--served-model-name", DEMO_FLAGS["--served-model-name"]) in flag_values(command)
+    served = "--served-model-name"
+    assert command[command.index(served) + 1] == DEMO_FLAGS[served]
+
+
+def model_path(*arguments: str) -> Path:
+    command = demo_command(arguments)
+    return Path(command[command.index("--model-path") + 1])
 
 
 def test_the_demo_model_is_made_once(cache: Path) -> None:
-    (first,) = [
-        Path(value) for flag, value in flag_values(demo_command([])) if flag == "--model-path"
-    ]
-    made = (first / "model.safetensors").stat()
-    assert first.parent == cache / "sglang-tiered"
-    demo_command([])
-    again = (first / "model.safetensors").stat()
+    folder = model_path()
+    made = (folder / "model.safetensors").stat()
+    assert folder.parent == cache / "sglang-tiered"
+    assert model_path() == folder
+    again = (folder / "model.safetensors").stat()
     assert (again.st_ino, again.st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 @pytest.mark.parametrize("name", [RANDOM, TRAINED])
@@ -95,29 +94,29 @@ def test_another_users_folder_gives_no_model(
         demo_command([])
 
 
-def model_path(*arguments: str) -> Path:
-    (path,) = [v for flag, v in flag_values(demo_command(arguments)) if flag == "--model-path"]
-    return Path(path)
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1 << 16)
 
 
-@pytest.mark.parametrize("harm", ["a flipped bit", "half a file", "a file less", "an empty folder"])
-def test_damaged_model_folder_is_made_again(cache: Path, harm: str) -> None:
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: flip(folder / "model.safetensors", 1 << 16),
+        cut,
+        lambda folder: (folder / "config.json").unlink(),
+        empty,
+    ],
+    ids=["a flipped bit", "half a file", "a file less", "an empty folder"],
+)
+def test_damaged_model_folder_is_made_again(cache: Path, harm: Callable[[Path], None]) -> None:
     folder = model_path()
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    weights = folder / "model.safetensors"
-    if harm == "a flipped bit":
-        with weights.open("r+b") as file:
-            file.seek(-1000, os.SEEK_END)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
-    elif harm == "half a file":
-        os.truncate(weights, weights.stat().st_size // 2)
-    elif harm == "a file less":
-        (folder / "config.json").unlink()
-    else:
-        for path in folder.iterdir():
-            path.unlink()
+    harm(folder)
     assert model_path() == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
@@ -233,8 +232,13 @@ os.waitpid(child, 0)
 
 def test_kill_needs_nobody_to_reap_orphans(tmp_path: Path) -> None:
     """It waited for a container's first process, which may do so late or never."""
-    command = [sys.executable, "-c", _UNDER_A_PROCESS_THAT_WAITS_FOR_NOBODY, str(tmp_path / "log")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = ran(
+        sys.executable,
+        "-c",
+        _UNDER_A_PROCESS_THAT_WAITS_FOR_NOBODY,
+        str(tmp_path / "log"),
+        timeout_s=120,
+    )
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
     assert float(ended.stdout) < 10
 
@@ -269,12 +273,4 @@ def test_pip_is_not_that_of_the_folder(cache: Path) -> None:
 def run_python(
     *arguments: str, environment: dict[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return ran(sys.executable, *arguments, env=environment, cwd=cwd, timeout_s=300)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from storages import Storages
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
     import sglang.srt.server_args  # noqa: F401 - its import warns too
@@ -35,3 +37,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cache = make_cache(str(tmp_path / "kv"), held)
         yield cache
         cache.release_host_resources()
+
+
+@pytest.fixture
+def storages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storages]:
+    """Storages of a server with 64 MiB of NVMe, and of others if a test configures them."""
+    from storages import Storages
+
+    made = Storages(tmp_path, monkeypatch)
+    yield made
+    made.close()

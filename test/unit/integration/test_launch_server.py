@@ -6,20 +6,21 @@ import contextlib
 import errno
 import gc
 import hashlib
+import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from host_pools import storage_config
 from sglang.srt.server_args import ServerArgs
 
 from kit.unprivileged import run_unprivileged
+from kit.waiting import finished
 from sglang_tiered import launch_server
 from sglang_tiered.codecs import PageLayout
 from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
@@ -104,40 +105,34 @@ def test_a_home_that_cannot_be_written_is_refused(
     assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
 
 
-@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize(
-    "content",
+    ("content", "said"),
     [
-        *("tier-mode: blue", "tier-mode: off\ntier-dir: d", ": [", None),
-        *("tier-dir:", "max-total-tokens: null", "tier-dir: [null]"),
-        *("tier-flush: all", "tier-nvme-region-bytes: 5MB", "tier-trust-mm-hashes: on\ntp: two"),
+        (None, "--config cannot be used"),
+        (": [", "--config cannot be used"),
+        ("tier-mode: blue", "--tier-mode blue is unknown"),
+        ("tier-flush: all", "--tier-flush is gone; POST"),
+        ("tier-nvme-region-bytes: 5MB", "tier-nvme-region-bytes 5000000 must be a multiple"),
+        ("tier-trust-mm-hashes: on\ntp: two", "invalid int value: 'two'"),
+        ("tier-mode: off\ntier-dir: d", "--tier-dir d has no meaning with --tier-mode off"),
+        ("tier-dir:", "tier-dir has no value in {file} of --config; write one"),
+        ("tier-dir: [null]", "tier-dir has no value in"),
+        ("max-total-tokens: null", "max-total-tokens has no value in"),
     ],
 )
 def test_a_configuration_file_is_judged_like_flags(
-    joined: bool, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "server.yaml"
     if content is not None:
         file.write_text(content)
-    words = [f"--config={file}"] if joined else ["--config", str(file)]
-    assert launch_server.main([*ANY, *words]) == 2
-    line = capsys.readouterr().err
-    expected = {
-        "tier-mode: blue": "--tier-mode blue is unknown",
-        "tier-flush: all": "--tier-flush is gone; POST",
-        "tier-nvme-region-bytes: 5MB": "tier-nvme-region-bytes 5000000 must be a multiple",
-        "tier-trust-mm-hashes: on\ntp: two": "invalid int value: 'two'",
-        "tier-mode: off\ntier-dir: d": "--tier-dir d has no meaning with --tier-mode off",
-        "tier-dir:": f"tier-dir has no value in {file} of --config; write one",
-        "tier-dir: [null]": "tier-dir has no value in",
-        "max-total-tokens: null": "max-total-tokens has no value in",
-    }.get(content or "", "--config cannot be used")
-    assert expected in line and line.count("\n") == 1
+    for words in ([f"--config={file}"], ["--config", str(file)]):
+        assert launch_server.main([*ANY, *words]) == 2
+        line = capsys.readouterr().err
+        assert said.format(file=file) in line and line.count("\n") == 1
 
 
-def test_a_port_in_use_is_refused_early(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_port_in_use_is_refused_early(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -146,31 +141,44 @@ def test_a_port_in_use_is_refused_early(
     assert f"--port {port} is in use on 127.0.0.1" in capsys.readouterr().err
 
 
-def test_foreign_directory_is_refused_untouched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    before = fingerprint(tmp_path)
-    line = refuse(tmp_path, capsys)
-    assert "thesis.tex" in line and "--tier-dir" in line
-    assert fingerprint(tmp_path) == before
+def foreign_folder(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
 
 
-def test_file_in_place_of_the_directory_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "file"
+def file_of_somebody(path: Path, _: pytest.MonkeyPatch) -> None:
     path.write_text("x")
-    assert "not a directory" in refuse(path, capsys)
-    assert path.read_text() == "x"
 
 
-def test_directory_below_a_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def newer_store(path: Path, patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as newer:
+        newer.setattr(directory, "STORE_VERSION", directory.STORE_VERSION + 1)
+        directory.prepare(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "below", "said"),
+    [
+        (foreign_folder, "", "thesis.tex"),
+        (file_of_somebody, "", "not a directory"),
+        (file_of_somebody, "kv", "Not a directory"),
+        (newer_store, "", "newer"),
+    ],
+)
+def test_directory_of_others_is_refused_untouched(
+    make: Any,
+    below: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "file").write_text("x")
-    line = refuse(tmp_path / "file" / "kv", capsys)
-    assert str(tmp_path / "file" / "kv") in line
+    path = tmp_path / "kv"
+    make(path, monkeypatch)
+    before = fingerprint(tmp_path)
+    line = refuse(path / below, capsys)
+    assert said in line and "--tier-dir" in line and str(path / below) in line
+    assert fingerprint(tmp_path) == before
 
 
 def test_place_without_disk_space_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,18 +232,6 @@ def test_directory_of_a_running_server_is_refused_untouched(
         assert fingerprint(tmp_path) == before
 
 
-def test_store_of_a_newer_format_is_refused_untouched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    with monkeypatch.context() as newer:
-        newer.setattr(directory, "STORE_VERSION", directory.STORE_VERSION + 1)
-        directory.prepare(path)
-    before = fingerprint(tmp_path)
-    assert "newer" in refuse(path, capsys)
-    assert fingerprint(tmp_path) == before
-
-
 def test_unsupported_sglang_is_refused_before_its_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,30 +241,9 @@ def test_unsupported_sglang_is_refused_before_its_import(
     assert "install sglang==0.0.1" in capsys.readouterr().err
 
 
-def test_shards_of_other_sizes_give_space_back(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    directory.prepare(path)
-    names = [
-        shard_name(tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, dp_rank=0, replica=0)
-        for size in (1, 2)
-        for rank in range(size)
-    ]
-    for name in names:
-        shard = directory.shard_path(path, name)
-        shard.mkdir()
-        with DirectoryLock(shard):
-            (shard / format.region_name(0)).write_bytes(b"pages")
-
-    held = directory.shard_path(path, names[1])
-    with DirectoryLock(held):
-        removed = directory.remove_shards(
-            path,
-            keep=lambda name: has_geometry(name, num_ranks=1, tp_size=1, pp_size=1, dp_size=1),
-        )
-    assert removed == [names[2]]
-    kept = {shard.name.removeprefix("shard-") for shard in path.glob("shard-*")}
-    assert kept == {names[0], names[1]}
-    assert (directory.shard_path(path, names[0]) / format.region_name(0)).read_bytes() == b"pages"
+def nvme_config(path: Path | str, **settings: Any) -> TieredConfig:
+    nvme = NvmeConfig(directory=str(path), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
+    return TieredConfig(mode=TierMode.NVME, nvme=nvme, **settings)
 
 
 def shard_of_two_ranks(path: Path) -> Path:
@@ -290,7 +265,6 @@ def test_a_command_line_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
     shard = shard_of_two_ranks(path)
     flags = ["--model-path", str(tmp_path / "empty"), "--port", "0", "--tier-dir", str(path)]
     resolved = launch_server._resolve(flags)
-    assert resolved.config.nvme is not None
     with contextlib.ExitStack() as held:
         start.claim_directory(resolved.config, held)
         with pytest.raises(ConfigError, match="SGLang refuses these arguments"):
@@ -305,8 +279,7 @@ def test_shards_of_other_sizes_go_at_the_start(
 
     path = tmp_path / "kv"
     shard = shard_of_two_ranks(path)
-    nvme = NvmeConfig(directory=str(path), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
-    config = TieredConfig(mode=TierMode.NVME, nvme=nvme)
+    config = nvme_config(path)
     found: list[bool] = []
     monkeypatch.setattr(sglang.launch_server, "run_server", lambda _: found.append(shard.exists()))
     with contextlib.ExitStack() as held:
@@ -337,7 +310,6 @@ with contextlib.ExitStack() as held:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as launcher:
-        assert launcher.stdout is not None
         fork = int(launcher.stdout.readline())
         with pytest.raises(StoreLockedError, match=f"in use by process {launcher.pid};"):
             DirectoryLock(tmp_path / "kv", timeout_s=0)
@@ -379,96 +351,71 @@ def test_shards_are_those_of_a_servers_own_replicas(
     assert {place for place in places if is_kept(*place)} == kept
 
 
-def test_a_gone_replica_brings_no_purged_pages_back(
-    tmp_path: Path,
-) -> None:
-    tenant, namespace = b"t" * 16, b"n" * 32
-    capacity = 64 * MiB
-
-    def config(num_ranks: int) -> TieredConfig:
-        nvme = NvmeConfig(
-            directory=str(tmp_path / "kv"), capacity_bytes=capacity, region_bytes=4 * MiB
-        )
-        return TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=num_ranks)
+def test_a_gone_replica_brings_no_purged_pages_back(tmp_path: Path) -> None:
+    tenant, layout = b"t" * 16, PageLayout.unknown()
 
     @contextlib.contextmanager
     def serving(num_ranks: int) -> Iterator[list[RegionEngine]]:
         """As the launcher and its schedulers do."""
-        settings = config(num_ranks)
+        settings = nvme_config(tmp_path / "kv", num_ranks=num_ranks)
         with contextlib.ExitStack() as held:
             start.claim_directory(settings, held)
             start.remove_other_shards(settings)
-            engines, layout = [], PageLayout.unknown()
+            engines = []
             for _ in range(num_ranks):
-                engine, *_ = open_shard(
-                    settings, storage_config(), namespace, 4096, layout, tp_size=1
-                )
-                held.callback(engine.close)
-                engines.append(engine)
+                opened = open_shard(settings, storage_config(), b"n" * 32, 4096, layout, tp_size=1)
+                held.callback(opened[0].close)
+                engines.append(opened[0])
             yield engines
 
-    def run_of(number: int, num_pages: int) -> Run:
-        keys = [hashlib.sha256(f"{number}/{page}".encode()).digest() for page in range(num_pages)]
-        page = (memoryview(bytes(MiB)),)
-        return Run(tuple(keys), (page,) * num_pages, tenant)
+    def store(engine: RegionEngine, number: int, num_pages: int) -> tuple[bytes, ...]:
+        names = [f"{number}/{page}".encode() for page in range(num_pages)]
+        keys = tuple(hashlib.sha256(name).digest() for name in names)
+        run = Run(keys, ((memoryview(bytes(MiB)),),) * num_pages, tenant)
+        assert set(finished(engine.submit_store(run))) == {Reason.OK}
+        return keys
 
-    def store(engine: RegionEngine, run: Run) -> None:
-        job = engine.submit_store(run)
-        assert job.wait(TIMEOUT_S) and set(job.reasons) == {Reason.OK}
-
-    runs = [run_of(0, 24), run_of(1, 24)]
     with serving(2) as engines:
-        for engine, run in zip(engines, runs, strict=True):
-            store(engine, run)
+        stored = [store(engine, number, 24) for number, engine in enumerate(engines)]
     with serving(1) as (engine,):
-        assert engine.lookup(runs[0].keys).num_hits == 24
+        assert engine.lookup(stored[0]).num_hits == 24
         for number in range(2, 6):
-            store(engine, run_of(number, 16))
+            store(engine, number, 16)
         on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("region-*"))
-        assert on_disk <= capacity
+        assert on_disk <= 64 * MiB
         assert is_true(engine.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     with serving(2) as engines:
         for engine in engines:
-            assert [engine.lookup(run.keys).num_hits for run in runs] == [0, 0]
+            assert [engine.lookup(keys).num_hits for keys in stored] == [0, 0]
 
 
-def test_shard_with_a_foreign_file_keeps_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_shard_in_use_or_with_foreign_files_stays(tmp_path: Path, is_locked: bool) -> None:
     path = tmp_path / "kv"
     directory.prepare(path)
     shard = directory.shard_path(path, "old")
     shard.mkdir()
-    (shard / "notes.txt").write_text("mine")
-    assert directory.remove_shards(path, keep=lambda name: False) == []
-    assert (shard / "notes.txt").read_text() == "mine"
+    file = shard / (format.region_name(0) if is_locked else "notes.txt")
+    file.write_text("mine")
+    with DirectoryLock(shard) if is_locked else contextlib.nullcontext():
+        assert directory.remove_shards(path, keep=lambda name: False) == []
+    assert file.read_text() == "mine"
 
 
-def test_banner_quotes_a_request_that_parses() -> None:
-    import json
-
-    nvme = NvmeConfig(directory="/kv", capacity_bytes=64 * MiB, region_bytes=8 * MiB)
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=64 * MiB, nvme=nvme)
-    args = ServerArgs(model_path="m", host="0.0.0.0", served_model_name='odd "name"')
-    sizes = {"device": (24, 8192), "host": (48, 16448), "nvme": (64, 21845), "object": (0, 999)}
+def test_banner_counts_all_replicas() -> None:
+    """Two of two ranks."""
+    config = nvme_config("/kv", object=ObjectConfig(url="s3://b/p"), num_ranks=4, tp_size=2)
     tiers = {
-        name: {"capacity_bytes": mib * MiB, "capacity_tokens": tokens, "held_tokens": 0}
-        for name, (mib, tokens) in sizes.items()
+        name: {"capacity_bytes": mib * MiB, "capacity_tokens": tokens, "held_tokens": held}
+        for name, mib, tokens, held in (("host", 48, 16448, 0), ("nvme", 0, 21845, 1024))
     }
-    tiers["nvme"]["held_tokens"] = 1024
     info = {"max_total_num_tokens": 8192, TIERS_INFO: tiers}
-    text = launch_server.banner(args, config, info)
-    assert "http://127.0.0.1:30000" in text
-    assert "  device  8,192 tokens in 24MiB\n  host    16,448 tokens in 48MiB\n" in text
-    assert "  nvme    21,845 tokens in 64MiB at /kv, 1,024 tokens held\n" in text
-    body = text.split("-d '", 1)[1].split("'\n", 1)[0]
-    assert json.loads(body)["model"] == 'odd "name"'
-    assert "object" not in text
-    config = TieredConfig(mode=TierMode.NVME, nvme=nvme, object=ObjectConfig(url="s3://b/p"))
-    text = launch_server.banner(args, config, info)
-    assert "object  999 tokens in 1TiB at s3://b/p, shared\n" in text
-    text = launch_server.banner(args, msgspec.structs.replace(config, num_ranks=4, tp_size=2), info)
-    assert "  host    32,896 tokens in 192MiB\n" in text  # two replicas of two ranks
-    text = launch_server.banner(args, config, {"max_total_num_tokens": 8192})
-    assert "  device  8,192 tokens\n  nvme    64MiB at /kv\n" in text
+    text = launch_server.banner(ServerArgs(model_path="m"), config, info)
+    assert "  host    32,896 tokens in 192MiB\n" in text
+    assert "  nvme    43,690 tokens in 64MiB at /kv, 2,048 tokens held\n" in text
+    assert "object  1TiB at s3://b/p, shared\n" in text
+    text = launch_server.banner(ServerArgs(model_path="m"), config, {"max_total_num_tokens": 8192})
+    assert "  device  16,384 tokens\n  nvme    64MiB at /kv\n" in text
 
 
 @pytest.mark.parametrize(
@@ -484,12 +431,16 @@ def test_banner_quotes_a_request_that_parses() -> None:
 def test_banner_names_where_the_server_answers(
     host: str, certificate: str | None, url: str
 ) -> None:
-    args = ServerArgs(model_path="m", host=host, port=7, ssl_certfile=certificate)
+    args = ServerArgs(
+        model_path="m", host=host, port=7, ssl_certfile=certificate, served_model_name='odd "name"'
+    )
     config = TieredConfig(mode=TierMode.HOST)
     text = launch_server.banner(args, config, {"max_total_num_tokens": 8192})
     assert f"ready at {url.lstrip(chr(39))}\n" in text
     assert f" {url}/v1/chat/completions" in text
     assert ("curl -s -g " in text) == ("[" in url)
+    body = text.split("-d '", 1)[1].split("'\n", 1)[0]
+    assert json.loads(body)["model"] == 'odd "name"'
 
 
 def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:

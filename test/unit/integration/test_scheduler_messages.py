@@ -42,9 +42,8 @@ BEGIN, END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()
 class Server:
     """SGLang's scheduler with tiers, which notes whether stores go on after a change."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, *, is_idle: bool = True, is_empty: bool = True
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_idle = self.is_empty = True
         cache = TieredRadixCache.__new__(TieredRadixCache)
         cache.attn_cp_group = cache.attn_tp_group = None
         cache.tp_world_size = 1
@@ -56,7 +55,7 @@ class Server:
             tree_cache=cache,
             weight_updater=self.updater,
             _engine_paused=False,
-            is_fully_idle=lambda ignore_waiting: is_idle,
+            is_fully_idle=lambda ignore_waiting: self.is_idle,
             _request_dispatcher=self.dispatch,
         )
         self.send = SchedulerMessages(scheduler, Control())
@@ -66,7 +65,7 @@ class Server:
             self.told.append(tree_is_empty)
 
         patch.setattr(TieredRadixCache, "change_weights", change_weights)
-        patch.setattr(TieredRadixCache, "is_empty", is_empty)
+        patch.setattr(TieredRadixCache, "is_empty", property(lambda _: self.is_empty))
         patch.setattr(TieredRadixCache, "quiesce", lambda _: True)
 
     def dispatch(self, message: Any) -> Any:
@@ -77,14 +76,19 @@ class Server:
         return self.result
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
 @pytest.mark.parametrize("result", [DONE, REFUSED])
 @pytest.mark.parametrize(
     ("is_idle", "is_empty"), [(True, True), (True, False), (False, True), (False, False)]
 )
 def test_weight_update_reports_what_memory_holds(
-    monkeypatch: pytest.MonkeyPatch, result: Any, is_idle: bool, is_empty: bool
+    server: Server, result: Any, is_idle: bool, is_empty: bool
 ) -> None:
-    server = Server(monkeypatch, is_idle=is_idle, is_empty=is_empty)
+    server.is_idle, server.is_empty = is_idle, is_empty
     server.result = result
     assert server.send(DISK) is result
     assert server.told == [is_idle and is_empty]
@@ -137,11 +141,8 @@ def worker(*, is_loaded: bool, role: str = "target") -> Any:
     return SimpleNamespace(weight_update_runners=lambda: [(role, runner)])
 
 
-def test_session_that_flushes_nothing_ends_with_stores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_session_that_flushes_nothing_ends_with_stores(server: Server) -> None:
     """While it is open nothing is stored, whoever writes the weights."""
-    server = Server(monkeypatch)
     server.send(BEGIN)
     server.result = REFUSED
     server.send(PART)
@@ -150,10 +151,7 @@ def test_session_that_flushes_nothing_ends_with_stores(
     assert server.told == [False, True, True]
 
 
-def test_refused_update_call_costs_nothing_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    server = Server(monkeypatch)
+def test_refused_update_call_costs_nothing_stored(server: Server) -> None:
     server.result = REFUSED
     server.send(PART)
     server.send(BEGIN)
@@ -161,12 +159,12 @@ def test_refused_update_call_costs_nothing_stored(
 
 
 def test_session_that_wanted_a_flush_gets_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     """The call that ends it cannot say so, and a flush before may have been refused."""
     hidden: list[Any] = []
     monkeypatch.setattr(scheduler_messages, "hide_memory", hidden.append)
-    server = Server(monkeypatch, is_empty=False)
+    server.is_empty = False
     for is_wanted in (True, False):
         server.send(BEGIN)
         part = UpdateWeightsFromDistributedReqInput(
@@ -189,9 +187,13 @@ def test_session_that_wanted_a_flush_gets_it(
     ],
 )
 def test_kv_of_released_weights_is_not_stored(
-    monkeypatch: pytest.MonkeyPatch, tags: Any, saver: bool, kept: bool, told: list[bool]
+    monkeypatch: pytest.MonkeyPatch,
+    server: Server,
+    tags: Any,
+    saver: bool,
+    kept: bool,
+    told: list[bool],
 ) -> None:
-    server = Server(monkeypatch)
     server.updater.memory_saver_adapter.enabled = saver
     features = SimpleNamespace(enable_weights_cpu_backup=kept)
     monkeypatch.setattr(scheduler_messages, "get_exec", lambda: SimpleNamespace(features=features))
@@ -205,19 +207,7 @@ def of_sglang(dispatch: Any, **more: Any) -> SchedulerMessages:
     return SchedulerMessages(scheduler, Control())
 
 
-def test_untiered_weight_update_is_left_alone() -> None:
-    send = of_sglang(
-        lambda _: DONE,
-        weight_updater=SimpleNamespace(_session=None),
-        _engine_paused=False,
-        is_fully_idle=lambda **_: True,
-    )
-    assert send(DISK) is DONE
-
-
-def test_server_info_shows_pod_only_where_it_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_server_info_shows_pod_only_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod.PodAttention.statistics, "serving", False)
     send = of_sglang(lambda _: SimpleNamespace(internal_state={}))
     assert send(GetInternalStateReq()).internal_state == {}
@@ -259,9 +249,7 @@ class Switching:
         patch.setattr(control, "rest", lambda: self.said.append("rest"))
         patch.setattr(control, "memory_was_flushed", lambda: self.said.append("tenants"))
         patch.setattr(
-            control,
-            "costs",
-            SimpleNamespace(publish_if_due=lambda _: self.said.append("costs")),
+            control, "costs", SimpleNamespace(publish_if_due=lambda _: self.said.append("costs"))
         )
         scheduler = SimpleNamespace(
             tree_cache=cache,
@@ -275,53 +263,54 @@ class Switching:
         return self.result
 
 
-def test_switch_ends_what_a_flush_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Switching(monkeypatch)
-    assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
-    assert server.said == ["rest", "prepare", "sglang", "tenants", "handoff", "costs"]
+@pytest.fixture
+def switching(monkeypatch: pytest.MonkeyPatch) -> Switching:
+    return Switching(monkeypatch)
+
+
+def test_switch_ends_what_a_flush_ends(switching: Switching) -> None:
+    assert switching.send(PdRoleSwitchReqInput(new_role="decode")).success
+    assert switching.said == ["rest", "prepare", "sglang", "tenants", "handoff", "costs"]
 
 
 @pytest.mark.parametrize("own", ["ready", f"{NOT_IDLE}; drain", "too little memory"])
 @pytest.mark.parametrize("other", [2, 1, 0])
 def test_no_rank_switches_while_another_refuses(
-    monkeypatch: pytest.MonkeyPatch, own: str, other: int
+    monkeypatch: pytest.MonkeyPatch, switching: Switching, own: str, other: int
 ) -> None:
     """Each looks at its own device's memory. Ranks of two roles wait for each other for ever. What
     one can never do no other makes a refusal that passes: for that the server would be drained."""
-    server = Switching(monkeypatch)
-    server.result.success, server.result.message = own == "ready", own
+    switching.result.success, switching.result.message = own == "ready", own
     told = {"ready": 2, "too little memory": 0}.get(own, 1)
 
     def least(_: Any, values: list[int]) -> list[int]:
         return [min(*values, other)]
 
     monkeypatch.setattr(scheduler_messages, "least_on_every_rank", least)
-    answer = server.send(PdRoleSwitchReqInput(new_role="decode"))
+    answer = switching.send(PdRoleSwitchReqInput(new_role="decode"))
     assert answer.success is (min(told, other) == 2) and answer.safe_to_restore
     if not answer.success:
         assert (NOT_IDLE in answer.message) is (min(told, other) == 1)
         assert ("another rank" in answer.message) is (other < told)
-        assert server.said == ["rest", "prepare"]
+        assert switching.said == ["rest", "prepare"]
 
 
 @pytest.mark.parametrize("kept", ["prepare", "refused", "same role"])
-def test_role_that_stays_flushes_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
-    server = Switching(monkeypatch)
-    server.result.success = kept != "refused"
+def test_role_that_stays_flushes_nothing(switching: Switching, kept: str) -> None:
+    switching.result.success = kept != "refused"
     if kept == "same role":
-        server.result.old_role = "decode"
-    server.send(PdRoleSwitchReqInput(new_role="decode", prepare_only=kept == "prepare"))
-    assert server.said == ["rest", "prepare"]
+        switching.result.old_role = "decode"
+    switching.send(PdRoleSwitchReqInput(new_role="decode", prepare_only=kept == "prepare"))
+    assert switching.said == ["rest", "prepare"]
 
 
-def test_switch_waits_for_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_waits_for_what_is_not_stored(switching: Switching) -> None:
     """SGLang takes the server for idle, and resets the tree that would have been stored."""
-    server = Switching(monkeypatch)
-    server.tiering.awaits_stores = True
-    refused = server.send(PdRoleSwitchReqInput(new_role="decode"))
+    switching.tiering.awaits_stores = True
+    refused = switching.send(PdRoleSwitchReqInput(new_role="decode"))
     assert (
         not refused.success and refused.safe_to_restore and "wait to be stored" in refused.message
     )
-    server.tiering.awaits_stores = False
-    assert server.send(PdRoleSwitchReqInput(new_role="decode")).success
-    assert server.said[:4] == ["rest", "rest", "prepare", "sglang"]
+    switching.tiering.awaits_stores = False
+    assert switching.send(PdRoleSwitchReqInput(new_role="decode")).success
+    assert switching.said[:4] == ["rest", "rest", "prepare", "sglang"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_tiered.errors import UnsupportedSGLangError
 from sglang_tiered.integration import compat
@@ -29,8 +30,7 @@ def relied_on() -> dict[str, Any]:
         check=False,
         timeout=280,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_every_hooked_name_is_asserted(relied_on: dict[str, Any]) -> None:
@@ -63,7 +63,6 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import sglang.srt.mem_cache.storage_prefetch as original
 
     place = tmp_path / "copied_prefetch.py"
-    assert original.__file__ is not None
     shutil.copy(original.__file__, place)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "copied_prefetch", raising=False)
@@ -137,3 +136,34 @@ def test_an_unlisted_version_runs_for_its_check_only(monkeypatch: pytest.MonkeyP
         compat.check_version()
     monkeypatch.setenv(compat.CHECKED_VERSION, importlib.metadata.version("sglang"))
     compat.check_version()
+
+
+def test_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(UnsupportedSGLangError, match="sglang is not installed"):
+        compat.check_version()
+
+
+@pytest.mark.parametrize(
+    ("target", "expected", "sentence"),
+    [
+        ("sglang.srt.mem_cache.registry:no_such_seam", (), "has no .*no_such_seam"),
+        ("sglang.no_such_module:x", (), "has no sglang.no_such_module"),
+        ("json:dumps", ("obj", "colour"), "without colour"),
+    ],
+)
+def test_changed_seam_is_named(
+    monkeypatch: pytest.MonkeyPatch, target: str, expected: tuple[str, ...], sentence: str
+) -> None:
+    monkeypatch.setattr(compat, "_SIGNATURES", {target: expected})
+    with pytest.raises(UnsupportedSGLangError, match=sentence):
+        compat.check_signatures()
+
+
+def test_no_target_is_hooked_twice() -> None:
+    """Which of two is called first is said nowhere, and the second may lack what the first did."""
+    assert HookRegistry._hooks
+    assert not [target for target, found in HookRegistry._hooks.items() if len(found) > 1]

@@ -13,7 +13,7 @@ CHANNELS, WIDTH, SLOTS = 6, 3, 5
 
 @pytest.fixture
 def weight() -> torch.Tensor:
-    return torch.randn(CHANNELS, WIDTH, generator=torch.Generator().manual_seed(0))
+    return inputs(WIDTH, 0)
 
 
 @pytest.fixture
@@ -90,11 +90,7 @@ def test_decode_steps_give_the_bits_of_a_prefill(weight: torch.Tensor, bias: tor
     states[3] = 0.0
     steps = [
         causal_conv1d_update(
-            whole[:, token][None],
-            states,
-            weight,
-            bias,
-            conv_state_indices=torch.tensor([3]),
+            whole[:, token][None], states, weight, bias, conv_state_indices=torch.tensor([3])
         )
         for token in range(7)
     ]
@@ -111,17 +107,17 @@ def test_decode_steps_give_the_bits_of_a_prefill(weight: torch.Tensor, bias: tor
     assert torch.equal(states[3], whole[:, -2:])
 
 
-def test_cases_of_other_platforms_are_refused(weight: torch.Tensor) -> None:
-    states = fresh_states()
-    with pytest.raises(NotImplementedError, match="padding"):
-        causal_conv1d_update(
-            inputs(2, 0).T, states, weight, conv_state_indices=torch.tensor([0, -1])
-        )
-    with pytest.raises(NotImplementedError, match="several"):
-        causal_conv1d_update(
-            torch.zeros(1, CHANNELS, 2), states, weight, conv_state_indices=torch.tensor([0])
-        )
-    with pytest.raises(NotImplementedError, match="gelu"):
-        causal_conv1d_update(
-            inputs(1, 0).T, states, weight, None, "gelu", conv_state_indices=torch.tensor([0])
-        )
+@pytest.mark.parametrize(
+    ("x", "slots", "activation", "message"),
+    [
+        (torch.zeros(2, CHANNELS), [0, -1], None, "padding"),
+        (torch.zeros(1, CHANNELS, 2), [0], None, "several"),
+        (torch.zeros(1, CHANNELS), [0], "gelu", "gelu"),
+    ],
+)
+def test_cases_of_other_platforms_are_refused(
+    weight: torch.Tensor, x: torch.Tensor, slots: list[int], activation: str | None, message: str
+) -> None:
+    at = torch.tensor(slots)
+    with pytest.raises(NotImplementedError, match=message):
+        causal_conv1d_update(x, fresh_states(), weight, None, activation, conv_state_indices=at)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from kit.faulty import Fault, FaultyDevice, FaultyEngine
 from kit.memory import MemoryEngine
+from kit.runs import Blank, MakeRun
 from kit.waiting import drained
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kit.runs import Blank, MakeRun
 
 
 def device(path: Path, *faults: Fault, **kwargs: float) -> FaultyDevice:
@@ -48,14 +44,12 @@ def test_flipped_bit_and_short_transfers(tmp_path: Path) -> None:
 
 def test_same_seed_same_failures(tmp_path: Path) -> None:
     def outcomes(seed: int) -> list[bool]:
-        faulty = device(tmp_path, seed=seed, failure_rate=0.5)
-        results = []
-        for _ in range(50):
+        faulty, results = device(tmp_path, seed=seed, failure_rate=0.5), [True] * 50
+        for number in range(50):
             try:
                 faulty.free_bytes()
-                results.append(True)
             except OSError:
-                results.append(False)
+                results[number] = False
         return results
 
     assert outcomes(1) == outcomes(1) != outcomes(2)
@@ -85,11 +79,8 @@ def test_held_jobs_finish_on_release(make_run: MakeRun, blank: Blank) -> None:
     engine = FaultyEngine(MemoryEngine(1 << 20))
     run = make_run(1, [100])
     engine.hold()
-    store, load, cancelled = (
-        engine.submit_store(run),
-        engine.submit_load(blank(run)),
-        engine.submit_store(run),
-    )
+    store, load = engine.submit_store(run), engine.submit_load(blank(run))
+    cancelled = engine.submit_store(run)
     cancelled.cancel()
     assert not drained(engine, 0.0)
     assert engine.lookup(run.keys).num_hits == 0

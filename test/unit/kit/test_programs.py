@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from kit import programs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_missing_program_is_searched_for_once(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kit.clock import Clock
 from kit.waiting import eventually
 
 
@@ -17,10 +16,3 @@ def test_a_condition_is_asked_until_it_holds() -> None:
 def test_a_condition_that_never_holds_fails() -> None:
     with pytest.raises(AssertionError, match=r"within 0 s: rain"):
         eventually(lambda: False, "rain", timeout_s=0.02)
-
-
-def test_a_clock_moves_only_when_told() -> None:
-    clock = Clock(5.0)
-    assert clock() == clock() == 5.0
-    clock.now += 1.5
-    assert clock() == 6.5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +22,6 @@ from sglang_tiered.policy.admission import (
     TouchMemory,
     backlog_pressure,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUSY, EXHAUSTED = 0.5, 1.0  # pressures at which SELECTIVE and CLOSED begin
 PAGE_BYTES = 1000
@@ -106,27 +104,14 @@ def test_idle_budget_never_exceeds_the_burst() -> None:
     assert budget.available == DAY_BYTES / 10 and budget.pressure == 0
 
 
-@pytest.mark.parametrize("bytes_per_day", [0, -1])
-def test_budget_that_lets_nothing_through_is_refused(bytes_per_day: int) -> None:
-    with pytest.raises(ValueError, match="nothing be spent"):
-        DailyBudget(bytes_per_day, Clock())
-
-
 # ---- Touch memory ----
 
 
 def test_page_is_seen_the_second_time() -> None:
     memory = TouchMemory(1 << 12)
-    assert memory.num_seen(keys(*"abc")) == 0
-    assert memory.num_seen(keys(*"abcd")) == 3
-    assert memory.num_seen(keys(*"abcd")) == 4
-    assert memory.num_seen([]) == 0
-
-
-def test_seen_page_vouches_for_forgotten_pages_before_it() -> None:
-    memory = TouchMemory(1 << 12)
-    memory.num_seen(keys("c"))
-    assert memory.num_seen(keys(*"abcd")) == 3
+    seen = [memory.num_seen(keys(*run)) for run in ("abc", "abcd", "abcd", "", "h", "efghi")]
+    assert seen == [0, 3, 4, 0, 0, 4], "a seen page vouches for forgotten ones before it"
+    assert memory.num_seen([bytes(32)]) == 0, "zeros are no empty slot"
 
 
 @settings(deadline=None)
@@ -150,45 +135,39 @@ def test_memory_forgets_instead_of_growing() -> None:
     assert memory._table.nbytes == 64 * 8
 
 
-def test_key_of_zeros_is_not_an_empty_slot() -> None:
-    assert TouchMemory(4).num_seen([bytes(32)]) == 0
-
-
 # ---- Levels ----
 
 
-def test_idle_disk_takes_everything() -> None:
+SHORT, LONG = LONG_PREFIX_TOKENS - 1, LONG_PREFIX_TOKENS
+TOUCHED, BACKLOG = Outcome.DROPPED_FIRST_TOUCH, Outcome.DROPPED_BACKLOG
+
+
+@pytest.mark.parametrize(
+    ("offers", "dropped"),
+    [
+        pytest.param([("abcdefghij", 0.0, 10)], {}, id="idle disk takes everything"),
+        pytest.param([("abc", BUSY, 0), ("abc", None, 3)], {TOUCHED: 3}, id="busy: second touch"),
+        pytest.param([("a", 0.0, 1), ("ab", BUSY, 1)], {TOUCHED: 1}, id="earlier touches count"),
+        pytest.param([("ab", BUSY, 0), ("abcd", None, 2)], {TOUCHED: 4}, id="behind the last seen"),
+        pytest.param(
+            [("ab", BUSY, 0, SHORT), ("cd", None, 2, LONG)], {TOUCHED: 2}, id="long ones whole"
+        ),
+        pytest.param([("a", 0.0, 1), ("a", 1.0, 0, 1 << 30)], {BACKLOG: 1}, id="exhausted: none"),
+        pytest.param([("a", 1.0, 0), ("a", None, 0)], {BACKLOG: 2}, id="unknown leaves the last"),
+    ],
+)
+def test_pressure_decides_what_is_taken(
+    offers: list[tuple[Any, ...]], dropped: dict[Outcome, int]
+) -> None:
     gate = Admission()
-    assert offer(gate, keys(*range(10)), backlog=0.0) == 10
-    assert gate.outcomes[Outcome.ADMITTED] == 10 and sum(gate.outcomes.values()) == 10
-
-
-def test_busy_disk_takes_the_second_touch_only() -> None:
-    gate = Admission()
-    assert offer(gate, keys(*"abc"), backlog=BUSY) == 0
-    assert offer(gate, keys(*"abc")) == 3
-    assert gate.outcomes[Outcome.DROPPED_FIRST_TOUCH] == 3
-    assert gate.outcomes[Outcome.ADMITTED] == 3
-
-
-def test_touches_before_the_pressure_count() -> None:
-    gate = Admission()
-    offer(gate, keys("a"), backlog=0.0)
-    assert offer(gate, keys("a", "b"), backlog=BUSY) == 1
-
-
-def test_only_pages_behind_the_last_seen_are_dropped() -> None:
-    gate = Admission()
-    offer(gate, keys(*"ab"), backlog=BUSY)
-    assert offer(gate, keys(*"abcd")) == 2
-    assert gate.outcomes[Outcome.DROPPED_FIRST_TOUCH] == 2 + 2
-
-
-def test_busy_disk_admits_whole_long_first_touches() -> None:
-    gate = Admission()
-    short, long = LONG_PREFIX_TOKENS - 1, LONG_PREFIX_TOKENS
-    assert offer(gate, keys(*"ab"), prefix_tokens=short, backlog=BUSY) == 0
-    assert offer(gate, keys(*"cd"), prefix_tokens=long) == 2
+    for names, backlog, admitted, *length in offers:
+        prefix_tokens = length[0] if length else 100
+        assert offer(gate, keys(*names), prefix_tokens=prefix_tokens, backlog=backlog) == admitted
+    taken = {Outcome.ADMITTED: sum(one[2] for one in offers)}
+    assert {one: count for one, count in gate.outcomes.items() if count} == {
+        **{one: count for one, count in taken.items() if count},
+        **dropped,
+    }
 
 
 def test_length_of_a_long_prefix_grows_with_pressure() -> None:
@@ -201,13 +180,6 @@ def test_length_of_a_long_prefix_grows_with_pressure() -> None:
     assert thresholds[0] == LONG_PREFIX_TOKENS
     assert thresholds[-1] == LONG_PREFIX_TOKENS << admission.LONG_PREFIX_DOUBLINGS
     assert all(earlier <= later for earlier, later in itertools.pairwise(thresholds))
-
-
-def test_exhausted_disk_takes_nothing_new_and_says_why() -> None:
-    gate = Admission()
-    offer(gate, keys("a"), backlog=0.0)
-    assert offer(gate, keys("a"), prefix_tokens=1 << 30, backlog=EXHAUSTED) == 0
-    assert gate.outcomes[Outcome.DROPPED_BACKLOG] == 1
 
 
 @pytest.mark.parametrize("backlog", [0.0, BUSY, EXHAUSTED])
@@ -225,12 +197,6 @@ def test_levels_do_not_flap_at_a_threshold() -> None:
         seen.append(gate.level)
     o, s, c = Level.OPEN, Level.SELECTIVE, Level.CLOSED
     assert seen == [o, s, s, s, o, o, s, c, c, c, s, s, o]
-
-
-def test_unknown_backlog_leaves_the_last_one() -> None:
-    gate = Admission()
-    offer(gate, keys("a"), backlog=EXHAUSTED)
-    assert offer(gate, keys("a"), backlog=None) == 0
 
 
 @pytest.mark.parametrize(
@@ -300,9 +266,7 @@ def test_used_up_budget_opens_again_by_waiting_only() -> None:
         max_size=80,
     )
 )
-def test_admitted_bytes_never_exceed_the_budget(
-    steps: list[tuple[float, int, float, int]],
-) -> None:
+def test_admitted_bytes_never_exceed_the_budget(steps: list[tuple[float, int, float, int]]) -> None:
     gate, clock = budgeted()
     writes: list[tuple[float, float]] = []
     for number, (wait_s, num_pages, backlog, prefix_tokens) in enumerate(steps):

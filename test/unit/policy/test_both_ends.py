@@ -70,9 +70,11 @@ def test_both_ends_begin_where_loads_compare_with_prefill(ratio: float) -> None:
     assert bounds is not None and bounds[-1] == HELD
 
 
-@pytest.mark.parametrize("ratio", [0.001, 100.0])
-def test_one_end_stays_where_it_suffices(ratio: float) -> None:
-    assert planned(ratio) is None
+@pytest.mark.parametrize(
+    ("ratio", "more"), [(0.001, {}), (100.0, {}), (1.0, {"num_held": 256, "num_new": 300})]
+)
+def test_one_end_stays_where_it_suffices(ratio: float, more: dict[str, int]) -> None:
+    assert planned(ratio, **more) is None
 
 
 @pytest.mark.parametrize(
@@ -84,10 +86,6 @@ def test_front_is_priced_for_whom_it_holds_up(ratio: float, num_others: int, beg
     assert (planned(ratio, num_others=num_others) is not None) == begins
 
 
-def test_short_prefix_is_not_cut() -> None:
-    assert planned(1.0, num_held=256, num_new=300) is None
-
-
 @pytest.mark.parametrize("ratio", [0.57, 1.0, 2.0])
 def test_first_chunk_ends_where_the_back_arrives(ratio: float) -> None:
     """``P * L / (P + L)`` of the prefill, to a segment."""
@@ -96,30 +94,27 @@ def test_first_chunk_ends_where_the_back_arrives(ratio: float) -> None:
     end = end_of_chunk(model, back_of(bounds), 0)
     assert end is not None
     assert end == pytest.approx(HELD * ratio / (1 + ratio), abs=HELD / 16 + PAGE)
+    assert end_of_chunk(model, BackLeft([], HELD, []), HELD) is None, "nothing is left"
 
 
-def test_chunk_after_the_last_segment_has_no_bound() -> None:
-    assert end_of_chunk(costs(1.0), BackLeft([], HELD, []), HELD) is None
+MUCH = back_of([4096, 5120, 6144, 7168, 8192])
+LAST = BackLeft([4096, 5120], 6144, [[100], [0]])
 
 
-def test_next_segment_is_computed_while_much_comes() -> None:
-    back = back_of([4096, 5120, 6144, 7168, 8192])
-    assert computes_next(costs(1.0), back, 4096, num_others=0)
-
-
-def test_last_segment_is_waited_for() -> None:
-    back = BackLeft([4096, 5120], 6144, [[100], [0]])
-    assert not computes_next(costs(1.0), back, 4096, num_others=0)
-
-
-def test_stalled_segment_is_computed_in_the_end() -> None:
-    back = BackLeft([4096, 5120], 6144, [[100], [0]])
-    assert computes_next(costs(1.0), back, 4096, num_others=0, late_s=1.0)
-
-
-def test_segment_that_holds_up_others_is_loaded() -> None:
-    back = back_of([4096, 5120, 6144, 7168, 8192])
-    assert not computes_next(costs(1.0), back, 4096, num_others=2)
+@pytest.mark.parametrize(
+    ("back", "num_others", "late_s", "computes"),
+    [
+        pytest.param(MUCH, 0, 0.0, True, id="while much comes"),
+        pytest.param(LAST, 0, 0.0, False, id="last segment is waited for"),
+        pytest.param(LAST, 0, 1.0, True, id="stalled segment in the end"),
+        pytest.param(MUCH, 2, 0.0, False, id="not where it holds up others"),
+    ],
+)
+def test_next_segment_is_computed_or_waited_for(
+    back: BackLeft, num_others: int, late_s: float, computes: bool
+) -> None:
+    computed = computes_next(costs(1.0), back, 4096, num_others=num_others, late_s=late_s)
+    assert computed is computes
 
 
 def test_spans_are_cut_at_segments() -> None:

@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.cost_model import LoadPlan
-from sglang_tiered.policy.hints import (
-    LIFE_S,
-    PIECE_TOKENS,
-    HintQueue,
-    piece_length,
-    short_piece,
-)
+from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, HintQueue, piece_length, short_piece
 
 PAGE = 64
 
@@ -73,21 +67,20 @@ def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int
     assert (length > 0) == (num_pages > 0)
 
 
-def pieces_of(late_s: float, load_s: float, saved_s: float) -> int:
+@pytest.mark.parametrize(
+    ("late_s", "load_s", "saved_s", "piece"),
+    [
+        (0.0, 1e-4, 1e-3, 2048),
+        (0.0, 1e-3, 2e-3, 192),
+        (0.0, 0.1, 0.2, 128),  # a page takes long already
+        (0.3, 1e-4, 5e-4, 2048),  # late, it still pays
+        (0.3, 1e-3, 1.2e-3, 1536),
+        (0.3, 1e-3, 1.15e-3, 2048),
+    ],
+)
+def test_piece_of_a_slow_tier_is_short(
+    late_s: float, load_s: float, saved_s: float, piece: int
+) -> None:
     """Of a tier that answers ``late_s`` late, at so much a token."""
-    return short_piece(
-        range(64, 2049, 64),
-        lambda length: LoadPlan((length,), late_s + length * load_s, length * saved_s),
-    )
-
-
-def test_piece_of_a_slow_tier_is_short() -> None:
-    assert pieces_of(0.0, 1e-4, 1e-3) == 2048
-    assert pieces_of(0.0, 1e-3, 2e-3) == 192
-    assert pieces_of(0.0, 0.1, 0.2) == 128, "a page takes long already"
-
-
-def test_piece_of_a_late_tier_still_pays() -> None:
-    assert pieces_of(0.3, 1e-4, 5e-4) == 2048
-    assert pieces_of(0.3, 1e-3, 1.2e-3) == 1536
-    assert pieces_of(0.3, 1e-3, 1.15e-3) == 2048
+    plan = lambda length: LoadPlan((length,), late_s + length * load_s, length * saved_s)  # noqa: E731
+    assert short_piece(range(64, 2049, 64), plan) == piece

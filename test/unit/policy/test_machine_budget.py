@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
 
 TOTAL = 100
@@ -29,12 +31,55 @@ def test_floors_are_lent_to_nobody() -> None:
     assert recall(TOTAL, members, "a") == {"b": 10}
 
 
-def test_an_unused_part_goes_however_recently_used() -> None:
-    members = {
-        "a": member(50, wants_bytes=4, coldest_s=9.0),
-        "b": member(50, held_bytes=30, coldest_s=0.0),
-    }
-    assert recall(TOTAL, members, "a") == {"b": 46}
+TAKER = member(50, wants_bytes=8, coldest_s=1.0)
+COLD = {"coldest_s": 90.0, "wants_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("members", "asked"),
+    [
+        pytest.param(
+            {
+                "a": member(50, wants_bytes=4, coldest_s=9.0),
+                "b": member(50, held_bytes=30, coldest_s=0.0),
+            },
+            {"b": 46},
+            id="an unused part goes however recently used",
+        ),
+        pytest.param(
+            {"a": TAKER, "b": member(25, coldest_s=90.0), "c": member(25, is_live=False)},
+            {"c": 17},
+            id="a closed store gives before a live one",
+        ),
+        pytest.param(
+            {
+                "a": member(20, wants_bytes=15, coldest_s=1.0),
+                "b": member(40, coldest_s=50.0, wants_bytes=1),
+                "c": member(40, **COLD),
+            },
+            {"c": 25},
+            id="the coldest gives first",
+        ),
+        pytest.param(
+            {
+                "a": member(20, wants_bytes=15, coldest_s=1.0),
+                "b": member(40, coldest_s=50.0, wants_bytes=1),
+                "c": member(40, keeps_bytes=36, **COLD),
+            },
+            {"c": 36, "b": 29},
+            id="and no more than it can",
+        ),
+        pytest.param(
+            {"a": TAKER, "b": member(50, due_bytes=42, coldest_s=90.0)},
+            {},
+            id="what is on its way is asked once",
+        ),
+    ],
+)
+def test_what_lacks_is_asked_of_the_coldest(
+    members: dict[str, StoreShare], asked: dict[str, int]
+) -> None:
+    assert recall(TOTAL, members, "a") == asked
 
 
 def test_two_that_are_equally_busy_do_not_trade() -> None:
@@ -46,42 +91,11 @@ def test_two_that_are_equally_busy_do_not_trade() -> None:
     assert recall(TOTAL, members, "b") == {}
 
 
-def test_the_coldest_gives_first() -> None:
-    members = {
-        "a": member(20, wants_bytes=15, coldest_s=1.0),
-        "b": member(40, coldest_s=50.0, wants_bytes=1),
-        "c": member(40, coldest_s=90.0, wants_bytes=1),
-    }
-    assert recall(TOTAL, members, "a") == {"c": 25}
-    members["c"] = members["c"]._replace(keeps_bytes=36)
-    assert recall(TOTAL, members, "a") == {"c": 36, "b": 29}
-
-
-def test_what_is_on_its_way_is_asked_once() -> None:
-    members = {
-        "a": member(50, wants_bytes=8, coldest_s=1.0),
-        "b": member(50, due_bytes=42, coldest_s=90.0),
-    }
-    assert recall(TOTAL, members, "a") == {}
-
-
 def test_a_lender_leaves_what_it_gave() -> None:
     """Or it would have it back before the taker looks."""
-    members = {
-        "a": member(50, wants_bytes=8, coldest_s=1.0),
-        "b": member(42, wants_bytes=8, coldest_s=90.0),
-    }
+    members = {"a": TAKER, "b": member(42, wants_bytes=8, coldest_s=90.0)}
     assert grant(TOTAL, members, "b") == 0
     assert grant(TOTAL, members, "a") == 8
-
-
-def test_a_closed_store_gives_before_a_live_one() -> None:
-    members = {
-        "a": member(50, wants_bytes=8, coldest_s=1.0),
-        "b": member(25, coldest_s=90.0),
-        "c": member(25, is_live=False),
-    }
-    assert recall(TOTAL, members, "a") == {"c": 17}
 
 
 def test_a_newcomer_gets_its_floor_from_whoever() -> None:

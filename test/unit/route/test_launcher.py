@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sglang_tiered.route import launcher
 from sglang_tiered.route.settings import RouteConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 DEADLINE_S = 60.0
 

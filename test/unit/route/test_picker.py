@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,21 +24,17 @@ from sglang_tiered.route.prompt import Prompt
 from sglang_tiered.route.source import Source
 from sglang_tiered.sharing.mirror import Peer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 PAGE = 64
-MODEL = CostModel(
-    page_tokens=PAGE,
-    bytes_per_token=1000,
-    prefill=PrefillCost((1e-3, 1e-4, 1e-9), token_bytes=1000),
-)
-SLOW = CostModel(
-    page_tokens=PAGE,
-    bytes_per_token=1000,
-    prefill=PrefillCost((1e-3, 1e-2, 1e-9), token_bytes=1000),
-)
+
+
+def costs_of(token_s: float) -> CostModel:
+    prefill = PrefillCost((1e-3, token_s, 1e-9), token_bytes=1000)
+    return CostModel(page_tokens=PAGE, bytes_per_token=1000, prefill=prefill)
+
+
+MODEL, SLOW = costs_of(1e-4), costs_of(1e-2)
+
+
 PLAIN = RequestClass("plain")
 
 
@@ -51,12 +49,7 @@ class World:
         self.picker = Picker(self.fleet, clock=self.clock, draw=lambda: 0.0)
 
     def add(
-        self,
-        *,
-        num_ranks: int = 1,
-        is_priced: bool = True,
-        costs: CostModel = MODEL,
-        **more: Any,
+        self, *, num_ranks: int = 1, is_priced: bool = True, costs: CostModel = MODEL, **more: Any
     ) -> Member:
         number = len(self.fleet.members) + 1
         member = Member(f"http://192.0.2.{number}:30000", f"192.0.2.{number}:30000")
@@ -84,8 +77,8 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.fleet._context.destroy(linger=0)
 
 
-def prompt_of(num_tokens: int = 10 * PAGE) -> Prompt:
-    return Prompt(num_tokens, array("I", range(num_tokens)))
+def prompt_of(num_tokens: int = 10 * PAGE, **more: Any) -> Prompt:
+    return Prompt(num_tokens, array("I", range(num_tokens)), **more)
 
 
 def test_pages_that_are_held_decide(world: World) -> None:
@@ -320,24 +313,17 @@ def test_halves_without_costs_are_a_pair(world: World) -> None:
 def test_slowdown_is_learnt_of_streams_alone(world: World) -> None:
     member = world.add()
     state = world.fleet.view.states[member.replicas[0].place]
-    for is_stream, is_good, served in (
-        (False, True, member.address),
-        (True, False, member.address),
-        (True, True, "192.0.2.99:1"),
+    for is_stream, is_good, served, learns in (
+        (False, True, member.address, False),
+        (True, False, member.address, False),
+        (True, True, "192.0.2.99:1", False),
+        (True, True, member.address, True),
     ):
-        prompt = prompt_of()
-        prompt.is_stream = is_stream
-        picked = world.pick(prompt)
+        picked = world.pick(prompt_of(is_stream=is_stream))
         world.clock.now += 9.0
         member.seen_s = world.clock()
         world.picker.answered(picked, is_good, served)
-        assert state.slowdown == 1.0
-    prompt = prompt_of()
-    prompt.is_stream = True
-    picked = world.pick(prompt)
-    world.clock.now += 9.0
-    world.picker.answered(picked, True, member.address)
-    assert state.slowdown > 1.0
+        assert (state.slowdown > 1.0) is learns
 
 
 def test_servers_that_are_all_late_are_picked(world: World) -> None:

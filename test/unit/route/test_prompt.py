@@ -67,9 +67,7 @@ def test_a_server_is_asked_for_texts_alone() -> None:
     assert asked({"prompt": ["a", "b"]}) == {"model": "default", "prompt": "a"}
     assert asked({"text": "a"}) == {"model": "default", "prompt": "a"}
     messages = [{"role": "user", "content": "hi"}]
-    assert asked({"messages": messages, "model": "m", "temperature": 1}) == {
-        "model": "m",
-        "messages": messages,
-    }
+    chat = {"model": "m", "messages": messages}
+    assert asked({**chat, "temperature": 1}) == chat
     assert asked({"input_ids": [1], "prompt": "a"}) is None
     assert asked({"prompt": [1, 2]}) is None

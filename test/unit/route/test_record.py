@@ -7,7 +7,8 @@ import contextlib
 import json
 import time
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,6 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.route.record import BLOCK_TOKENS, MAX_WAITING, Recorder
 from sglang_tiered_lab.trace.reader import read_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 DEADLINE_S = 20.0
 
@@ -57,13 +54,8 @@ def lines_of(path: Path) -> list[bytes]:
 def test_our_reader_takes_what_was_recorded(tmp_path: Path) -> None:
     path, clock = tmp_path / "trace.jsonl", Clock(50.0)
     recorder = Recorder(path, clock=clock)
-    prompts = [
-        prompt_of(1300),
-        prompt_of(1300),
-        prompt_of(512, 9),
-        prompt_of(3),
-        prompt_of(1300, tenant="a"),
-    ]
+    prompts = [prompt_of(1300), prompt_of(1300), prompt_of(512, 9), prompt_of(3)]
+    prompts.append(prompt_of(1300, tenant="a"))
     rows = [json.loads(line) for line in written(recorder, clock, prompts, path)]
     assert [row["timestamp"] for row in rows] == [1500, 3000, 4500, 6000, 7500]
     assert rows[0]["hash_ids"] == rows[1]["hash_ids"] != rows[4]["hash_ids"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_tiered.route.source import Source
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAMES = {"one.test": "192.0.2.1", "two.test": "192.0.2.2", "six.test": "2001:db8::6"}
 
@@ -53,10 +51,8 @@ def test_lost_name_holds_up_no_other(tmp_path: Path, names: dict[str, str]) -> N
     assert resolved(source) == {"192.0.2.1:1": "http://one.test:1"}
     del names["one.test"]
     names["absent.test"] = "192.0.2.9"
-    assert resolved(source) == {
-        "192.0.2.9:1": "http://absent.test:1",
-        "192.0.2.1:1": "http://one.test:1",
-    }
+    both = {"192.0.2.9:1": "http://absent.test:1", "192.0.2.1:1": "http://one.test:1"}
+    assert resolved(source) == both
     names["one.test"] = "192.0.2.7"
     assert resolved(source)["192.0.2.7:1"] == "http://one.test:1"
 

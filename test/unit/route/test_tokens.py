@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,6 @@ from sglang_tiered.demo.model import BEGIN, END, byte_tokenizer, tokenizer_confi
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.route.prompt import Prompt, ask_of, parse_body
 from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 
 @pytest.fixture

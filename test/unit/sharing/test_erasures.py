@@ -49,13 +49,8 @@ class Shelf:
         self.wall += seconds
 
     def open(self, namespace: bytes = NAMESPACE) -> ErasureBook:
-        return ErasureBook(
-            namespace,
-            retention_s=RETENTION_S,
-            notes=self,
-            clock=lambda: self.now,
-            wall_clock=lambda: self.wall,
-        )
+        clocks = {"clock": lambda: self.now, "wall_clock": lambda: self.wall}
+        return ErasureBook(namespace, retention_s=RETENTION_S, notes=self, **clocks)
 
 
 @pytest.fixture
@@ -63,9 +58,7 @@ def shelf() -> Shelf:
     return Shelf()
 
 
-def exchange(
-    one: ErasureBook, other: ErasureBook
-) -> tuple[list[ErasureNotice], list[ErasureNotice]]:
+def exchange(one: ErasureBook, other: ErasureBook) -> tuple[Sequence[Any], Sequence[Any]]:
     """What each lacks of the other, as the follower of ``other`` would hear and teach it."""
     for book in (one, other):
         book.save()
@@ -122,10 +115,8 @@ def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
         book.settle(None)
         assert (len(book), book.digest) == (0, bytes(16))
     # Who still has it tells it, and it is not applied again.
-    assert (
-        one.unknown([ErasureNotice(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)])
-        == []
-    )
+    told = ErasureNotice(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)
+    assert one.unknown([told]) == []
 
 
 class Watched(dict[Any, Any]):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, blank, make_run, page_data
+from kit.runs import blank, make_run, page_data
+from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.files import LENDING_NAME
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class World:
     def __init__(self, directory: Path) -> None:
         # Deeper than the address of a socket may be long.
         self.shard = directory / ("deep" * 30) / "shard"
-        self.owner = RegionEngine(
-            self.shard, namespace=NAMESPACE, capacity_bytes=4 * REGION, region_bytes=REGION
-        )
+        self.owner = open_region(self.shard, capacity_bytes=4 * REGION, region_bytes=REGION)
         self.begun, self.let_go = threading.Event(), threading.Event()
         self.let_go.set()
         self.generation = 0
@@ -67,7 +65,7 @@ class World:
 
     def stored(self, seed: int, *sizes: int | tuple[int, ...]) -> Run:
         run = make_run(seed, sizes or [100])
-        assert set(finished(self.owner.submit_store(run))) == {OK}
+        store(self.owner, run)
         return run
 
     def ask(self, run: Run) -> Job:

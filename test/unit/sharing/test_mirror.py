@@ -117,9 +117,7 @@ def test_many_servers_hold_one_page() -> None:
     assert world.found(10, 1001) == [180, None]
 
 
-def test_page_lacking_during_growth_stays_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_page_lacking_during_growth_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(max_pages=200_000)
     world.see(1)
     world.load(1, 1, 2, 3)
@@ -137,9 +135,7 @@ def test_page_lacking_during_growth_stays_missing(
     assert world.found(1, 2, 3) == [1, None, 1]
 
 
-def test_forgotten_pages_are_looked_up_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_forgotten_pages_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each server, on the thread that serves requests."""
     world = World(max_peers=200)
     world.see(*range(1, 101))

@@ -7,38 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import (
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    MakeRun,
-    PageData,
-    make_soft_run,
-    page_data,
-    soft_encoding,
-)
-from kit.waiting import TIMEOUT_S, finished
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, page_data, soft_encoding
+from kit.tiers import open_region, store
+from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
 
 SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
 
 
 @pytest.fixture
 def region(tmp_path: Path) -> Iterator[RegionEngine]:
-    engine = RegionEngine(
-        tmp_path / "store",
-        namespace=NAMESPACE,
-        capacity_bytes=1 << 22,
-        region_bytes=1 << 20,
-        num_threads=2,
-    )
+    engine = open_region(tmp_path / "store", region_bytes=1 << 20)
     yield engine
     engine.close()
 
@@ -69,12 +57,12 @@ def read(source: PageSource, keys: Any, lengths: Any) -> list[bytes | None]:
 
 def stored(region: RegionEngine, run: Run) -> list[int]:
     """Store pages, and return their lengths."""
-    assert set(finished(region.submit_store(run))) == {Reason.OK}
+    store(region, run)
     return [sum(segment.nbytes for segment in page) for page in run.pages]
 
 
 def test_stored_pages_are_served_and_others_are_not(
-    region: RegionEngine, source: PageSource, make_run: MakeRun, page_data: PageData
+    region: RegionEngine, source: PageSource
 ) -> None:
     """Of other keys, or another length. They do not count as loads."""
     run = make_run(1, SIZES)
@@ -93,13 +81,7 @@ def test_stored_pages_are_served_and_others_are_not(
 
 def test_encoded_pages_are_given_as_they_were(tmp_path: Path) -> None:
     """Whoever asks, with the checksum of what is sent, and in the length of the page alone."""
-    region = RegionEngine(
-        tmp_path / "store",
-        namespace=NAMESPACE,
-        capacity_bytes=1 << 22,
-        region_bytes=1 << 20,
-        encoding=soft_encoding(),
-    )
+    region = open_region(tmp_path / "store", region_bytes=1 << 20, encoding=soft_encoding())
     run = make_soft_run(2, [65_536, 16_384])
     lengths = stored(region, run)
     assert region.stats().stored_bytes < run.num_bytes
@@ -108,46 +90,40 @@ def test_encoded_pages_are_given_as_they_were(tmp_path: Path) -> None:
     assert read(source, run.keys, [lengths[0] + 1, lengths[1] - 1]) == [None, None]
     submit = source._submit
 
-    def change_first(wanted: Run) -> Any:
+    def change_behind(wanted: Run) -> Any:
         job = submit(wanted)
         assert job.wait(TIMEOUT_S)
         region.set_namespace(OTHER_NAMESPACE)
         return job
 
-    source._submit = change_first
+    source._submit = change_behind
     assert read(source, run.keys, lengths) == [None, None], "of another namespace, perhaps"
     region.close()
 
 
 @pytest.mark.parametrize("what", ["erased", "erased before the read", "damaged", "closed"])
 def test_what_no_load_would_get_is_not_served(
-    region: RegionEngine,
-    source: PageSource,
-    make_run: MakeRun,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    what: str,
+    region: RegionEngine, source: PageSource, tmp_path: Path, what: str
 ) -> None:
     run = make_run(3, [8192, 8192])
     lengths = stored(region, run)
-    first: bytes | None = None
+    first, second = page_data(run)
     if what == "damaged":
         (path,) = (tmp_path / "store").glob("region-*")
-        first, second = (bytes(page[0]) for page in run.pages)
         path.write_bytes(path.read_bytes().replace(second, b"!" + second[1:]))
-    elif what == "erased":
-        assert is_true(region.erase(Erasure()), TIMEOUT_S)
     elif what == "closed":
         region.close()
+    elif what == "erased":
+        assert is_true(region.erase(Erasure()), TIMEOUT_S)
     else:
-        load = source._submit
+        submit = source._submit
 
-        def purge_first(wanted: Run) -> Any:
+        def erase_first(wanted: Run) -> Any:
             assert is_true(region.erase(Erasure()), TIMEOUT_S)
-            return load(wanted)
+            return submit(wanted)
 
-        monkeypatch.setattr(source, "_submit", purge_first)
-    assert read(source, run.keys, lengths) == [first, None]
+        source._submit = erase_first
+    assert read(source, run.keys, lengths) == [first if what == "damaged" else None, None]
 
 
 def test_a_read_that_fails_keeps_nobody_waiting() -> None:

@@ -162,9 +162,7 @@ def test_lost_holder_is_avoided_with_growing_pauses() -> None:
         assert times[-1] == 30.0
 
 
-def test_silent_holder_is_avoided_without_second_try(
-    liar: StrangeServer,
-) -> None:
+def test_silent_holder_is_avoided_without_second_try(liar: StrangeServer) -> None:
     with page_server(PAGES) as (other, _), page_client() as client:
         holders = Holders(("mute", liar.port), ("other", other.port))
         begun = time.monotonic()

@@ -43,37 +43,33 @@ def test_an_option_of_tls_may_be_given() -> None:
     assert url.options["ssl_check_hostname"] is False
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "localhost:6379",
-        f"http://:{PASSWORD}@h",
-        f"redis://:{PASSWORD}@",
-        f"redis://:{PASSWORD}@h:port",
-        f"redis://:{PASSWORD}@h:70000",
-        f"redis://:{PASSWORD}@h:0",
-        f"redis://:{PASSWORD}@h/database",
-        f"redis://:{PASSWORD}@h/1/2",
-        f"redis://:{PASSWORD}@h/-1",
-        f"redis://:{PASSWORD}@h/0?{PASSWORD}",
-        f"redis://:{PASSWORD}@?host=h",
-        f"redis://:{PASSWORD}@h/0?db=1",
-        f"redis://:{PASSWORD}@h/0?socket_timeout=9",
-        f"rediss://:{PASSWORD}@h/0?ssl_cert_reqs=whatever",
-        f"redis://:{PASSWORD}#x@h",
-        f"redis://:{PASSWORD}@[h",
-        f"unix://:{PASSWORD}@h/run/redis.sock",
-        f"unix://:{PASSWORD}@",
-        f"unix://:{PASSWORD}@/run/redis.sock?db={PASSWORD}",
-    ],
-)
+BEHIND = [
+    "@",
+    "@h:port",
+    "@h:70000",
+    "@h:0",
+    "@h/database",
+    "@h/1/2",
+    "@h/-1",
+    "@?host=h",
+    "@h/0?db=1",
+    "@h/0?socket_timeout=9",
+    "#x@h",
+    "@[h",
+]
+INVALID = [
+    *("", "localhost:6379", f"http://:{PASSWORD}@h", f"redis://:{PASSWORD}@h/0?{PASSWORD}"),
+    *(f"redis://:{PASSWORD}{rest}" for rest in BEHIND),
+    f"rediss://:{PASSWORD}@h/0?ssl_cert_reqs=whatever",
+    *(f"unix://:{PASSWORD}@{rest}" for rest in ("h/run/redis.sock", "", f"/run/s?db={PASSWORD}")),
+]
+
+
+@pytest.mark.parametrize("text", INVALID)
 def test_invalid_url_is_refused_without_its_password(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_index_url(text)
     said = str(caught.value)
-    assert said.count(".") >= 1
-    assert "\n" not in said
-    assert PASSWORD not in said
+    assert "." in said and "\n" not in said and PASSWORD not in said
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None

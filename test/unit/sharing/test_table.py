@@ -52,10 +52,6 @@ def test_servers_spread_over_equal_holders() -> None:
     assert seen == {(slot,) * 10 for slot in (3, 9, 63)}
 
 
-def test_holders_beyond_one_word_are_chosen() -> None:
-    assert chosen(bits_of({130}, {5, 130}, {5}, words=3)) == [130, 130, 5]
-
-
 def test_pages_that_lie_about_everywhere_are_all_found() -> None:
     source = np.random.default_rng(0)
     holders = [set(source.integers(0, 150, 2).tolist()) for _ in range(200)]

@@ -49,14 +49,3 @@ def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None
         for cause in ("a", "b"):
             log.settle(cause)
     assert [record.getMessage() for record in caplog.records] == ["a fails", "b fails"] * 2
-
-
-def test_a_fault_is_told_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
-    log = OnceLog(logging.getLogger("once"))
-    for _ in range(2):
-        try:
-            raise ValueError("seven")
-        except ValueError:
-            log.fault("a", "it failed")
-    assert "ValueError: seven" in caplog.text
-    assert len(caplog.records) == 1

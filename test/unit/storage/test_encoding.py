@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_tier import SharedTier
 
-from kit.runs import (
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    blank,
-    make_run,
-    make_soft_run,
-    page_data,
-    soft_encoding,
-)
+from kit.runs import OTHER_NAMESPACE, blank, make_run, make_soft_run, page_data, soft_encoding
 from kit.stalls import least_stall
-from kit.waiting import TIMEOUT_S, drained, eventually, finished
+from kit.tiers import close_whole, load, loads, open_region, store
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
@@ -39,50 +32,34 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-    OpenRegion = Callable[..., RegionEngine]
+    Open = Callable[..., RegionEngine]
 
 MiB = 1 << 20
 SIZES = (4096, 100, 65_536, 5000, (40_960, 1, 8191))
 
 
 @pytest.fixture
-def open_region(tmp_path: Path) -> Iterator[OpenRegion]:
+def opens(tmp_path: Path) -> Iterator[Open]:
     made: list[RegionEngine] = []
 
     def make(encoding: PageEncoding | None, **changes: Any) -> RegionEngine:
         if made:
             made[-1].close()
-        sizes = {"capacity_bytes": 64 * MiB, "region_bytes": 4 * MiB, "num_threads": 2} | changes
-        made.append(
-            RegionEngine(
-                tmp_path / "store", encoding=encoding, **({"namespace": NAMESPACE} | sizes)
-            )
-        )
+        sizes = {"capacity_bytes": 64 * MiB, "region_bytes": 4 * MiB} | changes
+        made.append(open_region(tmp_path / "store", encoding=encoding, **sizes))
         return made[-1]
 
     yield make
-    drained(made[-1], TIMEOUT_S)
-    made[-1].check_integrity()
-    made[-1].close()
+    close_whole(made[-1])
 
 
-def store(engine: RegionEngine, run: Run) -> None:
-    assert set(finished(engine.submit_store(run))) == {Reason.OK}
-
-
-def loads(engine: RegionEngine, run: Run) -> None:
-    target = blank(run)
-    assert finished(engine.submit_load(target)) == [Reason.OK] * run.num_pages
-    assert page_data(target) == page_data(run)
-
-
-def test_a_region_holds_pages_of_both_kinds(open_region: OpenRegion) -> None:
+def test_a_region_holds_pages_of_both_kinds(opens: Open) -> None:
     """Codec on, off, and on again over restarts: all comes back, whoever stored it."""
     on, off = soft_encoding(), soft_encoding("none")
     runs = [make_soft_run(seed, SIZES) for seed in range(3)]
     held = 0
     for number, encoding in enumerate((on, off, on)):
-        engine = open_region(encoding)
+        engine = opens(encoding)
         store(engine, runs[number])
         grown = engine.stats().stored_bytes - held
         held += grown
@@ -95,27 +72,27 @@ def test_a_region_holds_pages_of_both_kinds(open_region: OpenRegion) -> None:
     assert off.stats().num_encoded == 0
 
 
-def test_a_page_that_would_grow_is_stored_plain(open_region: OpenRegion) -> None:
-    engine = open_region(soft_encoding())
+def test_a_page_that_would_grow_is_stored_plain(opens: Open) -> None:
+    engine = opens(soft_encoding())
     run = make_run(4, SIZES)
     store(engine, run)
     assert engine.stats().stored_bytes == run.num_bytes
     loads(engine, run)
 
 
-def test_a_server_without_a_decoder_misses_them(open_region: OpenRegion) -> None:
+def test_a_server_without_a_decoder_misses_them(opens: Open) -> None:
     run = make_soft_run(5, [16_384] * 2)
-    store(open_region(soft_encoding()), run)
-    engine = open_region(None)
+    store(opens(soft_encoding()), run)
+    engine = opens(None)
     target = blank(run)
     assert finished(engine.submit_load(target)) == [Reason.MISS] * 2
     assert page_data(target) == page_data(blank(run)), "buffers of a miss are untouched"
-    loads(open_region(soft_encoding()), run)
+    loads(opens(soft_encoding()), run)
 
 
-def test_a_page_of_another_length_stays_a_miss(open_region: OpenRegion) -> None:
+def test_a_page_of_another_length_stays_a_miss(opens: Open) -> None:
     """And is not dropped for it: it was not damaged."""
-    engine = open_region(soft_encoding())
+    engine = opens(soft_encoding())
     soft, hard = make_soft_run(6, [16_384]), make_run(7, [4096])
     for run in (soft, hard):
         store(engine, run)
@@ -128,79 +105,73 @@ def test_a_page_of_another_length_stays_a_miss(open_region: OpenRegion) -> None:
 
 
 def test_damage_of_encoded_bytes_reaches_no_codec(
-    open_region: OpenRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opens: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each bit of a page in turn would take long: each of its blocks, and header and end."""
     encoding = soft_encoding()
     run = make_soft_run(8, [65_536])
-    (page,) = run.pages
-    stored = b"".join(encoding.encode(page))
+    stored = b"".join(encoding.encode(run.pages[0]))
     assert len(stored) < 50_000
     places = [0, 1, 2, 8, 12, len(stored) - 1, *range(100, len(stored), 4096)]
     monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
     for number, place in enumerate(places):
-        engine = open_region(encoding, namespace=number.to_bytes(32, "big"))
+        namespace = number.to_bytes(32, "big")
+        engine = opens(encoding, namespace=namespace)
         store(engine, run)
         engine.close()
-        (path,) = [
-            each for each in (tmp_path / "store").glob("region-*") if stored in each.read_bytes()
-        ]
+        files = (tmp_path / "store").glob("region-*")
+        (path,) = [each for each in files if stored in each.read_bytes()]
         data = bytearray(path.read_bytes())
         data[bytes(data).index(stored) + place] ^= 1
         path.write_bytes(data)
-        engine = open_region(encoding, namespace=number.to_bytes(32, "big"))
-        assert finished(engine.submit_load(blank(run))) == [Reason.CORRUPT]
+        engine = opens(encoding, namespace=namespace)
+        assert load(engine, run) == [Reason.CORRUPT]
         assert engine.lookup(run.keys).num_hits == 0
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
-    [(CodecError, Reason.CORRUPT), (MemoryError, Reason.IO_ERROR)],
+    ("error", "reason"), [(CodecError, Reason.CORRUPT), (MemoryError, Reason.IO_ERROR)]
 )
 def test_verified_bytes_that_do_not_decode_are_hidden(
-    open_region: OpenRegion,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: type[Exception],
-    reason: Reason,
+    opens: Open, caplog: pytest.LogCaptureFixture, error: type[Exception], reason: Reason
 ) -> None:
     """Or they were found and missed for ever, and never stored again. Without memory they are not
     damaged."""
     encoding = soft_encoding()
-    engine = open_region(encoding)
+    engine = opens(encoding)
     run = make_soft_run(9, [16_384])
     store(engine, run)
 
     def fail(*_: object) -> None:
         raise error("no memory")
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(encoding._codec, "decode", fail)
-        assert finished(engine.submit_load(blank(run))) == [reason]
+        assert load(engine, run) == [reason]
         patched.setattr(encoding._codec, "encode", fail)
         store(engine, run)
     assert caplog.text.count("no memory") == 1
     loads(engine, run)
 
 
-def test_a_rounded_page_is_never_an_exact_one(open_region: OpenRegion) -> None:
+def test_a_rounded_page_is_never_an_exact_one(opens: Open) -> None:
     layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
     page = make_soft_run(10, [layout.page_bytes]).pages[0]
     run = Run((b"k" * 32,), (page,))
-    engine = open_region(PageEncoding("int8", layout))
+    engine = opens(PageEncoding("int8", layout))
     store(engine, run)
     target = blank(run)
     assert finished(engine.submit_load(target)) == [Reason.OK]
     assert page_data(target) != page_data(run)
-    exact = open_region(PageEncoding("zstd", layout), namespace=OTHER_NAMESPACE)
-    assert finished(exact.submit_load(blank(run))) == [Reason.MISS]
-    same = open_region(PageEncoding("zstd", layout))
-    assert finished(same.submit_load(blank(run))) == [Reason.CORRUPT], "by mistake"
+    exact = opens(PageEncoding("zstd", layout), namespace=OTHER_NAMESPACE)
+    assert load(exact, run) == [Reason.MISS]
+    same = opens(PageEncoding("zstd", layout))
+    assert load(same, run) == [Reason.CORRUPT], "by mistake"
 
 
-def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion, tmp_path: Path) -> None:
+def test_reclaim_moves_encoded_pages_as_they_are(opens: Open, tmp_path: Path) -> None:
     encoding, device = soft_encoding(), watched_device(tmp_path)
-    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB, device=device)
+    engine = opens(encoding, capacity_bytes=4 * MiB, region_bytes=MiB, device=device)
     kept = make_soft_run(11, [65_536] * 2)
     store(engine, kept)
     seed = 100
@@ -215,35 +186,40 @@ def test_reclaim_moves_encoded_pages_as_they_are(open_region: OpenRegion, tmp_pa
     assert device.by_writer and all(device.by_writer), "in whole blocks"
 
 
-def test_what_a_load_takes_includes_decoding(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Held:
+    """Calls of a method, which wait until they may go on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, place: Any, name: str) -> None:
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+        self.inner = getattr(place, name)
+        patch.setattr(place, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.reached.set()
+        assert self.goes_on.wait(TIMEOUT_S)
+        return self.inner(*arguments)
+
+
+def test_what_a_load_takes_includes_decoding(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would be taken for cheaper than it is."""
     encoding = soft_encoding()
-    engine = open_region(encoding)
+    engine = opens(encoding)
     run = make_soft_run(13, [16_384])
     store(engine, run)
-    decode, reached, goes_on = encoding._codec.decode, threading.Event(), threading.Event()
-
-    def slowly(data: memoryview, page: Any) -> None:
-        reached.set()
-        assert goes_on.wait(TIMEOUT_S)
-        decode(data, page)
-
-    monkeypatch.setattr(encoding._codec, "decode", slowly)
+    decoding = Held(monkeypatch, encoding._codec, "decode")
     ended: list[int] = []
     stack = TierStack(engine)
     stack.observe(Observer(ended))
     job = stack.submit_load(blank(run))
-    assert reached.wait(TIMEOUT_S)
+    assert decoding.reached.wait(TIMEOUT_S)
     assert not ended and not job.done
-    goes_on.set()
+    decoding.goes_on.set()
     assert finished(job) == [Reason.OK]
     assert ended == [run.num_bytes], "bytes of the page, not of what was stored of it"
 
 
-def test_staging_is_one_span_for_each_thread(open_region: OpenRegion) -> None:
-    engine = open_region(soft_encoding(), region_bytes=16 * MiB)
+def test_staging_is_one_span_for_each_thread(opens: Open) -> None:
+    engine = opens(soft_encoding(), region_bytes=16 * MiB)
     run = make_soft_run(12, [MiB] * 16)
     store(engine, run)
     taken = []
@@ -304,11 +280,9 @@ def in_aligned_memory(run: Run) -> Run:
     return Run(run.keys, tuple(pages))
 
 
-def test_encoded_pages_leave_neighbours_their_direct_path(
-    open_region: OpenRegion, tmp_path: Path
-) -> None:
+def test_encoded_pages_leave_neighbours_their_direct_path(opens: Open, tmp_path: Path) -> None:
     device = watched_device(tmp_path)
-    engine = open_region(soft_encoding(), device=device)
+    engine = opens(soft_encoding(), device=device)
     soft, hard = (make(14, [262_144] * 3) for make in (make_soft_run, make_run))
     pages = (soft.pages[0], hard.pages[1], soft.pages[2])
     run = in_aligned_memory(Run(soft.keys, pages))
@@ -322,13 +296,13 @@ def test_encoded_pages_leave_neighbours_their_direct_path(
 
 
 def test_demotion_reads_encoded_pages_without_a_copy(
-    open_region: OpenRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opens: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it known what they take in memory, by which a codec is judged."""
     encoding, device, bucket = soft_encoding(), watched_device(tmp_path), SharedTier()
     noted: list[object] = []
     monkeypatch.setattr(encoding, "note_read", lambda *figures: noted.append(figures))
-    engine = open_region(encoding, device=device)
+    engine = opens(encoding, device=device)
     stack = TierStack(engine, [bucket])
     run = make_soft_run(27, [262_144] * 3)
     assert finished(stack.submit_store(run)) == [Reason.OK] * 3
@@ -345,7 +319,7 @@ def test_demotion_reads_encoded_pages_without_a_copy(
 
 
 def test_pages_of_an_extent_are_encoded_at_once(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+    opens: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one thread would bound what a server stores."""
     encoding = soft_encoding()
@@ -356,16 +330,14 @@ def test_pages_of_an_extent_are_encoded_at_once(
         return encode(page)
 
     monkeypatch.setattr(encoding._codec, "encode", meet)
-    engine = open_region(encoding)
+    engine = opens(encoding)
     run = make_soft_run(15, [16_384] * 2)
     store(engine, run)
     assert encoding.stats().num_encoded == 2
     loads(engine, run)
 
 
-def test_pages_are_left_before_a_store_fails(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_left_before_a_store_fails(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is another's then."""
     encoding = soft_encoding()
     encode, failed, at_work = encoding.encode, threading.Event(), threading.Event()
@@ -382,7 +354,7 @@ def test_pages_are_left_before_a_store_fails(
         return encode(page, **options)
 
     monkeypatch.setattr(encoding, "encode", encode_one)
-    engine = open_region(encoding)
+    engine = opens(encoding)
     job = engine.submit_store(make_soft_run(19, [8192, 16_384]))
     threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
     assert finished(job) == [Reason.OK] * 2
@@ -391,14 +363,14 @@ def test_pages_are_left_before_a_store_fails(
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
 def test_what_cannot_be_encoded_is_stored_plain(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch, error: Exception
+    opens: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """And neither is the next store dropped, nor does the disk count as sick."""
 
     def fail(num_bytes: int) -> memoryview:
         raise error
 
-    engine = open_region(soft_encoding())
+    engine = opens(soft_encoding())
     runs = [make_soft_run(22, [16_384] * 2), make_soft_run(23, [16_384] * 2)]
     with monkeypatch.context() as patched:
         patched.setattr(encoders, "aligned_buffer", fail)
@@ -410,10 +382,10 @@ def test_what_cannot_be_encoded_is_stored_plain(
         loads(engine, run)
 
 
-def test_pages_that_save_no_block_stay_plain(open_region: OpenRegion) -> None:
+def test_pages_that_save_no_block_stay_plain(opens: Open) -> None:
     """They would only cost a decoding."""
     encoding = soft_encoding()
-    engine = open_region(encoding)
+    engine = opens(encoding)
     store(engine, make_soft_run(25, [4096, 8192]))
     assert encoding.stats().num_encoded == 0
     store(engine, make_soft_run(26, [12_288]))
@@ -461,52 +433,34 @@ def test_pages_stored_at_exit_are_encoded(tmp_path: Path) -> None:
     assert ended.stdout.split() == [str(Reason.OK)] * 2, ended.stderr
 
 
-def test_no_encoder_outlives_its_store(open_region: OpenRegion) -> None:
-    engine = open_region(soft_encoding())
+def test_no_encoder_outlives_its_store(opens: Open) -> None:
+    def num_encoders() -> int:
+        return sum(each.name.startswith("tier-encoder") for each in threading.enumerate())
+
+    engine = opens(soft_encoding())
     store(engine, make_soft_run(21, [8192]))
-    names = [thread.name for thread in threading.enumerate()]
-    assert sum(name.startswith("tier-encoder") for name in names) == 4
+    assert num_encoders() == 4
     engine.close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("tier-encoder")]
-    open_region(soft_encoding("none"))
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("tier-encoder")]
-
-
-def test_pages_keep_their_order_over_encoders(open_region: OpenRegion) -> None:
-    """Of both kinds, as many as no thread gets the same number of."""
-    engine = open_region(soft_encoding())
-    soft, hard = (make(16, [5000 + n for n in range(23)]) for make in (make_soft_run, make_run))
-    pages = [(soft if n % 3 else hard).pages[n] for n in range(23)]
-    run = Run(soft.keys, tuple(pages))
-    store(engine, run)
-    loads(engine, run)
+    assert num_encoders() == 0
+    opens(soft_encoding("none"))
+    assert num_encoders() == 0
 
 
 def test_an_erasure_during_encoding_hides_the_page(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+    opens: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = soft_encoding()
-    encode, reached, goes_on = encoding._codec.encode, threading.Event(), threading.Event()
-
-    def slowly(page: Any) -> Any:
-        reached.set()
-        assert goes_on.wait(TIMEOUT_S)
-        return encode(page)
-
-    monkeypatch.setattr(encoding._codec, "encode", slowly)
-    engine = open_region(encoding)
+    encoding_it = Held(monkeypatch, encoding._codec, "encode")
+    engine = opens(encoding)
     run = make_soft_run(17, [16_384] * 2)
     job = engine.submit_store(run)
-    assert reached.wait(TIMEOUT_S)
+    assert encoding_it.reached.wait(TIMEOUT_S)
     erased = engine.erase(Erasure.of(run.keys[:1]))
-    goes_on.set()
+    encoding_it.goes_on.set()
     assert erased.result(TIMEOUT_S)
     finished(job)
     assert engine.contains(run.keys) == [False, True]
-    engine = open_region(encoding)
-    assert engine.contains(run.keys) == [False, True]
+    assert opens(encoding).contains(run.keys) == [False, True]
 
 
 class Observer:
@@ -537,10 +491,10 @@ def watched_encoding() -> tuple[PageEncoding, list[bool]]:
     return encoding, seen
 
 
-def test_a_full_store_encodes_whatever_it_costs(open_region: OpenRegion) -> None:
+def test_a_full_store_encodes_whatever_it_costs(opens: Open) -> None:
     """An evicted page is computed again."""
     encoding, seen = watched_encoding()
-    engine = open_region(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
+    engine = opens(encoding, capacity_bytes=4 * MiB, region_bytes=MiB)
     for seed in range(200, 300):
         store(engine, make_soft_run(seed, [65_536] * 4))
         if engine.stats().num_pages_evicted:
@@ -561,16 +515,14 @@ class FullDisk(FileDevice):
 
 
 @pytest.mark.parametrize("bound", ["disk", "share"])
-def test_a_full_disk_or_share_counts_as_full(
-    open_region: OpenRegion, tmp_path: Path, bound: str
-) -> None:
+def test_a_full_disk_or_share_counts_as_full(opens: Open, tmp_path: Path, bound: str) -> None:
     """Region after region, or the codec would go on and off."""
     encoding, seen = watched_encoding()
     options: dict[str, Any] = {"max_tenant_bytes": 3 * MiB}
     if bound == "disk":
         (tmp_path / "store").mkdir()
         options = {"device": FullDisk(tmp_path / "store")}
-    engine = open_region(encoding, region_bytes=MiB, **options)
+    engine = opens(encoding, region_bytes=MiB, **options)
     evicted_at = 0
     for seed in range(200, 260):
         run = make_soft_run(seed, [65_536] * 4)
@@ -583,12 +535,12 @@ def test_a_full_disk_or_share_counts_as_full(
 
 
 def test_reads_and_writes_are_judged_by_memory(
-    open_region: OpenRegion, monkeypatch: pytest.MonkeyPatch
+    opens: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding, seen = soft_encoding(), list[tuple[int, int]]()
     monkeypatch.setattr(encoding, "note_read", lambda tier, *figures: seen.append(figures[1:]))
     monkeypatch.setattr(encoding, "note_write", lambda *figures: seen.append(figures[1:]))
-    engine = open_region(encoding)
+    engine = opens(encoding)
     run = make_soft_run(18, [MiB])
     store(engine, run)
     loads(engine, run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from kit.clock import Clock
 from kit.runs import blank, make_run, make_soft_run, soft_encoding
@@ -11,10 +13,9 @@ from sglang_tiered.codecs import PageLayout
 from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.encoding import PageEncoding
 
-if TYPE_CHECKING:
-    import pytest
-
 MiB = 1 << 20
+FAST_DISK: dict[str, Any] = {"codec_s": 0.001, "disk_s": 0.0001, "tier": Tier.NVME}
+SLOW_DISK: dict[str, Any] = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
 
 
 class Paced:
@@ -58,21 +59,17 @@ class Paced:
         return self.encoding.stats().num_encoded - before
 
 
-def test_a_codec_that_costs_more_goes_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_codec_that_costs_more_goes_off(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     paced = Paced(Tier.NVME)
-    fast = {"codec_s": 0.001, "disk_s": 0.0001, "tier": Tier.NVME}
-    assert paced.move(60, **fast) == 60, "nothing is concluded from little"
-    paced.move(100, **fast)
+    assert paced.move(60, **FAST_DISK) == 60, "nothing is concluded from little"
+    paced.move(100, **FAST_DISK)
     assert not paced.encoding.stats().is_on
-    assert paced.move(256, **fast) == 4, "some go on, or nobody would know when it pays"
+    assert paced.move(256, **FAST_DISK) == 4, "some go on, or nobody would know when it pays"
     assert "zstd is off" in caplog.text
-    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
-    paced.move(3000, **slow)
+    paced.move(3000, **SLOW_DISK)
     assert paced.encoding.stats().is_on
-    assert paced.move(64, **slow) == 64
+    assert paced.move(64, **SLOW_DISK) == 64
     assert [record.message.count("the codec zstd is") for record in caplog.records] == [1, 1]
 
 
@@ -86,44 +83,37 @@ def test_what_gets_no_shorter_goes_off() -> None:
 
 def test_a_full_store_keeps_the_codec_on() -> None:
     paced = Paced(Tier.NVME)
-    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
-    assert not paced.encoding.stats().is_on
-    page = paced.run.pages[0]
-    assert paced.encoding.encode(page, is_full=True) is not page
-    assert paced.encoding.stats().is_on
-    assert paced.encoding.encode(page) is page
-    assert not paced.encoding.stats().is_on
+    paced.move(200, **FAST_DISK)
+    page, encoding = paced.run.pages[0], paced.encoding
+    assert not encoding.stats().is_on
+    for is_full in (True, False):
+        assert (encoding.encode(page, is_full=is_full) is not page) == is_full
+        assert encoding.stats().is_on == is_full
 
 
-def test_short_reads_count_as_saving_nothing() -> None:
+@pytest.mark.parametrize(("io_bytes", "is_on"), [(2 * MiB, True), (MiB // 16, False)])
+def test_short_reads_count_as_saving_nothing(io_bytes: int, is_on: bool) -> None:
     """They take as long whatever their length, a bucket's above all."""
     paced = Paced(Tier.NVME)
-    slow = {"codec_s": 0.001, "disk_s": 0.01, "tier": Tier.NVME}
-    paced.move(200, **slow)
-    assert paced.encoding.stats().is_on
-    paced = Paced(Tier.NVME)
-    paced.move(200, **slow, io_bytes=MiB // 16)
-    assert not paced.encoding.stats().is_on
+    paced.move(200, **SLOW_DISK, io_bytes=io_bytes)
+    assert paced.encoding.stats().is_on == is_on
 
 
 def test_pages_near_a_mebibyte_do_not_flap() -> None:
     """They are longer than that until they are encoded."""
-    paced = Paced(Tier.NVME)
-    num_encoded = paced.move(800, codec_s=0.001, disk_s=0.01, tier=Tier.NVME, io_bytes=MiB)
-    assert num_encoded == 800
+    assert Paced(Tier.NVME).move(800, **SLOW_DISK, io_bytes=MiB) == 800
 
 
 def test_what_pays_at_the_bucket_stays_on() -> None:
     paced = Paced(Tier.NVME, Tier.OBJECT)
-    paced.move(200, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME)
+    paced.move(200, **FAST_DISK)
     assert paced.encoding.stats().is_on, "the bucket was not measured yet"
     for _ in range(200):
         paced.encoding.note_read(Tier.OBJECT, 0.05, MiB, MiB)
-    assert paced.move(64, codec_s=0.001, disk_s=0.0001, tier=Tier.NVME) == 64
+    assert paced.move(64, **FAST_DISK) == 64
 
 
 def test_without_a_codec_nothing_is_encoded() -> None:
-    encoding = soft_encoding("none")
-    page = make_soft_run(1, [8192]).pages[0]
+    encoding, page = soft_encoding("none"), make_soft_run(1, [8192]).pages[0]
     assert encoding.encode(page) is page
     assert encoding.stats() == type(encoding.stats())(is_on=False)

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from kit.waiting import finished
-from sglang_tiered.storage.base import Reason
+from kit.runs import make_run
+from kit.tiers import open_region, store
+from kit.waiting import TIMEOUT_S
+from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.bucket.directory import Directory
 from sglang_tiered.storage.filesystem import filesystem_type, replace_file
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
-if TYPE_CHECKING:
-    from kit.runs import MakeRun
 
-TIMEOUT_S = 20.0
-REGION = 64 * 1024
-
-
-@pytest.fixture(params=[errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
-def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As if directories could not be synced; returns the error."""
-    real, code = os.fsync, int(request.param)
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_tiers_work_without_syncs_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """SMB, 9p and drvfs answer EINVAL. Any other error is one."""
+    real, works = os.fsync, code != errno.EIO
 
     def fsync(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -36,66 +32,37 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return code
-
-
-def open_engine(directory: Path) -> RegionEngine:
-    return RegionEngine(
-        directory, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
-    )
-
-
-def test_a_store_works_without_syncs_of_names(
-    tmp_path: Path, refused: int, make_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SMB, 9p and drvfs answer EINVAL. Any other error is one."""
-    works = refused != errno.EIO
-    with caplog.at_level(logging.WARNING):
-        engine = open_engine(tmp_path)
-        try:
-            assert set(finished(engine.submit_store(make_run(1, [5000] * 3)))) == {Reason.OK}
-            for _ in range(2):
-                assert engine.flush(TIMEOUT_S) is works
-        finally:
-            engine.close()
+    engine = open_region(tmp_path / "shard")
+    store(engine, make_run(1, [5000] * 3))
+    for _ in range(2):
+        assert engine.flush(TIMEOUT_S) is works
+    engine.close()
     assert caplog.text.count("cannot make names durable") == works
-
-
-def test_a_tier_directory_is_prepared_without_syncs(tmp_path: Path, refused: int) -> None:
-    if refused == errno.EIO:
-        with pytest.raises(Exception, match="is not writable"):
-            prepare(tmp_path)
-        return
-    assert prepare(tmp_path) is DirectoryState.EMPTY
-    assert prepare(tmp_path) is DirectoryState.OURS
-
-
-def test_a_bucket_directory_works_without_syncs(
-    tmp_path: Path, refused: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory = Directory(tmp_path)
-    for name in ("one", "two"):
-        if refused == errno.EIO:
-            with pytest.raises(OSError, match="Input/output"):
-                directory.write(f"a/b/{name}", b"x")
-        else:
+    directory = Directory(tmp_path / "bucket")
+    if works:
+        assert prepare(tmp_path / "tier") is DirectoryState.ABSENT
+        assert prepare(tmp_path / "tier") is DirectoryState.OURS
+        for name in ("one", "two"):
             directory.write(f"a/b/{name}", b"x")
-    assert caplog.text.count("cannot make names durable") == (refused != errno.EIO)
+    else:
+        with pytest.raises(StoreError, match="is not writable"):
+            prepare(tmp_path / "tier")
+        with pytest.raises(OSError, match="Input/output"):
+            directory.write("a/b/one", b"x")
+    assert caplog.text.count("cannot make names durable") == 2 * works
 
 
 def test_a_filesystem_without_modes_takes_files(
-    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "fchmod", refuse)
     assert prepare(tmp_path) is DirectoryState.EMPTY
-    engine = open_engine(tmp_path / "shard-x")
-    try:
-        assert set(finished(engine.submit_store(make_run(1, [5000] * 3)))) == {Reason.OK}
-    finally:
-        engine.close()
+    engine = open_region(tmp_path / "shard-x")
+    store(engine, make_run(1, [5000] * 3))
+    engine.close()
 
 
 def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

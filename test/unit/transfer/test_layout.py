@@ -6,53 +6,16 @@ import msgspec
 import pytest
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.layout import heads_of_rank, pair_buffers
-from sglang_tiered.transfer.memory import TokenSlice
+from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 
 ONE = KVLayout(4, "bfloat16", [128] * 4, [0, 1, 0, 1], 0, 1, 4, [StateLayout("swa", [8])], [24])
-
-
-def rank(tp_rank: int, tp_size: int) -> KVLayout:
-    token = 8 * len(heads_of_rank(tp_rank, tp_size, 4))
-    return KVLayout(4, "bfloat16", [4 * token] * 4, [0, 1, 0, 1], tp_rank, tp_size, 4, [], [24])
 
 
 def test_the_same_layout_pairs_whole_pages() -> None:
     pairs = pair_buffers(ONE, ONE)
     assert [(pair.source, pair.destination) for pair in pairs] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert all(pair.source_slice is pair.destination_slice is None for pair in pairs)
-
-
-def test_stage_pairs_only_its_own_layers() -> None:
-    stage = msgspec.structs.replace(ONE, page_bytes=[128] * 2, layer_ids=[1, 1])
-    pairs = pair_buffers(stage, ONE)
-    assert [(pair.source, pair.destination) for pair in pairs] == [(0, 1), (1, 3)]
-
-
-def test_half_of_the_heads_is_half_a_token() -> None:
-    pair = pair_buffers(rank(0, 1), rank(1, 2))[0]
-    assert pair.source_slice == TokenSlice(32, 16, 32)
-    assert pair.destination_slice is None
-    pair = pair_buffers(rank(1, 2), rank(0, 1))[0]
-    assert pair.source_slice is None
-    assert pair.destination_slice == TokenSlice(32, 16, 32)
-
-
-def test_ranks_without_common_heads_have_no_pairs() -> None:
-    assert pair_buffers(rank(0, 2), rank(3, 4)) == []
-
-
-@pytest.mark.parametrize(("tp", "senders"), [(1, [0, 4]), (2, [0, 4]), (4, [0, 2, 4, 6])])
-def test_repeated_head_is_sent_once_per_decode_rank(tp: int, senders: list[int]) -> None:
-    """8 ranks of 2 heads. Decode rank r is served by the r-th group of consecutive ranks."""
-
-    def of(tp_rank: int, tp_size: int) -> KVLayout:
-        token = 8 * len(heads_of_rank(tp_rank, tp_size, 2))
-        return KVLayout(4, "bf16", [4 * token] * 2, [0, 0], tp_rank, tp_size, 2, [], [])
-
-    group = 8 // tp
-    assert [n for n in range(8) if pair_buffers(of(n, 8), of(n // group, tp))] == senders
 
 
 @pytest.mark.parametrize(

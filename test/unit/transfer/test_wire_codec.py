@@ -57,9 +57,8 @@ def test_int8_errs_by_less_than_a_channels_step(element: str) -> None:
     before = to_float32(plain, element).reshape(2, -1, CHANNELS).astype(np.float64)
     after = to_float32(got, element).reshape(2, -1, CHANNELS).astype(np.float64)
     half_step = (before.max(axis=1) - before.min(axis=1)) / 510
-    rounding = (
-        np.abs(before).max() * {"float32": 2**-22, "float16": 2**-11, "bfloat16": 2**-8}[element]
-    )
+    ulp = {"float32": 2**-22, "float16": 2**-11, "bfloat16": 2**-8}[element]
+    rounding = np.abs(before).max() * ulp
     assert np.all(np.abs(after - before) <= half_step[:, None] + rounding)
     assert not np.array_equal(after, before)
 
@@ -74,19 +73,18 @@ def test_zstd_brings_back_every_bit(element: str) -> None:
 
 def test_a_constant_channel_comes_back_exactly() -> None:
     """Its range is nothing, and must not be divided by."""
-    plain = float32_to_bytes(
-        np.full((2, NUM_PAGES * PAGE_SIZE, CHANNELS), 3.25, np.float32), "float16"
-    )
+    values = np.full((2, NUM_PAGES * PAGE_SIZE, CHANNELS), 3.25, np.float32)
+    plain = float32_to_bytes(values, "float16")
     codec, pairs = codec_of("int8", "float16"), pairs_of("float16")
     encoded = codec.encode(plain, pairs, NUM_PAGES)
     assert encoded is not None
     assert codec.decode(encoded, pairs, NUM_PAGES).tobytes() == plain.tobytes()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_numbers_beyond_int8_are_sent_plain(bad: float) -> None:
+@pytest.mark.parametrize("pair", [(np.nan, 0), (np.inf, 0), (-np.inf, 0), (3e38, -3e38)])
+def test_numbers_beyond_int8_are_sent_plain(pair: tuple[float, float]) -> None:
     values = np.zeros((2, NUM_PAGES * PAGE_SIZE, CHANNELS), np.float32)
-    values[1, 7, 5] = bad
+    values[1, 7:9, 5] = pair
     plain = float32_to_bytes(values, "float32")
     assert codec_of("int8", "float32").encode(plain, pairs_of("float32"), NUM_PAGES) is None
 
@@ -100,18 +98,8 @@ def test_tiny_ranges_decode_to_their_least_value() -> None:
     assert not codec.decode(encoded, pairs, 16).view(np.float32).any()
 
 
-def test_ranges_beyond_float32_are_sent_plain() -> None:
-    values = np.zeros((1, PAGE_SIZE * 16, CHANNELS), np.float32)
-    values[0, 0], values[0, 1] = 3e38, -3e38
-    pairs = pairs_of("float32", 1)
-    assert (
-        codec_of("int8", "float32").encode(float32_to_bytes(values, "float32"), pairs, 16) is None
-    )
-
-
 def test_incompressible_slabs_are_sent_plain() -> None:
-    noise = np.random.default_rng(1).integers(0, 256, 2 * NUM_PAGES * PAGE_SIZE * CHANNELS * 2)
-    noise = noise.astype(np.uint8)
+    noise = np.frombuffer(np.random.default_rng(1).bytes(2 * NUM_PAGES * PAGE_SIZE * 96), np.uint8)
     assert codec_of("zstd", "bfloat16").encode(noise, pairs_of("bfloat16"), NUM_PAGES) is None
     one_token = [Pair(0, 0, CHANNELS * 2)]
     plain = float32_to_bytes(np.ones((1, CHANNELS), np.float32), "bfloat16")
@@ -131,10 +119,9 @@ def test_decompression_bomb_is_refused_unpacked() -> None:
     frame = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     bomb = (len(frame) | 1 << 31).to_bytes(4, "little") + frame
     assert len(bomb) < 2000
+    codec, pairs = codec_of("zstd", "bfloat16"), pairs_of("bfloat16", 1)
     with pytest.raises(TransferError, match="16777216"):
-        codec_of("zstd", "bfloat16").decode(
-            np.frombuffer(bomb, np.uint8), pairs_of("bfloat16", 1), 1
-        )
+        codec.decode(np.frombuffer(bomb, np.uint8), pairs, 1)
 
 
 def test_partial_elements_are_not_encoded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from version_check import command, smoke
 from version_check.command import Check
@@ -102,13 +102,7 @@ def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str) -> 
 
 
 def test_a_bad_version_ends_the_script_with_2() -> None:
-    done = subprocess.run(
-        [ROOT / "scripts" / "compat", "nonsense"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = ran(ROOT / "scripts" / "compat", "nonsense", timeout_s=120)
     assert done.returncode == 2
     assert done.stderr == (
         "sglang-tiered: 'nonsense' is no version of SGLang; name one as PyPI does, such as "

@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from version_check import overlay
-from version_check.overlay import Overlay, Unmet, requirements_of, unmet_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from version_check.overlay import Overlay, requirements_of, unmet_of
 
 HERE = {"openai": "2.8.0", "torch": "2.13.0+cpu", "numpy": "2.3.5"}
 PINNED = ["openai==2.8.0", "torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy"]
 
 
-def unmet(*lines: str, extra: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+OF_OTHERS = ("openai==1; sys_platform == 'win32'", "openai==1; extra == 'test'")
+CUDA = ("torch==2.15.0", "flashinfer-python==0.7.1")
+
+
+@pytest.mark.parametrize(
+    ("lines", "extra", "treated"),
+    [
+        (("openai==2.6.1", "numpy"), (), {"openai": "installed"}),
+        (CUDA, (), {"torch": "left out", "flashinfer-python": "left out"}),
+        (("cuda-tile==1.6",), (), {"cuda-tile": "absent"}),
+        (("cuda-tile==1.6",), ("cuda_tile",), {"cuda-tile": "installed"}),
+        (OF_OTHERS, (), {}),
+    ],
+    ids=["beside", "never of CUDA", "a new one", "on demand", "of other machines"],
+)
+def test_what_a_version_needs_is_treated_so(
+    lines: tuple[str, ...], extra: tuple[str, ...], treated: dict[str, str]
+) -> None:
     found = unmet_of(requirements_of(lines), requirements_of(PINNED), HERE.get, extra)
-    return [(one.name, one.treatment) for one in found]
-
-
-def test_an_excluded_version_is_installed_beside() -> None:
-    assert unmet("openai==2.6.1", "numpy") == [("openai", "installed")]
-
-
-def test_cuda_packages_stay_out_in_any_version() -> None:
-    assert unmet("torch==2.15.0", "flashinfer-python==0.7.1") == [
-        ("torch", "left out"),
-        ("flashinfer-python", "left out"),
-    ]
-
-
-def test_a_new_requirement_is_installed_on_demand() -> None:
-    line = "cuda-tile==1.6"
-    assert unmet(line) == [("cuda-tile", "absent")]
-    assert unmet(line, extra=("cuda_tile",)) == [("cuda-tile", "installed")]
-    assert str(Unmet("cuda-tile", "==1.6", None, "absent")) == (
-        "cuda-tile==1.6 (absent; .venv has none)"
-    )
-
-
-def test_requirements_of_other_machines_do_not_count() -> None:
-    assert unmet("openai==1; sys_platform == 'win32'", "openai==1; extra == 'test'") == []
+    assert {one.name: one.treatment for one in found} == treated
 
 
 def test_the_version_of_the_environment_needs_no_folder(tmp_path: Path) -> None:
@@ -67,13 +57,12 @@ def test_the_folder_decides_version_and_entry_points(tmp_path: Path) -> None:
         "import importlib.metadata as m; print(m.version('sglang'), sorted(e.name for e in "
         "m.entry_points(group='sglang.srt.plugins') if e.dist.name == 'sglang'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
+    done = ran(
+        sys.executable,
+        "-c",
+        script,
         env=Overlay("9.9.9", tmp_path).environment(os.environ),
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=60,
     )
     assert done.stdout.split(maxsplit=1) == ["9.9.9", "['other']\n"]
 
@@ -88,11 +77,8 @@ def test_a_version_that_pypi_lacks_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pip itself, told to look nowhere."""
-    for name, value in {
-        "NO_INDEX": "1",
-        "FIND_LINKS": str(tmp_path),
-        "CONFIG_FILE": os.devnull,
-    }.items():
+    nowhere = {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": os.devnull}
+    for name, value in nowhere.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     cache = tmp_path / "cache"
     with pytest.raises(ConfigError, match=r"PyPI has no sglang==9\.9\.9 for this machine's Python"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -11,16 +12,10 @@ import pytest
 
 from kit.unprivileged import run_unprivileged
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.wire.keys import (
-    PEER,
-    TAG_BYTES,
-    Tagger,
-    load_keys,
-    make_keys,
-    new_session_key,
-)
+from sglang_tiered.wire.keys import PEER, TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -59,11 +54,48 @@ def test_keys_behind_a_closed_folder_are_told(role: str, tmp_path: Path) -> None
     assert "ConfigError: " in ended.stderr and "cannot be read (Permission denied)" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key"])
-def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+UNUSABLE = ["", "no key at all", 'curve\n  public-key = "short"\n', "\xff"]
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no secret": (lambda folder: (folder / "prefill.key_secret").unlink(), "prefill.key_secret"),
+    "no key of the other": (lambda folder: (folder / "decode.key").unlink(), "decode.key"),
+    "others read": (lambda folder: (folder / "prefill.key_secret").chmod(0o640), "chmod 600"),
+    "public for secret": (
+        lambda folder: shutil.copyfile(folder / "prefill.key", folder / "prefill.key_secret"),
+        "no secret key",
+    ),
+    "others write the key": (
+        lambda folder: (folder / "decode.key").chmod(0o666),
+        r"decode\.key can be written by others.*chmod go-w",
+    ),
+} | {
+    f"others write the folder: {mode:o}": (
+        lambda folder, mode=mode: folder.chmod(mode),
+        r"--transfer-keys .*written by others.*chmod go-w",
+    )
+    for mode in (0o777, 0o1777, 0o770)
+}
+
+
+@pytest.mark.parametrize(("harm", "says"), HARMS.values(), ids=HARMS)
+def test_keys_that_cannot_be_trusted_are_refused(
+    harm: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
     make_keys(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=name):
+    harm(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        load_keys(tmp_path, "prefill")
+
+
+@pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key", "third.key"])
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    says = r"third\.key is not a usable key; copy it again" if name == "third.key" else None
+    with pytest.raises(ConfigError, match=says):
+        load_keys(tmp_path, "prefill")
+    if says:
+        (tmp_path / name).rename(tmp_path / ".third.key")  # which is not read
         load_keys(tmp_path, "prefill")
 
 
@@ -71,33 +103,6 @@ def test_missing_peer_pair_is_named_with_its_flag(tmp_path: Path) -> None:
     make_keys(tmp_path)
     with pytest.raises(ConfigError, match=r"--tier-peer-keys .*peer.key_secret.*--role peer"):
         load_keys(tmp_path, PEER)
-
-
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    (tmp_path / "prefill.key_secret").chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        load_keys(tmp_path, "prefill")
-
-
-UNUSABLE = ["", "no key at all", 'curve\n  public-key = "short"\n', "\xff"]
-
-
-@pytest.mark.parametrize("name", ["prefill.key_secret", "decode.key"])
-@pytest.mark.parametrize("content", UNUSABLE)
-def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    (tmp_path / name).write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError):
-        load_keys(tmp_path, "prefill")
-
-
-def test_public_key_in_a_secret_file_is_refused(tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    secret = tmp_path / "prefill.key_secret"
-    secret.write_bytes((tmp_path / "prefill.key").read_bytes())
-    with pytest.raises(ConfigError, match="no secret key"):
-        load_keys(tmp_path, "prefill")
 
 
 def test_authenticator_binds_key_and_part_boundaries() -> None:
@@ -125,31 +130,6 @@ def test_each_session_has_a_fresh_key(tmp_path: Path) -> None:
     assert new_session_key(None) == b""
     assert new_session_key(keys) != new_session_key(keys)
     assert len(new_session_key(keys)) == 32
-
-
-@pytest.mark.parametrize("content", UNUSABLE)
-def test_one_bad_key_file_is_named_at_start(content: str, tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    (tmp_path / "third.key").write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"third\.key is not a usable key; copy it again"):
-        load_keys(tmp_path, "prefill")
-    (tmp_path / "third.key").rename(tmp_path / ".third.key")  # which is not read
-    load_keys(tmp_path, "prefill")
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_keys_where_others_could_admit_themselves_are_refused(mode: int, tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    tmp_path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"--transfer-keys .*written by others.*chmod go-w"):
-        load_keys(tmp_path, "prefill")
-
-
-def test_key_directory_writable_by_others_is_refused(tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    (tmp_path / "decode.key").chmod(0o666)
-    with pytest.raises(ConfigError, match=r"decode\.key can be written by others.*chmod go-w"):
-        load_keys(tmp_path, "prefill")
 
 
 def test_read_only_mount_allows_any_key_mode(

@@ -106,13 +106,15 @@ def receive(scheduler: Scheduler, request: Any) -> Any:
     return request
 
 
-def test_an_idle_scheduler_resets_its_tree_at_once(purged: HiddenTenants) -> None:
+@pytest.mark.parametrize(("body", "tenant"), [({"extra_key": "a"}, A), ({"all": True}, None)])
+def test_an_idle_scheduler_resets_its_tree_at_once(
+    purged: HiddenTenants, body: dict[str, Any], tenant: bytes | None
+) -> None:
     scheduler = Scheduler(idle=True)
-    assert ask(scheduler, "idle", extra_key="a")["in_memory"] == "gone"
+    assert ask(scheduler, "idle", **body)["in_memory"] == "gone"
     assert scheduler.num_flushes == 1 and not scheduler.gave_memory_back, "it stalls"
     assert not purged
-    assert set(scheduler.purges) == {A}
-    assert scheduler.told == [A]
+    assert set(scheduler.purges) == {tenant} and scheduler.told == [tenant]
 
 
 def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> None:
@@ -167,9 +169,7 @@ def test_hidden_tenants_requests_are_no_longer_known() -> None:
     assert [recents.find(rid) is None for rid in "12"] == [True, False]
 
 
-def test_refused_flush_leaves_the_tenant_hidden(
-    purged: HiddenTenants,
-) -> None:
+def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
     """An abandoned read may begin to count between the look here and SGLang's."""
     scheduler = Scheduler(idle=True)
     scheduler.refuses_flushes = True
@@ -269,9 +269,7 @@ def test_a_tenants_adapters_are_purged_with_it(
     assert purged.tenant_of(new.extra_key, None) == A
 
 
-def test_requests_without_tiers_keep_sglangs_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_without_tiers_keep_sglangs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     other: Any = SimpleNamespace(tree_cache=object())
     hook_requests(monkeypatch, other)
     (made,) = requests_of_adapters(("acme", "0" * 32))
@@ -335,18 +333,9 @@ def test_all_ranks_name_an_erasure_alike() -> None:
     assert len(set(ranks[0].ids)) == 3
 
 
-def test_everything_is_one_purge_of_all() -> None:
-    scheduler = Scheduler(idle=True)
-    ask(scheduler, "all", all=True)
-    assert set(scheduler.purges) == {None}
-
-
-def test_what_others_erased_is_hidden_in_memory(
-    purged: HiddenTenants,
-) -> None:
+def test_what_others_erased_is_hidden_in_memory(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=False)
     scheduler.control.attach(scheduler)
-    assert scheduler.tree_cache.hide_heard is not None
     scheduler.tree_cache.hide_heard([Erasure(tenant=A, spread=False)])
     assert not scheduler.purges, "the tiers have done it, by the name that its servers know"
     assert scheduler.told == []
@@ -357,18 +346,6 @@ def test_what_others_erased_is_hidden_in_memory(
     scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
     assert not purged
-
-
-def test_a_flush_never_empties_nvme() -> None:
-    scheduler = Scheduler(idle=True)
-    scheduler.control.memory_was_flushed()
-    assert not scheduler.purges
-
-
-def test_reset_after_a_purge_keeps_other_tenants() -> None:
-    scheduler = Scheduler(idle=True)
-    ask(scheduler, "one tenant", extra_key="a")
-    assert set(scheduler.purges) == {A}
 
 
 def test_sglangs_clear_empties_memory_and_no_tier() -> None:

@@ -79,6 +79,11 @@ class Caller:
         return rows
 
 
+@pytest.fixture
+def ask(world: CacheWorld) -> Caller:
+    return Caller(world)
+
+
 def note(world: CacheWorld, rid: str, tokens: array[int], conversation: str | None = None) -> None:
     """A request's prefix gets into the tree."""
     world.compute(tokens)
@@ -118,11 +123,8 @@ def test_failed_checkpoint_leaves_no_rank_alone(
     assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
 
 
-def test_uncounted_pins_are_an_error_once(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncounted_pins_are_an_error_once(ask: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure was raised before the exchange in which the other ranks waited for this one."""
-    ask = Caller(world)
     with monkeypatch.context() as broken:
         broken.setattr(listing, "_pinned_rows", None)
         with pytest.raises(TypeError):
@@ -157,8 +159,7 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
         assert [row["id"] for row in ask.rows()] == ["chat"]
 
 
-def test_unpin_of_a_rid_takes_its_conversations_pin(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_unpin_of_a_rid_takes_its_conversations_pin(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A, "chat")
     note(world, "2", B)
     assert ask.pin(rid="1")["name"] == "chat"
@@ -168,8 +169,7 @@ def test_unpin_of_a_rid_takes_its_conversations_pin(world: CacheWorld) -> None:
     assert ask("unpin", name=named) == {"done": True, "unknown": True}
 
 
-def test_unpin_of_a_prefix_takes_named_pins(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_unpin_of_a_prefix_takes_named_pins(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A)
     note(world, "2", A + B, "chat")
     for name in ("mine", "its"):
@@ -184,16 +184,14 @@ def test_unpin_of_a_prefix_takes_named_pins(world: CacheWorld) -> None:
     assert [row["pins"] for row in ask.rows()] == [[], []]
 
 
-def test_what_was_never_computed_is_not_pinned(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -> None:
     assert ask.pin(input_ids=list(A)) == {"done": True, "unknown": pins.NOTHING_HELD}
     assert ask.rows() == []
     world.compute(A[:PAGE])
     assert ask.pin(input_ids=list(A))["num_missing"] == len(A) - PAGE
 
 
-def test_detached_tiers_can_be_attached_again(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_detached_tiers_can_be_attached_again(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A)
     assert world.cache.detach_storage_backend()[0]
     for method in ("checkpoint", "pin", "unpin", "prefetch", "conversations"):
@@ -201,8 +199,7 @@ def test_detached_tiers_can_be_attached_again(world: CacheWorld) -> None:
         assert (answer["status"], answer["error"]) == (503, calls.DETACHED)
 
 
-def test_pinned_request_is_one_row(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_pinned_request_is_one_row(world: CacheWorld, ask: Caller) -> None:
     for rid, tokens in (("1", A), ("2", B), ("3", A + B)):
         note(world, rid, tokens)
     ask.pin(rid="1")
@@ -223,8 +220,7 @@ def test_short_turn_hides_no_earlier_one(world: CacheWorld) -> None:
     assert [row["rid"] for row in Caller(world).rows()] == ["1"]
 
 
-def test_rows_count_tokens_by_tier(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_rows_count_tokens_by_tier(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A, "chat")
     note(world, "2", B)
     ask("checkpoint", rid="2", tier="nvme")
@@ -239,8 +235,7 @@ def test_rows_count_tokens_by_tier(world: CacheWorld) -> None:
     }
 
 
-def test_turns_of_a_conversation_are_one_row(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_turns_of_a_conversation_are_one_row(world: CacheWorld, ask: Caller) -> None:
     longer = A + B
     note(world, "1", A, "chat")
     ask.pin(rid="1")
@@ -253,10 +248,9 @@ def test_turns_of_a_conversation_are_one_row(world: CacheWorld) -> None:
 
 
 def test_every_conversation_is_on_one_page(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "_STEP_TOKENS", 2 * len(A))
-    ask = Caller(world)
     for number in range(7):
         note(world, f"r{number}", prompt(number, 2), f"chat {number}" if number % 2 else None)
     ask.pin(conversation_id="chat 5")
@@ -278,8 +272,7 @@ def test_every_conversation_is_on_one_page(
     assert page["pinned_bytes"] >= sum(pin["bytes"] for row in ask.rows() for pin in row["pins"])
 
 
-def test_tenants_see_their_own_alone(world: CacheWorld) -> None:
-    ask = Caller(world)
+def test_tenants_see_their_own_alone(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A, "chat")
     ask.pin(rid="1")
     assert ask.rows(extra_key="acme") == []
@@ -289,9 +282,8 @@ def test_tenants_see_their_own_alone(world: CacheWorld) -> None:
 
 
 def test_refused_on_one_rank_is_refused_on_all(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = Caller(world)
     note(world, "1", A, "chat")
     told: list[int] = []  # that it has taken the pin
 
@@ -342,9 +334,8 @@ def test_without_a_bucket_nothing_is_pinned_in_one(world: CacheWorld) -> None:
     assert answer["status"] == 400 and "has no object tier" in answer["error"]
 
 
-def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld) -> None:
+def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld, ask: Caller) -> None:
     """All its turns go, where each branched off, and what pins noted of it."""
-    ask = Caller(world)
     branches = [A + prompt(number, 2) for number in (5, 6)]
     for rid, tokens in (("1", A), ("2", branches[0]), ("3", branches[1])):
         note(world, rid, tokens, "chat")

@@ -5,30 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import subprocess
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from starlette.requests import Request
 
+from kit.cost_records import record_of
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.admin import http_api
-from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.integration.admin import cost_board, http_api
+from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE, CostBoard
 from sglang_tiered.integration.admin.costs import (
     CostPublisher,
     num_local_ranks,
     serving_url,
     why_no_costs,
 )
+from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from sglang_tiered.policy.server_costs import RankCosts
 
 NVME = TieredConfig(
     mode=TierMode.NVME,
@@ -70,8 +79,7 @@ class Server:
 
     @property
     def role(self) -> str:
-        role: str = self.scheduler.disaggregation_mode.value
-        return role
+        return self.scheduler.disaggregation_mode.value
 
     def read(self) -> RankCosts:
         (record,) = self.board.read(lambda: self.now)
@@ -274,28 +282,20 @@ def test_others_hear_of_a_new_role_at_once(server: Server, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("host", "is_tls", "url"),
+    ("host", "is_tls", "peer", "url"),
     [
-        ("192.0.2.1", False, "http://192.0.2.1:30000"),
-        ("192.0.2.1", True, "https://192.0.2.1:30000"),
-        ("0.0.0.0", False, "http://192.0.2.7:30000"),
-        ("::", False, "http://192.0.2.7:30000"),
-        ("2001:db8::1", False, "http://[2001:db8::1]:30000"),
-        ("kv-3.example", False, "http://kv-3.example:30000"),
+        ("192.0.2.1", False, "192.0.2.7", "http://192.0.2.1:1"),
+        ("192.0.2.1", True, "192.0.2.7", "https://192.0.2.1:1"),
+        ("0.0.0.0", False, "192.0.2.7", "http://192.0.2.7:1"),
+        ("::", False, "192.0.2.7", "http://192.0.2.7:1"),
+        ("", False, "192.0.2.7", "http://192.0.2.7:1"),
+        ("::", False, "[2001:db8::7]", "http://[2001:db8::7]:1"),
+        ("2001:db8::1", False, "192.0.2.7", "http://[2001:db8::1]:1"),
+        ("kv-3.example", False, "192.0.2.7", "http://kv-3.example:1"),
     ],
 )
-def test_url_is_one_that_others_reach(host: str, is_tls: bool, url: str) -> None:
-    assert serving_url(host, 30000, is_tls=is_tls, peer_address="tcp://192.0.2.7:7001") == url
-
-
-def test_empty_host_is_every_address() -> None:
-    found = serving_url("", 1, is_tls=False, peer_address="tcp://192.0.2.7:7001")
-    assert found == "http://192.0.2.7:1"
-
-
-def test_ipv6_of_peers_keeps_its_brackets() -> None:
-    found = serving_url("::", 1, is_tls=False, peer_address="tcp://[2001:db8::7]:7001")
-    assert found == "http://[2001:db8::7]:1"
+def test_url_is_one_that_others_reach(host: str, is_tls: bool, peer: str, url: str) -> None:
+    assert serving_url(host, 1, is_tls=is_tls, peer_address=f"tcp://{peer}:7001") == url
 
 
 def ask(
@@ -372,3 +372,101 @@ def test_rooms_that_decode_never_asks_for_are_aborted(
     manager = SimpleNamespace(rid_to_state=states, abort_request=done.append)
     ask(server.board, NVME, monkeypatch, abandoned=abandoned, manager=manager)
     assert done == aborted
+
+
+MODEL = CostModel(page_tokens=64, bytes_per_token=1000)
+
+
+def record(rank: int = 0, *, at: float = 0.0, server: str = "") -> RankCosts:
+    return record_of(MODEL, rank=rank, at=at, server=server)
+
+
+def test_each_rank_has_a_place() -> None:
+    with CostBoard.create(2) as board:
+        for turn in range(5):
+            for rank in (1, 0):
+                board.write(record(rank, at=float(turn)), 0.0)
+        assert [(found.rank, found.at) for found in board.read()] == [(0, 4.0), (1, 4.0)]
+        with pytest.raises(ValueError, match="no place for .* of rank 2: the board has 2 ranks"):
+            board.write(record(2), 0.0)
+        with pytest.raises(ValueError, match="no place"):
+            board.write(record(server="x" * cost_board.PLACE_BYTES), 0.0)
+
+
+def test_half_a_record_leaves_the_one_before() -> None:
+    """As a writer leaves it that is killed meanwhile."""
+    with CostBoard.create(1) as board:
+        board.write(record(at=1.0), 0.0)
+        board.write(record(at=2.0), 0.0)
+        start = cost_board._start(0, 0)  # of the second one
+        for place in (start, start + 4, start + 200):
+            byte = board._memory[place]
+            board._memory[place] = byte ^ 1
+            assert [found.at for found in board.read()] == [1.0], place
+            board._memory[place] = byte
+        assert [found.at for found in board.read()] == [2.0]
+
+
+WRITER = """
+import sys
+import msgspec
+from sglang_tiered.integration.admin.cost_board import CostBoard
+from sglang_tiered.policy.server_costs import RankCosts
+
+board = CostBoard.from_environment()
+record = msgspec.json.decode(sys.argv[1], type=RankCosts)
+records = [
+    msgspec.structs.replace(record, boot=board.boot, server=letter * (3000 + turn))
+    for turn, letter in enumerate("abcdefgh")
+]
+for number in range(10**9):
+    board.write(msgspec.structs.replace(records[number % 8], at=float(number)), 100.0)
+"""
+
+
+def test_every_read_beside_a_writer_is_whole() -> None:
+    """The writer is another process, which no lock of this interpreter holds up."""
+    with CostBoard.create(1) as board:
+        assert board.read() == ()
+        environment = dict(os.environ)
+        board.to_environment(environment)
+        command = [sys.executable, "-c", WRITER, msgspec.json.encode(record())]
+        with subprocess.Popen(command, env=environment) as writer:
+            try:
+                deadline = time.monotonic() + 60.0
+                last, num_seen = -1.0, 0
+                while num_seen < 5_000:
+                    assert time.monotonic() < deadline and writer.poll() is None
+                    for found in board.read(lambda: 102.5):
+                        assert (found.age_s, found.boot) == (2.5, board.boot)
+                        number = int(found.at)
+                        assert found.server == "abcdefgh"[number % 8] * (3000 + number % 8)
+                        assert found.at >= last - 1.0
+                        num_seen += found.at > last
+                        last = max(last, found.at)
+            finally:
+                writer.kill()
+
+
+def test_processes_without_a_board_publish_nothing(tmp_path: Path) -> None:
+    assert CostBoard.from_environment({}) is None
+    assert CostBoard.from_environment({ENVIRONMENT_VARIABLE: str(tmp_path / "none")}) is None
+    other = tmp_path / "other"
+    for data in (b"", b"x" * 100, cost_board._HEADER.pack(b"SGLTCOST", 7, bytes(16))):
+        other.write_bytes(data)
+        assert CostBoard.from_environment({ENVIRONMENT_VARIABLE: str(other)}) is None
+
+
+def test_closing_gives_the_memory_back() -> None:
+    num_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with CostBoard.create(4) as board:
+            environment: dict[str, str] = {}
+            board.to_environment(environment)
+            child = CostBoard.from_environment(environment)
+            board.close()
+            child.write(record(), 0.0)
+            assert len(child.read()) == 1
+            child.close()
+            child.close()
+    assert len(os.listdir("/proc/self/fd")) == num_before

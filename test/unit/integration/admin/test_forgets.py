@@ -80,14 +80,6 @@ def test_whole_pages_behind_what_is_kept_go(world: CacheWorld, keep: int, kept: 
     assert held(world, OTHER)[1] == 2
 
 
-def test_rid_names_what_to_forget(world: CacheWorld) -> None:
-    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
-    assert answer(world, rid="s", keep_tokens=0) == {"done": True, "unknown": True}
-    assert answer(world, rid="r", keep_tokens=0)["num_tokens"] == 6 * PAGE
-    assert held(world, TOKENS) == (0, 0)
-    assert answer(world, rid="r", keep_tokens=0) == {"done": True, "unknown": True}
-
-
 def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     """Clients choose rids, so one tenant may guess another's."""
     recents, keys = world.cache.recent_requests, {"extra_key": "acme", "cache_salt": "s"}

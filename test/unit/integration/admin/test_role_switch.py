@@ -179,10 +179,12 @@ def test_second_order_ends_no_drain_of_the_first() -> None:
     assert server.asked == [(True, False), (True, True), (False, True)]
 
 
-def test_role_that_it_has_drains_nothing() -> None:
+@pytest.mark.parametrize(("role", "prepares"), [("decode", False), ("prefill", True)])
+def test_preparing_or_staying_drains_nothing(role: str, prepares: bool) -> None:
     server = Server("ready", running=1)
-    server.role = "decode"
-    assert server.ask().success
+    server.role = role
+    message = PdRoleSwitchReqInput(new_role="decode", prepare_only=prepares)
+    assert server.ask(message).success
     assert server.asked == [(True, False)]
 
 
@@ -195,12 +197,6 @@ def test_key_for_one_role_orders_no_other(role: str) -> None:
     assert answer.success is (role == "decode")
     assert [prepares for prepares, _ in server.asked] == [True, False][: 1 + answer.success]
     assert not is_draining(server)
-
-
-def test_preparing_drains_nothing() -> None:
-    server = Server("ok", running=1)
-    assert server.ask(PdRoleSwitchReqInput(new_role="decode", prepare_only=True)).success
-    assert server.asked == [(True, False)]
 
 
 def test_sglang_refuses_for_now_in_these_words() -> None:

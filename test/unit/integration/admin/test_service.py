@@ -28,6 +28,10 @@ from sglang_tiered.integration.admin.service import Report, TierService
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
 UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
 REFUSED = {"error": "full", "status": 409}
+UNKNOWN = {"done": True, "unknown": True}
+NOTHING = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
+LOADING = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
+LOADED = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
 
 
 class Manager:
@@ -82,21 +86,19 @@ def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_replica_that_holds_it_answers() -> None:
-    unknown = {"done": True, "unknown": True}
     missing = {"done": True, "num_tokens": 64, "num_missing": 64}
-    report, _ = call(CheckpointCall, {"rid": "r"}, [unknown, missing, DONE])
+    report, _ = call(CheckpointCall, {"rid": "r"}, [UNKNOWN, missing, DONE])
     assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
-    report, _ = call(UnpinCall, {"name": "n"}, [unknown, {"done": True, "name": "n"}])
+    report, _ = call(UnpinCall, {"name": "n"}, [UNKNOWN, {"done": True, "name": "n"}])
     assert report == Report(200, {"unpinned": True})
 
 
 def test_replicas_that_know_no_rid_forget_too() -> None:
     forgotten = {"done": True, "durable": True, "num_tokens": 64}
-    unknown = {"done": True, "unknown": True}
     report, manager = call(
         ForgetCall,
         {"rid": "r"},
-        [unknown, {**forgotten, "hashes": ["ab"]}],
+        [UNKNOWN, {**forgotten, "hashes": ["ab"]}],
         [{**forgotten, "durable": False}, forgotten],
     )
     assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
@@ -109,12 +111,11 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
     """A conversation may have turned in several, and the first has not all pages of it."""
     under_way = {"done": False, "durable": False, "num_tokens": 64}
     done = {"done": True, "durable": True, "num_tokens": 128}
-    unknown = {"done": True, "unknown": True}
     report, manager = call(
         ForgetCall,
         {"rid": "r"},
-        [{**under_way, "hashes": ["a"]}, {**under_way, "hashes": ["a", "b"]}, unknown],
-        [under_way, done, unknown],
+        [{**under_way, "hashes": ["a"]}, {**under_way, "hashes": ["a", "b"]}, UNKNOWN],
+        [under_way, done, UNKNOWN],
         [done, done, under_way],
         [done, done, done],
     )
@@ -129,11 +130,10 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
 
 @pytest.mark.parametrize("kind", [CheckpointCall, PinCall, PrefetchCall])
 def test_rid_is_repeated_for_replicas_without_it(kind: Any) -> None:
-    unknown = {"done": True, "unknown": True}
     under_way = {**UNDER_WAY, "num_in_memory": 0, "num_loading": 64}
     done = {**DONE, "num_in_memory": 128, "num_loading": 0}
     body = {"rid": "r", **({"wait_s": 30} if kind is PrefetchCall else {})}
-    report, manager = call(kind, body, [under_way, unknown], [done, unknown])
+    report, manager = call(kind, body, [under_way, UNKNOWN], [done, UNKNOWN])
     assert report.status == 200
     assert [message.body["rid"] for message in manager.asked] == ["r", "r"]
 
@@ -199,33 +199,27 @@ def test_pages_of_replicas_make_one() -> None:
 
 
 def test_a_hint_lasts_as_its_caller_waits() -> None:
-    loading = {"done": False, "num_tokens": 128, "num_in_memory": 0, "num_loading": 128}
-    loaded = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
     body = {"input_ids": [1, 2]}
-    report, manager = call(PrefetchCall, body, [loading])
+    report, manager = call(PrefetchCall, body, [LOADING])
     assert report.status == 202 and len(manager.asked) == 1
-    report, manager = call(PrefetchCall, {**body, "wait_s": 30}, [loading], [loaded])
-    assert report == Report(200, {key: loaded[key] for key in loaded if key != "done"})
+    report, manager = call(PrefetchCall, {**body, "wait_s": 30}, [LOADING], [LOADED])
+    assert report == Report(200, {key: LOADED[key] for key in LOADED if key != "done"})
     assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
 
 
 def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
-    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
-    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-    report, _ = call(PrefetchCall, {"rid": "r"}, [nothing, loading, {"unknown": True}])
+    report, _ = call(PrefetchCall, {"rid": "r"}, [NOTHING, LOADING, {"unknown": True}])
     assert report.status == 202 and report.body["num_in_memory"] == 64
     with pytest.raises(CallError, match="no recent request") as caught:
-        call(PrefetchCall, {"rid": "r"}, [{"done": True, "unknown": True}])
+        call(PrefetchCall, {"rid": "r"}, [UNKNOWN])
     assert caught.value.status == 404
 
 
 def test_full_replica_hides_no_other_ones_hint() -> None:
     full = {"error": "full", "status": 503}
-    nothing = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
-    loading = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-    report, _ = call(PrefetchCall, {"rid": "r"}, [full, loading])
+    report, _ = call(PrefetchCall, {"rid": "r"}, [full, LOADING])
     assert report.status == 202 and report.body["num_loading"] == 64
-    for other in (nothing, {"done": True, "unknown": True}):
+    for other in (NOTHING, UNKNOWN):
         with pytest.raises(CallError, match="full"):
             call(PrefetchCall, {"rid": "r"}, [full, other])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections import Counter
 from types import SimpleNamespace
@@ -12,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import flash_kernels
 import pytest
 import torch
-from attention_world import DIM, HEADS, KV_HEADS, SLOTS, World, mha_pool, qkv, radix_layer, run
+from attention_world import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    World,
+    mha_pool,
+    mla_pool,
+    qkv,
+    radix_layer,
+    run,
+    window_steps,
+)
 
 from sglang_tiered.errors import ConfigError
 
@@ -21,12 +31,8 @@ with warnings.catch_warnings():
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.radix_attention import AttentionType
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.runtime_context import get_context, get_parallel
 
     from sglang_tiered.integration import compat
@@ -144,18 +150,17 @@ def test_every_step_equals_the_reference(dtype: torch.dtype, window: int) -> Non
     }
 
 
-def mixed_world(pool: Any | None = None) -> tuple[World, Any]:
-    """A world whose next batch has a prefill row and two decode rows."""
+def mixed_world(pool: Any | None = None) -> tuple[World, Any, Any, Any]:
+    """A world whose next batch has a prefill row and two decode rows, and both backends."""
     world = World(pool or mha_pool())
     batch = world.forward_batch(ForwardMode.EXTEND, [40, 9, 30])
     ReferenceAttnBackend(world.runner).init_forward_metadata(batch)
     run(ReferenceAttnBackend(world.runner), batch, radix_layer(), *qkv(79))
-    return world, world.forward_batch(ForwardMode.EXTEND, [28, 1, 1])
+    return world, world.forward_batch(ForwardMode.EXTEND, [28, 1, 1]), *both(world)
 
 
 def test_new_keys_enter_the_pool_before_reads() -> None:
-    world, batch = mixed_world()
-    pod, _ = both(world)
+    world, batch, pod, _ = mixed_world()
     query, key, value = qkv(30)
     run(pod, batch, radix_layer(), query, key, value)
     assert torch.equal(world.pool.k_buffer[0][batch.out_cache_loc], key)
@@ -168,8 +173,7 @@ def test_new_keys_enter_the_pool_before_reads() -> None:
 
 
 def test_soft_cap_and_sinks_reach_the_kernels() -> None:
-    world, batch = mixed_world()
-    pod, reference = both(world)
+    _, batch, pod, reference = mixed_world()
     layer = radix_layer(logit_cap=0.5)
     tensors, sinks = qkv(30), torch.linspace(-1, 1, HEADS)
     actual = run(pod, batch, layer, *tensors, sinks=sinks)
@@ -179,8 +183,7 @@ def test_soft_cap_and_sinks_reach_the_kernels() -> None:
 
 
 def test_unsupported_arguments_go_to_the_parent_and_count() -> None:
-    world, batch = mixed_world()
-    pod, reference = both(world)
+    _, batch, pod, reference = mixed_world()
     layer = radix_layer(attn_type=AttentionType.ENCODER_ONLY)
     tensors = qkv(30)
     expected = run(reference, batch, layer, *tensors)
@@ -194,16 +197,14 @@ def test_unsupported_arguments_go_to_the_parent_and_count() -> None:
 
 
 def test_plan_never_attends_more_tokens_than_planned() -> None:
-    world, batch = mixed_world()
-    pod, _ = both(world)
+    _, batch, pod, _ = mixed_world()
     pod.init_forward_metadata(batch)
     plan = pod._plan(pod._forward, torch.zeros(32, HEADS * DIM), qkv(32)[1], radix_layer(), {})
     assert plan == "other tokens than planned"
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:
-    world, batch = mixed_world(mha_pool(layers=3))
-    pod, _ = both(world)
+    _, batch, pod, _ = mixed_world(mha_pool(layers=3))
     pod.init_forward_metadata(batch)
     for i, window in enumerate([-1, 8, -1]):
         pod.forward(*qkv(30), radix_layer(layer_id=i, sliding_window_size=window), batch)
@@ -212,19 +213,23 @@ def test_layers_of_one_kind_share_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND, ForwardMode.SPLIT_PREFILL]
+    ("field", "value"),
+    [
+        ("forward_mode", ForwardMode.TARGET_VERIFY),
+        ("forward_mode", ForwardMode.DLLM_EXTEND),
+        ("forward_mode", ForwardMode.SPLIT_PREFILL),
+        ("extend_prefix_lens_cpu", None),  # lengths on the device are not awaited
+    ],
 )
-def test_batch_with_its_own_mask_is_not_taken(mode: ForwardMode) -> None:
-    world, batch = mixed_world()
-    pod, _ = both(world)
-    batch.forward_mode = mode
+def test_batch_with_its_own_mask_is_not_taken(field: str, value: Any) -> None:
+    _, batch, pod, _ = mixed_world()
+    setattr(batch, field, value)
     pod.init_forward_metadata(batch)
     assert pod._forward is None
 
 
 def test_a_plan_does_not_outlive_its_forward() -> None:
-    world, batch = mixed_world()
-    pod, _ = both(world)
+    world, batch, pod, _ = mixed_world()
     pod.init_forward_metadata(batch)
     assert pod._forward is not None
     pod.init_forward_metadata_out_graph(batch)  # a captured forward follows
@@ -234,71 +239,20 @@ def test_a_plan_does_not_outlive_its_forward() -> None:
     assert pod._forward is None
 
 
-def test_lengths_on_the_device_are_not_awaited() -> None:
-    world, batch = mixed_world()
-    pod, _ = both(world)
-    batch.extend_prefix_lens_cpu = None
-    pod.init_forward_metadata(batch)
-    assert pod._forward is None
-
-
 def test_window_never_reads_its_freed_keys() -> None:
-    window, swa_slots = 12, 512
-    pool = SWAKVPool(
-        size=SLOTS,
-        size_swa=swa_slots,
-        page_size=1,
-        dtype=torch.float32,
-        head_num=KV_HEADS,
-        head_dim=DIM,
-        swa_attention_layer_ids=[1],
-        full_attention_layer_ids=[0],
-        device="cpu",
-    )
-    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
-    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
-    mapping = torch.zeros(SLOTS + 1, dtype=torch.int64)
-    pool.register_mapping(mapping)
-    plain_world, world = World(mha_pool(layers=2)), World(pool)
-    reference = ReferenceAttnBackend(plain_world.runner)
-    # With pages, since a window's slots must not be taken to follow them.
-    pod = ReferencePodAttnBackend(runner(world, page_size=4))
-    layers = [radix_layer(layer_id=0), radix_layer(layer_id=1, sliding_window_size=window)]
-    swa_free = (torch.randperm(swa_slots - 1) + 1).tolist()
-    for mode, steps in STEPS:
-        batch = world.forward_batch(mode, steps)
-        mapping[batch.out_cache_loc] = torch.tensor([swa_free.pop() for _ in range(sum(steps))])
-        plain_batch = plain_world.forward_batch(mode, steps)
-        pod.init_forward_metadata(batch)
-        reference.init_forward_metadata(plain_batch)
-        tensors = qkv(sum(steps))
-        for layer in layers:
-            torch.testing.assert_close(
-                pod.forward(*tensors, layer, batch),
-                reference.forward(*tensors, layer, plain_batch),
-                **TOLERANCE,
-            )
+    def ours(world: World) -> ReferencePodAttnBackend:
+        # With pages, since a window's slots must not be taken to follow them.
+        return ReferencePodAttnBackend(runner(world, page_size=4))
+
+    for pod in window_steps(ours, lambda world: ReferenceAttnBackend(world.runner), STEPS, 12):
         if pod._forward is not None:
             sizes = {window: shape.page_size for shape, window in pod._forward.plans}
-            assert sizes == {-1: 4, window: 1}
-        for i, length in enumerate(world.lengths):
-            behind = world.table.req_to_token[i + 1, : max(0, length - window)]
-            mapping[behind.long()] = 0  # freed, and slot 0 is NaN here
+            assert sizes == {-1: 4, 12: 1}
     assert pod.statistics.layers == 2 * len(MIXED_STEPS)
 
 
 def test_latent_attention_is_the_parents() -> None:
-    pool = MLATokenToKVPool(
-        size=SLOTS,
-        page_size=1,
-        dtype=torch.float32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    world = World(pool)
+    world = World(mla_pool(32, 8))
     pod, _ = both(world)
     world.forward_batch(ForwardMode.EXTEND, [9, 9])
     pod.init_forward_metadata(world.forward_batch(ForwardMode.EXTEND, [9, 1]))
@@ -345,9 +299,7 @@ def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyP
     assert {options["index_dtype"] for options in asked} == {torch.int32}
 
 
-def test_model_with_unreadable_layers_still_starts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_model_with_unreadable_layers_still_starts(caplog: pytest.LogCaptureFixture) -> None:
     pod, _ = both(World(mha_pool()))
     model = torch.nn.ModuleList([Attention(radix_layer(layer_id=7))])  # the pool has one layer
     assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 0
@@ -449,28 +401,24 @@ def test_drafts_and_split_keys_stay_over_triton(
 
 
 @pytest.mark.parametrize("mixed_chunk", [True, False])
-def test_log_names_the_kernels_and_hints_once(
+def test_hint_is_given_where_nothing_is_mixed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mixed_chunk: bool
 ) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    given = described_runner("cpu")
     monkeypatch.setattr(pod_backend.PodAttention.statistics, "serving", False)
-    served = f"{HEADS} query heads on {KV_HEADS}, head size {DIM}, float32 on float32, pages of 64"
-    with (
-        caplog.at_level(logging.INFO),
-        get_context().override_server_args(
-            model_path="none", enable_mixed_chunk=mixed_chunk, device="cpu"
-        ),
-    ):
+    given = described_runner("cpu")
+    flags = {"model_path": "none", "enable_mixed_chunk": mixed_chunk, "device": "cpu"}
+    with caplog.at_level(logging.INFO), get_context().override_server_args(**flags):
         assert isinstance(ATTENTION_BACKENDS["pod"](given), ReferencePodAttnBackend)
         given.use_mla_backend = True
         ATTENTION_BACKENDS["pod"](given)
-    ours = [each.getMessage() for each in caplog.records if each.name.startswith("sglang_tiered")]
-    assert served in ours[0]
-    assert (pod_flags.HINT in ours) is not mixed_chunk
-    assert "latent attention" in ours[-1 if mixed_chunk else -2]
+    assert (pod_flags.HINT in caplog.messages) is not mixed_chunk
     assert AttentionBackendRegistry.get_handler("pod") is not None
     assert pod_backend.PodAttention.statistics.serving
+
+
+POD = {"attention_backend": "pod"}
+MIXED = {**POD, "enable_mixed_chunk": True}
 
 
 @pytest.mark.parametrize(
@@ -478,23 +426,20 @@ def test_log_names_the_kernels_and_hints_once(
     [
         ({"decode_attention_backend": "pod"}, "would never see a mixed batch.* its default;"),
         (
-            {"attention_backend": "pod", "prefill_attention_backend": "fa3"},
+            {**POD, "prefill_attention_backend": "fa3"},
             "--attention-backend pod would never see a mixed batch.*here fa3;",
         ),
         (
-            {"attention_backend": "pod", "enable_deterministic_inference": True},
+            {**POD, "enable_deterministic_inference": True},
             "cannot go with --enable-deterministic-inference; drop one of them.",
         ),
         (
             {"prefill_attention_backend": "pod", "speculative_algorithm": "EAGLE"},
             "--speculative-algorithm EAGLE, .*--speculative-draft-attention-backend triton",
         ),
+        ({**MIXED, "chunked_prefill_size": -1}, "no effect with --chunked-prefill-size -1"),
         (
-            {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": -1},
-            "no effect with --chunked-prefill-size -1",
-        ),
-        (
-            {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 100},
+            {**MIXED, "chunked_prefill_size": 100},
             "100 has no whole page of 64 left beside a running request.*at least 128 with",
         ),
     ],
@@ -505,19 +450,18 @@ def test_flags_that_void_the_backend_are_refused(explicit: dict[str, Any], sente
     assert "\n" not in str(raised.value)
 
 
+DRAFT = {"speculative_algorithm": "NGRAM", "speculative_draft_attention_backend": "triton"}
+
+
 @pytest.mark.parametrize(
     "explicit",
     [
         {},
         {"attention_backend": "triton", "enable_deterministic_inference": True},
-        {"attention_backend": "pod", "chunked_prefill_size": 100},
-        {"attention_backend": "pod", "enable_mixed_chunk": True, "chunked_prefill_size": 128},
-        {"attention_backend": "pod", "decode_attention_backend": "fa3"},
-        {
-            "attention_backend": "pod",
-            "speculative_algorithm": "NGRAM",
-            "speculative_draft_attention_backend": "triton",
-        },
+        {**POD, "chunked_prefill_size": 100},
+        {**MIXED, "chunked_prefill_size": 128},
+        {**POD, "decode_attention_backend": "fa3"},
+        {**POD, **DRAFT},
     ],
 )
 def test_working_flags_pass(explicit: dict[str, Any]) -> None:

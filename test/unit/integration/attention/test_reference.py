@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from attention_world import DIM, HEADS, KV_HEADS, SLOTS, World, mha_pool, qkv, radix_layer, run
+from attention_world import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    World,
+    mha_pool,
+    mla_pool,
+    qkv,
+    radix_layer,
+    run,
+    window_steps,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-if not hasattr(torch.ops.torchvision, "nms"):
-    # torchvision built for CUDA does not load its operators beside a CPU torch; sglang imports it.
-    LIBRARY = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
@@ -140,62 +140,20 @@ def test_soft_cap_and_sinks_reach_the_scores() -> None:
 
 
 def test_sliding_layers_read_their_pool_at_translated_slots() -> None:
-    swa_slots = 512
-    pool = SWAKVPool(
-        size=SLOTS,
-        size_swa=swa_slots,
-        page_size=1,
-        dtype=torch.float32,
-        head_num=KV_HEADS,
-        head_dim=DIM,
-        swa_attention_layer_ids=[1],
-        full_attention_layer_ids=[0],
-        device="cpu",
-    )
-    pool.swa_kv_pool.k_buffer[0].fill_(math.nan)
-    pool.swa_kv_pool.v_buffer[0].fill_(math.nan)
-    mapping = torch.zeros(SLOTS + 1, dtype=torch.int64)
-    pool.register_mapping(mapping)
-    window = 12
-    # The same model on a pool without the split, where torch_native is right.
-    plain_world, world = World(mha_pool(layers=2)), World(pool)
-    plain, ours = TorchNativeAttnBackend(plain_world.runner), ReferenceAttnBackend(world.runner)
-    layers = [radix_layer(layer_id=0), radix_layer(layer_id=1, sliding_window_size=window)]
-    swa_free = (torch.randperm(swa_slots - 1) + 1).tolist()
-    for mode, steps in STEPS:
-        batch = world.forward_batch(mode, steps)
-        mapping[batch.out_cache_loc] = torch.tensor([swa_free.pop() for _ in range(sum(steps))])
-        plain_batch = plain_world.forward_batch(mode, steps)
-        ours.init_forward_metadata(batch)
-        plain.init_forward_metadata(plain_batch)
-        tensors = qkv(sum(steps))
-        for layer in layers:
-            torch.testing.assert_close(
-                ours.forward(*tensors, layer, batch),
-                plain.forward(*tensors, layer, plain_batch),
-                atol=2e-6,
-                rtol=2e-6,
-            )
-        for i, length in enumerate(world.lengths):
-            # SGLang gives back what no later query sees; freed slots map to 0, which is NaN here.
-            behind = world.table.req_to_token[i + 1, : max(0, length - window)]
-            mapping[behind.long()] = 0
+    """Compared where torch_native is right."""
+
+    def ours(world: World) -> ReferenceAttnBackend:
+        return ReferenceAttnBackend(world.runner)
+
+    def native(world: World) -> TorchNativeAttnBackend:
+        return TorchNativeAttnBackend(world.runner)
+
+    assert len(list(window_steps(ours, native, STEPS, window=12))) == len(STEPS)
 
 
 def test_absorbed_mla_reads_values_from_latent_keys() -> None:
     rank, rope = 32, 8
-    pool = MLATokenToKVPool(
-        size=SLOTS,
-        page_size=1,
-        dtype=torch.float32,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    pool.kv_buffer[0].fill_(math.nan)
-    world = World(pool)
+    world = World(mla_pool(rank, rope))
     layer = RadixAttention(HEADS, rank + rope, 0.2, 1, 0, v_head_dim=rank)
     native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
     with get_parallel().override(dcp_enabled=False):
@@ -273,9 +231,7 @@ def test_unsupported_attention_is_refused() -> None:
         ours.init_forward_metadata(verify)
 
 
-def test_mla_model_always_uses_the_absorbed_form(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mla_model_always_uses_the_absorbed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
     registration.register()
     create = ATTENTION_BACKENDS["reference"]

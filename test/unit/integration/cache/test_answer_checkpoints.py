@@ -6,14 +6,12 @@ from __future__ import annotations
 import random
 from array import array
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from cache_world import PAGE, CacheWorld, cache_world
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from cache_world import PAGE, CacheWorld
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
@@ -22,7 +20,6 @@ from sglang_tiered.integration.cache.ahead.answer_checkpoints import checkpoint_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PROMPT = array("q", range(1, 4 * PAGE + 6))
 ANSWER = array("q", range(1000, 2000))
@@ -39,18 +36,9 @@ class Running:
     def begin(self, answer: array[int] = ANSWER) -> Req:
         req = Req(f"r{len(self.reqs)}", "", PROMPT[:], SamplingParams(max_new_tokens=999))
         req.answer = answer
-        req.refresh_fill_ids()
-        match = self.match(PROMPT[:-1], req)
-        req.last_node, req.prefix_len = match.last_device_node, match.device_prefix_len
-        req.last_host_node = match.last_host_node
-        req.lock = self.cache.lock(req.last_node)
-        pool = self.cache.req_to_token_pool
-        pool.alloc([req])
-        held = self.cache.path_device_indices(req.last_node)
-        pool.write((req.kv.req_pool_idx, slice(0, len(held))), held)
-        req.kv.cache_protected_len = req.kv.kv_allocated_len = len(held)
+        self.world.admit(req, PROMPT[:-1])
         self.reqs.append(req)
-        self._take_slots(req, len(PROMPT))
+        self.world.take_slots(req, req.kv.kv_allocated_len, len(PROMPT))
         self.cache.checkpoint(req, up_to=len(PROMPT))
         req.output_ids.append(answer[0])
         return req
@@ -59,57 +47,24 @@ class Running:
         """One batch: a token of each request, and what is done once its result was processed."""
         running = [req for req in self.reqs if not req.finished() and req.kv.holds_kv]
         for req in running:
-            self._take_slots(req, req.kv.kv_committed_len + 1)
+            end = req.kv.kv_committed_len
+            self.world.take_slots(req, end, end + 1)
             req.output_ids.append(req.answer[len(req.output_ids)])
         batch = SimpleNamespace(reqs=running)
         checkpoint_answers(self.cache, batch, self.every, may_free=self.may_free)
 
-    def _take_slots(self, req: Req, end: int) -> None:
-        row = self.cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        for position in range(req.kv.kv_allocated_len, end):
-            if position % PAGE == 0:
-                self.evict_for_a_page()
-                row[position] = self.world.alloc(PAGE)[0]
-            else:
-                row[position] = row[position - 1] + 1
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
-
-    def evict_for_a_page(self) -> None:
-        if self.world.allocator.available_size() < PAGE:
-            self.world.wait_for_copies()
-            self.cache.evict(EvictParams(num_tokens=PAGE))
-
-    def end(self, req: Req, reason: Any = None) -> None:
-        req.finished_reason = reason or FINISH_LENGTH(length=len(req.output_ids))
-        req.finished_len = len(req.output_ids)
-        release_kv_cache(req, self.cache, checkpoint=True)
-
-    def match(self, tokens: array[int], req: Req | None = None) -> Any:
-        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None), req=req))
-
-    def num_known(self, answer: array[int] = ANSWER) -> int:
-        return int(self.match(PROMPT + answer).device_prefix_len)
-
-    def check(self) -> None:
-        """Every slot of the device has one owner, once all requests are over."""
-        for req in self.reqs:
-            if req.kv.holds_kv:
-                self.end(req)
-        self.world.wait_for_copies()
-        self.world.until(lambda: not self.cache.ongoing_backup)
-        assert self.cache.protected_size() == 0
-        owned = self.cache.all_values_flatten()
-        assert len(set(owned.tolist())) == len(owned)
-        assert self.world.allocator.available_size() + len(owned) == self.world.allocator.size_full
-        self.cache.sanity_check()
+    def num_known(self) -> int:
+        return int(self.world.match(PROMPT + ANSWER).device_prefix_len)
 
 
 @pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        made = Running(world)
-        yield made
-        made.check()
+def running(world: CacheWorld) -> Iterator[Running]:
+    made = Running(world)
+    yield made
+    for req in made.reqs:
+        if req.kv.holds_kv:
+            world.end(req)
+    world.check_owners()
 
 
 def test_a_running_answer_is_on_nvme(running: Running) -> None:
@@ -190,9 +145,9 @@ def test_no_page_is_owned_twice_or_by_nobody(running: Running, seed: int) -> Non
             req = live.pop(source.randrange(len(live)))
             match source.randrange(3):
                 case 0:
-                    running.end(req)
+                    running.world.end(req)
                 case 1:
-                    running.end(req, FINISH_ABORT())
+                    running.world.end(req, FINISH_ABORT())
                 case 2:  # as a retraction has it
                     release_kv_cache(req, running.cache, checkpoint=source.random() < 0.5)
                     req.is_retracted = True

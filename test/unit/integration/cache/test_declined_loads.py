@@ -127,6 +127,14 @@ class Ranks(list[Rank]):
             ends.append(end)
         return ends
 
+    def read_in(self, seconds: float) -> None:
+        for rank in self:
+            rank.reads_in(seconds)
+
+    def expect_prices(self) -> None:
+        for rank in self:
+            rank.declined.expect_prices()
+
     def steps(self, number: int) -> list[str]:
         return [request for _ in range(number) for request in self.step()]
 
@@ -137,8 +145,7 @@ def test_declined_load_begins_once_its_tier_recovers(num_ranks: int) -> None:
     ranks = Ranks([BAD_S] * num_ranks)
     assert ranks.arrive("a", "b") == [DECLINED, DECLINED]
     assert ranks.steps(3 * LOOK_STEPS) == []
-    for rank in ranks:
-        rank.reads_in(GOOD_S)
+    ranks.read_in(GOOD_S)
     assert sorted(ranks.steps(2 * LOOK_STEPS + 1)) == ["a", "b"]
     # Several ranks have agreed by then: the attempt waits for no exchange.
     assert {rank.arrives("a") for rank in ranks} == {NUM_HELD}
@@ -173,12 +180,11 @@ def test_load_is_attempted_no_more_than_allowed(num_ranks: int) -> None:
     ranks.arrive("r")
     attempts = []
     for _ in range(2 * MAX_ATTEMPTS):
-        for rank in ranks:
-            rank.reads_in(GOOD_S)
+        ranks.read_in(GOOD_S)
         attempts += ranks.steps(LOOK_STEPS + 1)
         for rank in ranks:
             rank.agreement.drop_question("r")
-            rank.reads_in(BAD_S)
+        ranks.read_in(BAD_S)
         ranks.arrive("r")
     assert attempts == ["r"] * MAX_ATTEMPTS
 
@@ -191,8 +197,7 @@ def test_thousand_that_wait_cost_one_plan_a_step(num_ranks: int) -> None:
     ranks.steps(5 * LOOK_STEPS)
     assert [rank.num_plans for rank in ranks] == [num + 5 for num in before]
     for _ in range(50):
-        for rank in ranks:
-            rank.declined.expect_prices()
+        ranks.expect_prices()
         ranks.step()
         assert all(len(rank.agreement._questions) <= 1 for rank in ranks)
     assert all(rank.num_plans - num <= 55 for rank, num in zip(ranks, before, strict=True))
@@ -203,9 +208,8 @@ def test_request_that_moved_on_is_not_attempted(end: str) -> None:
     """It was asked about, and no rank knows yet what the others said."""
     ranks = Ranks([BAD_S] * 2)
     ranks.arrive("r")
-    for rank in ranks:
-        rank.reads_in(GOOD_S)
-        rank.declined.expect_prices()
+    ranks.read_in(GOOD_S)
+    ranks.expect_prices()
     assert ranks.step() == []
     for rank in ranks:
         assert "r" in rank.agreement._questions
@@ -239,8 +243,7 @@ def test_ranks_attempt_alike_whatever_they_measure(seed: int) -> None:
         elif chance < 0.6:
             source.choice(ranks).reads_in(source.choice([GOOD_S, BAD_S]))
         if source.random() < 0.5:
-            for rank in ranks:
-                rank.declined.expect_prices()
+            ranks.expect_prices()
         found = ranks.step()
         attempts += found
         for request in found:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.arg_groups.choices import RADIX_EVICTION_POLICY_CHOICES
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -30,14 +30,6 @@ NUM_PAGES, NUM_PROMPTS, NUM_AGAIN = 8, 48, 16
 the device holds."""
 
 
-def key_of(tokens: array[int]) -> RadixKey:
-    return RadixKey(tokens, None)
-
-
-def num_on_device(cache: Any, tokens: array[int]) -> int:
-    return int(cache.match_prefix(MatchPrefixParams(key=key_of(tokens))).device_prefix_len)
-
-
 class Requests:
     """What a scheduler does for a prompt, whose KV is the number of each token."""
 
@@ -52,7 +44,7 @@ class Requests:
         request = self._world.asks(name, tokens)
         self._world.until(lambda: cache.check_prefetch_progress(request))
         num_stored, _ = cache.pop_prefetch_loaded_span(request)
-        match = cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        match = self._world.match(tokens)
         if match.host_hit_length:
             assert cache.load_back(match.best_match_node)
             cache.ready_to_load_host_cache()
@@ -67,7 +59,7 @@ class Requests:
     def _compute(self, tokens: array[int], num_cached: int, priority: int) -> None:
         """The rest, while the cached part is locked, as it is while a request runs."""
         cache, allocator = self._cache, self._world.allocator
-        match = cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        match = self._world.match(tokens)
         assert match.device_prefix_len == num_cached
         lock = cache.lock(match.last_device_node)
         held = cache.path_device_indices(match.last_device_node)
@@ -83,7 +75,7 @@ class Requests:
         for buffer in self._buffers:
             buffer[slots] = fresh.expand(-1, *buffer.shape[1:])
         params = InsertParams(
-            key=key_of(tokens),
+            key=RadixKey(tokens, None),
             value=torch.cat([held, slots]),
             prev_prefix_len=num_cached,
             priority=priority,
@@ -111,12 +103,7 @@ def test_evicted_prefixes_return_from_every_tier(
         assert found["device"] > 0
         assert found["host"] > 0
         assert found["storage"] > 0
-        cache = world.cache
-        world.until(lambda: not cache.ongoing_backup)
-        assert cache.protected_size() == 0
-        total = world.allocator.available_size() + cache.evictable_size()
-        assert total == world.allocator.size_full
-        cache.sanity_check()
+        world.check_owners()
 
 
 def order_of_eviction(cache: Any, allocator: Any, settle: Callable[[], None]) -> list[int]:
@@ -126,7 +113,7 @@ def order_of_eviction(cache: Any, allocator: Any, settle: Callable[[], None]) ->
     uses = ((0, 2), (1, 0), (2, 1), (1, 0), (1, 0), (3, 2), (3, 0), (4, 0), (5, 1))
     for number, priority in uses:
         slots = allocator.alloc(len(prompts[number]))
-        key = key_of(prompts[number])
+        key = RadixKey(prompts[number], None)
         cache.insert(InsertParams(key=key, value=slots, priority=priority))
         first_slot.setdefault(number, int(slots[0]))
         settle()

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cache_world import PAGE, CacheWorld, cache_world, prompt
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
+from cache_world import PAGE, CacheWorld, hashes_of, prompt
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
 from sglang_tiered.integration.admin import calls
@@ -19,6 +17,7 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.hints import prefetch
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
@@ -26,18 +25,13 @@ from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    import threading
+    from collections.abc import Callable
 
     from sglang_tiered.integration.cache.ahead.hints import Hints
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}
-
-
-def hashes_of(tokens: array[int]) -> list[str]:
-    hashes: list[str] = get_storage_hash_str(RadixKey(tokens, None), None, page_size=PAGE)
-    return hashes
 
 
 class HintWorld:
@@ -70,8 +64,21 @@ class HintWorld:
         return self.poll()
 
     def num_in_host(self, tokens: array[int]) -> int:
-        key = RadixKey(tokens[:], None)
-        return int(self.cache.match_prefix(MatchPrefixParams(key=key)).host_hit_length)
+        return int(self.world.match(tokens).host_hit_length)
+
+    def begin(self) -> None:
+        """The first piece of a hint is being loaded."""
+        self.hint(LONG)
+        self.cache.check_hicache_events()
+        assert self.cache.ongoing_prefetch
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.cache.check_hicache_events()
+
+    def busy(self, patch: pytest.MonkeyPatch) -> None:
+        """Others leave no room for a piece."""
+        patch.setattr(self.cache.tiering.loads, "has_room_ahead", lambda _: False)
 
     def is_at_rest(self) -> bool:
         """Whether nothing of a hint is left anywhere but in its own books."""
@@ -93,28 +100,16 @@ class HintWorld:
 
 
 @pytest.fixture
-def hinting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HintWorld]:
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        world.store(LONG, SHORT)
-        yield HintWorld(world)
+def hinting(world: CacheWorld) -> HintWorld:
+    world.store(LONG, SHORT)
+    return HintWorld(world)
 
 
 @pytest.fixture
-def hold(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def hold(disk: threading.Event) -> Callable[[], None]:
     """Reads that begin now wait until this is called."""
-    import threading
-
-    gate = threading.Event()
-    engine = hinting.cache.storage.stack.nvme
-    submit = engine.submit_load
-
-    def late(run: Any, *args: Any, **kwargs: Any) -> Any:
-        gate.wait(60.0)
-        return submit(run, *args, **kwargs)
-
-    monkeypatch.setattr(engine, "submit_load", late)
-    yield gate.set
-    gate.set()
+    disk.clear()
+    return disk.set
 
 
 def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
@@ -129,24 +124,21 @@ def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
     assert stats.ended[HintEnd.LOADED] == 1
 
 
-def test_pairs_of_tokens_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_tokens_are_loaded_once(open_world: Callable[..., CacheWorld]) -> None:
     """Else the last page is loaded for ever: a page of pairs needs a token more than it has."""
-    with cache_world(tmp_path / "kv", monkeypatch, is_eagle=True) as world:
-        tokens = array("q", [*LONG, 7])
-        world.store(tokens)
-        hinting = HintWorld(world)
-        assert not hinting.hint(tokens)["done"]
-        assert hinting.wait() == DONE
-        assert hinting.hints.stats().num_tokens_loaded == len(LONG)
-        assert hinting.hint(tokens) == DONE
-        assert hinting.hints.stats().num_begun == 1
+    world, tokens = open_world(is_eagle=True), array("q", [*LONG, 7])
+    world.store(tokens)
+    hinting = HintWorld(world)
+    assert not hinting.hint(tokens)["done"]
+    assert hinting.wait() == DONE
+    assert hinting.hints.stats().num_tokens_loaded == len(LONG)
+    assert hinting.hint(tokens) == DONE
+    assert hinting.hints.stats().num_begun == 1
 
 
 def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable[[], None]) -> None:
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
-    key = RadixKey(LONG[:], None)
-    pages = map(bytes.fromhex, hinting.cache.page_hashes(key)[1:])
+    hinting.begin()
+    pages = map(bytes.fromhex, hashes_of(LONG)[1:])
     hinting.cache.hide(Erasure.of(pages, spread=False))
     assert not hinting.hints._queue.next()
     hold()
@@ -156,8 +148,7 @@ def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable
 
 
 def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
+    hinting.begin()
     cache = hinting.cache
     assert cache.cache_controller.prefetch_tokens_occupied == hinting.piece_tokens
     request = hinting.world.asks("r", SHORT)
@@ -175,9 +166,7 @@ def test_request_starts_without_waiting_for_a_hint(
     hinting: HintWorld, hold: Callable[[], None]
 ) -> None:
     """``yields`` lets loads of others arrive first that are nearly there."""
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
-    assert hinting.cache.ongoing_prefetch
+    hinting.begin()
     cold = hinting.world.asks("cold", prompt(9, 8))
     assert hinting.cache.check_prefetch_progress(cold)
     hold()
@@ -198,16 +187,38 @@ def test_hint_without_room_matches_no_chain(
     monkeypatch.setattr(loads._window, "has_room_for_next", lambda *_: False)
     hinting.hint(LONG)
     monkeypatch.setattr(hinting.cache, "match_prefix", None)
-    for _ in range(20):
-        hinting.cache.check_hicache_events()
+    hinting.steps(20)
     assert not hinting.poll()["done"]
+
+
+def test_hint_that_cannot_proceed_blocks_no_other(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device alone holds what is above its next page, say."""
+    hints = world.cache.tiering.hints
+    loader = hints._loader
+    first, second = prompts = [prompt(number, 4) for number in range(2)]
+    world.store(*prompts)
+    chains = [Chain(tokens, None, None, hashes_of(tokens)) for tokens in prompts]
+    for chain in chains:
+        assert hints.begin(chain, 0, len(chain.tokens)) is not None
+    begin, is_held_up = loader.begin, True
+
+    def begin_late(chain: Chain, *given: Any) -> PieceOutcome:
+        late = is_held_up and chain == chains[0]
+        return loader._ends(PieceOutcome.LATER) if late else begin(chain, *given)
+
+    monkeypatch.setattr(loader, "begin", begin_late)
+    world.until(lambda: world.match(second).host_hit_length == len(second))
+    is_held_up = False
+    world.until(lambda: world.match(first).host_hit_length == len(first))
 
 
 def test_busy_server_drops_a_hint_at_its_end(
     hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.busy(patch)
         hinting.hint(LONG)
         hinting.cache.check_hicache_events()
         hinting.clock.now += LIFE_S - 1
@@ -235,9 +246,7 @@ def test_one_who_asks_later_is_told_once(hinting: HintWorld) -> None:
 def test_memory_that_others_need_withdraws_a_hint(
     hinting: HintWorld, hold: Callable[[], None]
 ) -> None:
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
-    assert hinting.cache.ongoing_prefetch
+    hinting.begin()
     hinting.cache.evict_host(hinting.world.num_host_tokens)
     hinting.cache.check_hicache_events()
     assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
@@ -249,8 +258,7 @@ def test_memory_that_others_need_withdraws_a_hint(
 
 def test_load_without_room_withdraws_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
     loads = hinting.cache.tiering.loads
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
+    hinting.begin()
     loads._window = PrefetchWindow(4 * PAGE)
     request = hinting.world.asks("r", SHORT)
     assert loads.planner.loads.get(request).put_off is not None
@@ -269,7 +277,7 @@ def test_pages_evicted_before_the_end_withdraw_a_hint(
     hinting.hint(LONG)
     hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded == hinting.piece_tokens)
     with monkeypatch.context() as patch:
-        patch.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.busy(patch)
         hinting.world.until(lambda: not hinting.cache.ongoing_prefetch)
         monkeypatch.setattr(hinting.hints, "note_memory_is_short", lambda: None)
         hinting.cache.evict_host(hinting.world.num_host_tokens)
@@ -281,8 +289,7 @@ def test_host_memory_without_pages_withdraws_a_hint(hinting: HintWorld) -> None:
     pool = hinting.cache.cache_controller.mem_pool_host
     taken = pool.alloc(pool.available_size())
     hinting.hint(LONG)
-    for _ in range(4):
-        hinting.cache.check_hicache_events()
+    hinting.steps(4)
     assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
     pool.free(taken)
     assert hinting.is_at_rest()
@@ -303,16 +310,11 @@ def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     assert hinting.wait()["num_in_memory"] == len(SHORT)
 
 
-def test_prompt_beyond_the_bound_comes_in_part(hinting: HintWorld) -> None:
+def test_used_part_of_a_prompt_gives_room_back(hinting: HintWorld) -> None:
+    """Which came in part, for it is longer than all hints together may be."""
     hinting.hints._queue.capacity = 30 * PAGE
     assert hinting.hint(LONG)["num_loading"] == 30 * PAGE
     assert hinting.wait()["num_in_memory"] == 30 * PAGE
-
-
-def test_used_part_of_a_prompt_gives_room_back(hinting: HintWorld) -> None:
-    hinting.hints._queue.capacity = 30 * PAGE
-    hinting.hint(LONG)
-    hinting.wait()
     assert hinting.hint(SHORT)["status"] == 503
     hinting.hints.note_use(hashes_of(LONG)[29:30])
     hinting.hint(SHORT)
@@ -322,8 +324,7 @@ def test_used_part_of_a_prompt_gives_room_back(hinting: HintWorld) -> None:
 def test_prompt_used_while_it_loads_holds_no_room(
     hinting: HintWorld, hold: Callable[[], None]
 ) -> None:
-    hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
+    hinting.begin()
     hinting.hints.note_use(hashes_of(LONG)[-1:])
     hold()
     assert hinting.wait() == DONE
@@ -371,40 +372,56 @@ def test_damaged_page_ends_a_hint(hinting: HintWorld, monkeypatch: pytest.Monkey
     assert hinting.is_at_rest()
 
 
-@pytest.mark.parametrize("how", ["flush", "purge", "detach", "weights"])
-def test_what_takes_its_pages_ends_a_hint(
-    hinting: HintWorld, hold: Callable[[], None], how: str
-) -> None:
-    cache = hinting.cache
-    hinting.hint(LONG)
-    cache.check_hicache_events()
-    assert cache.ongoing_prefetch
-    if how == "flush":
-        hold()
-        cache.reset()
-    elif how == "purge":
-        hinting.hints.erase(Erasure(tenant=cache.hidden_tenants.tenant_of(None, None)))
-    elif how == "weights":
-        cache.change_weights(tree_is_empty=False)
-    else:
-        hold()
-        hinting.hints.end_all(module.EMPTIED)
-        hinting.world.until(lambda: not cache.has_loads_under_way)
-        assert cache.detach_storage_backend()[0]
-    why = {
-        "flush": module.EMPTIED,
-        "purge": module.PURGED,
-        "detach": module.EMPTIED,
-        "weights": module.WEIGHTS,
-    }[how]
+def why_dropped(hinting: HintWorld) -> str | None:
     found = hinting.hints._hinted.get(hashes_of(LONG)[-1])
-    assert found is not None and found.why_dropped == why
+    assert found is not None
+    return found.why_dropped
+
+
+def purge(hinting: HintWorld) -> None:
+    hinting.hints.erase(Erasure(tenant=hinting.cache.hidden_tenants.tenant_of(None, None)))
+
+
+@pytest.mark.parametrize(
+    ("take", "is_held", "why"),
+    [
+        pytest.param(lambda hinting: hinting.cache.reset(), False, module.EMPTIED, id="flush"),
+        pytest.param(purge, True, module.PURGED, id="purge"),
+        pytest.param(
+            lambda hinting: hinting.cache.change_weights(tree_is_empty=False),
+            True,
+            module.WEIGHTS,
+            id="weights",
+        ),
+    ],
+)
+def test_what_takes_its_pages_ends_a_hint(
+    hinting: HintWorld,
+    hold: Callable[[], None],
+    take: Callable[[HintWorld], None],
+    is_held: bool,
+    why: str,
+) -> None:
+    hinting.begin()
+    if not is_held:
+        hold()
+    take(hinting)
+    assert why_dropped(hinting) == why
     hold()
-    if how != "detach":
-        hinting.world.until(lambda: not cache.has_loads_under_way)
-        assert hinting.poll() == {"error": why, "status": 503}
-    else:
-        assert hinting.poll()["status"] == 503
+    hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
+    assert hinting.poll() == {"error": why, "status": 503}
+    assert hinting.is_at_rest()
+    assert hinting.num_in_host(LONG) == 0
+
+
+def test_detached_tiers_end_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
+    hinting.begin()
+    hold()
+    hinting.hints.end_all(module.EMPTIED)
+    hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
+    assert hinting.cache.detach_storage_backend()[0]
+    assert why_dropped(hinting) == module.EMPTIED
+    assert hinting.poll()["status"] == 503
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
 
@@ -422,9 +439,7 @@ def test_hint_under_way_refuses_no_flush(
         cache,
         SimpleNamespace(_engine_paused=False, is_fully_idle=lambda **_: not others_run),
     )
-    hinting.hint(LONG)
-    cache.check_hicache_events()
-    assert cache.ongoing_prefetch
+    hinting.begin()
     end_all = hinting.hints.end_all
 
     def end_and_read_on(why: str) -> None:
@@ -493,9 +508,8 @@ class OtherRank:
         self.lives = SILENT
 
     def __call__(self, question: Any) -> int:
-        return (
-            self.lives if isinstance(question, tuple) and question[0] == "hint lives" else self.end
-        )
+        is_of_life = isinstance(question, tuple) and question[0] == "hint lives"
+        return self.lives if is_of_life else self.end
 
 
 @pytest.fixture
@@ -508,7 +522,7 @@ def other(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> OtherRank:
 def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> None:
     other.end = told_end(3 * PAGE)
     hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
+    hinting.steps(1)
     assert not hinting.cache.ongoing_prefetch, "the other rank has not answered"
     hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
     assert hinting.num_in_host(LONG) == 3 * PAGE
@@ -520,7 +534,7 @@ def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> 
 
 def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -> None:
     hinting.hint(LONG)
-    hinting.cache.check_hicache_events()
+    hinting.steps(1)
     other.lives = 0
     hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
     assert hinting.poll()["status"] == 503
@@ -542,47 +556,41 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     someone = CacheRequestHandle("someone", 0)
     put_off = loads._window.put_off_load(someone, 4 * PAGE)
     hinting.hint(LONG)
-    for _ in range(3):
-        hinting.cache.check_hicache_events()
+    hinting.steps(3)
     assert not hinting.cache.ongoing_prefetch
     loads._window.withdraw_load(put_off)
     assert hinting.wait() == DONE
 
 
-def test_models_with_windows_load_what_restores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_with_windows_load_what_restores(open_world: Callable[..., CacheWorld]) -> None:
     """Their states lie at some places only, so a piece is longer there."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        world.store(LONG)
-        hinting = HintWorld(world)
-        hinting.hint(LONG)
-        assert hinting.wait() == DONE
-        assert hinting.num_in_host(LONG) == len(LONG)
-        assert hinting.is_at_rest()
+    world = open_world(has_window=True)
+    world.store(LONG)
+    hinting = HintWorld(world)
+    hinting.hint(LONG)
+    assert hinting.wait() == DONE
+    assert hinting.num_in_host(LONG) == len(LONG)
+    assert hinting.is_at_rest()
 
 
-def test_small_host_tier_loads_below_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_host_tier_loads_below_the_device(open_world: Callable[..., CacheWorld]) -> None:
     """The front is on the device, whose copy in host memory has given way; it is made again."""
-    whole = prompt(3, 12)
-    with cache_world(tmp_path / "kv", monkeypatch, is_small=True) as world:
-        world.store(whole)
-        world.compute(whole[: 4 * PAGE])
-        world.until(lambda: not world.cache.ongoing_backup)
-        world.cache.evict_host(world.num_host_tokens)
-        hinting = HintWorld(world)
-        assert hinting.hint(whole)["num_in_memory"] == 4 * PAGE
-        assert hinting.wait()["num_in_memory"] == len(whole)
-        assert hinting.num_in_host(whole) == len(whole) - 4 * PAGE
-        assert hinting.is_at_rest()
+    world, whole = open_world(is_small=True), prompt(3, 12)
+    world.store(whole)
+    world.compute(whole[: 4 * PAGE])
+    world.until(lambda: not world.cache.ongoing_backup)
+    world.cache.evict_host(world.num_host_tokens)
+    hinting = HintWorld(world)
+    assert hinting.hint(whole)["num_in_memory"] == 4 * PAGE
+    assert hinting.wait()["num_in_memory"] == len(whole)
+    assert hinting.num_in_host(whole) == len(whole) - 4 * PAGE
+    assert hinting.is_at_rest()
 
 
-def test_small_host_tier_takes_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with cache_world(tmp_path / "kv", monkeypatch, is_small=True) as world:
-        world.store(LONG)
-        hinting = HintWorld(world)
-        begun = hinting.hint(LONG)["num_loading"]
-        assert 0 < begun < len(LONG)
-        assert hinting.wait()["num_in_memory"] == begun == hinting.num_in_host(LONG)
+def test_small_host_tier_takes_what_fits(open_world: Callable[..., CacheWorld]) -> None:
+    world = open_world(is_small=True)
+    world.store(LONG)
+    hinting = HintWorld(world)
+    begun = hinting.hint(LONG)["num_loading"]
+    assert 0 < begun < len(LONG)
+    assert hinting.wait()["num_in_memory"] == begun == hinting.num_in_host(LONG)

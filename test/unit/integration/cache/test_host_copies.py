@@ -6,15 +6,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cache_world import PAGE, cache_world, prompt
+from cache_world import PAGE, prompt
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import MAX_COPIES_PER_STEP, HostCopies
 from sglang_tiered.integration.cache.loads import Loads, State
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
+    from cache_world import CacheWorld
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
 
@@ -258,21 +259,19 @@ def test_load_that_needed_no_room_may_wait_later(small: World) -> None:
     assert small.in_the_way("ours", 60) == 30
 
 
-def test_load_takes_no_device_memory_from_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_takes_no_device_memory_from_a_batch(open_world: Callable[..., CacheWorld]) -> None:
     """The cache itself: what follows a device prefix without a copy is on NVMe, and is asked for
     while SGLang goes through its queue. What a request was admitted to evict can still be."""
-    with cache_world(tmp_path, monkeypatch, is_small=True) as world:
-        cache, whole = world.cache, prompt(1, 8)
-        world.store(whole)
-        world.compute(whole[: 4 * PAGE])
-        world.until(lambda: not cache.ongoing_backup)
-        cache.evict_host(world.num_host_tokens)
-        evictable = cache.full_evictable_size()
-        assert evictable >= 4 * PAGE and not cache.tree_core.full_host_duplicates
-        request = world.asks("returns", whole)
-        assert cache.full_evictable_size() == evictable and not cache.ongoing_write_through
-        world.until(lambda: world.is_retried(request))
-        world.asks("returns", whole)
-        assert request in cache.ongoing_prefetch
+    world, whole = open_world(is_small=True), prompt(1, 8)
+    cache = world.cache
+    world.store(whole)
+    world.compute(whole[: 4 * PAGE])
+    world.until(lambda: not cache.ongoing_backup)
+    cache.evict_host(world.num_host_tokens)
+    evictable = cache.full_evictable_size()
+    assert evictable >= 4 * PAGE and not cache.tree_core.full_host_duplicates
+    request = world.asks("returns", whole)
+    assert cache.full_evictable_size() == evictable and not cache.ongoing_write_through
+    world.until(lambda: world.is_retried(request))
+    world.asks("returns", whole)
+    assert request in cache.ongoing_prefetch

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cache_world import PAGE, cache_world, prompt
+from cache_world import PAGE, CacheWorld, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
+    from collections.abc import Callable
 
 
-def test_residents_give_way_to_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residents_give_way_to_windows(open_world: Callable[..., CacheWorld]) -> None:
     """A load takes host memory for its window too, and without it all of the load is lost."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        cache, num_pages = world.cache, 8
-        for number in range(2):
-            world.compute(prompt(number, num_pages))
-        world.until(lambda: world.num_stored() and not cache.ongoing_backup)
-        cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
-        assert cache.tiering.residents.num_tokens > 0
-        windows = cache.components[ComponentType.SWA]
-        free_tokens = windows._swa_kv_pool_host.available_size()
-        assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None
+    world, num_pages = open_world(has_window=True), 8
+    cache = world.cache
+    for number in range(2):
+        world.compute(prompt(number, num_pages))
+    world.until(lambda: world.num_stored() and not cache.ongoing_backup)
+    cache.evict(EvictParams(num_tokens=2 * num_pages * PAGE))
+    assert cache.tiering.residents.num_tokens > 0
+    windows = cache.components[ComponentType.SWA]
+    free_tokens = windows._swa_kv_pool_host.available_size()
+    assert windows.alloc_prefetch_staging(free_tokens + 2 * PAGE) is not None
 
 
-def test_growing_conversation_is_one_resident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        residents = world.cache.tiering.residents
-        for num_pages in range(2, 15, 4):
-            world.compute(prompt(1, num_pages))
-            assert residents.num_tokens == num_pages * PAGE
+def test_growing_conversation_is_one_resident(world: CacheWorld) -> None:
+    for num_pages in range(2, 15, 4):
+        world.compute(prompt(1, num_pages))
+        assert world.cache.tiering.residents.num_tokens == num_pages * PAGE

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cache_world import PAGE, CacheWorld, cache_world, prompt
+from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from page_calls import store_pages
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
-from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
+from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP, LoadScheduler
 from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan, TransferCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+def world(world: CacheWorld) -> CacheWorld:
     """A window of 4 pages, and NVMe that holds two prompts, one of them longer than the window."""
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        world.store(RETURNING, SHORT)
-        world.cache.tiering.loads._window = PrefetchWindow(4 * PAGE)
-        yield world
+    world.store(RETURNING, SHORT)
+    world.cache.tiering.loads._window = PrefetchWindow(4 * PAGE)
+    return world
+
+
+@pytest.fixture
+def windowed(open_world: Callable[..., CacheWorld]) -> CacheWorld:
+    """Of a model with sliding windows; NVMe holds a prompt."""
+    world = open_world(has_window=True)
+    world.store(RETURNING)
+    return world
+
+
+def operation_of(world: CacheWorld) -> Any:
+    """The load of the returning prompt."""
+    return world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
 
 
 def overfill(world: CacheWorld) -> None:
@@ -134,59 +145,51 @@ def test_load_that_prices_left_behind_is_followed(
 
 @pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
 def test_request_weighs_all_that_it_would_lose(
-    tmp_path: Path,
+    open_world: Callable[..., CacheWorld],
     monkeypatch: pytest.MonkeyPatch,
     has_window: bool,
     num_saved: int,
     num_before: int,
 ) -> None:
     """With sliding windows SGLang drops a load of which anything is missing."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=has_window) as world:
-        world.store(RETURNING)
-        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
-        operation.completed_tokens = 12 * PAGE
-        weighed: dict[str, Any] = {}
-        costs = world.cache.tiering.planner.costs
-        monkeypatch.setattr(costs, "should_wait", lambda **asked: weighed.update(asked) or True)
-        assert not world.cache._prefetch_deadline_expired(operation)
-        assert weighed["num_saved"] == num_saved * PAGE
-        assert weighed["num_before"] == num_before * PAGE
+    world = open_world(has_window=has_window)
+    world.store(RETURNING)
+    operation = operation_of(world)
+    operation.completed_tokens = 12 * PAGE
+    weighed: dict[str, Any] = {}
+    costs = world.cache.tiering.planner.costs
+    monkeypatch.setattr(costs, "should_wait", lambda **asked: weighed.update(asked) or True)
+    assert not world.cache._prefetch_deadline_expired(operation)
+    assert weighed["num_saved"] == num_saved * PAGE
+    assert weighed["num_before"] == num_before * PAGE
 
 
 def test_request_without_its_window_waits_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    windowed: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its KV is there, and a read of the window hangs."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        world.store(RETURNING)
-        operation = world.cache.ongoing_prefetch[world.asks("r", RETURNING)].operation
-        operation.completed_tokens = len(RETURNING)
-        now = [0.0]
-        monkeypatch.setattr(world.cache.tiering.planner, "_clock", lambda: now[0])
-        assert not world.cache._prefetch_deadline_expired(operation)
-        now[0] += 2 * len(RETURNING)  # computing takes a second per token
-        assert world.cache._prefetch_deadline_expired(operation)
+    operation = operation_of(windowed)
+    operation.completed_tokens = len(RETURNING)
+    now = [0.0]
+    monkeypatch.setattr(windowed.cache.tiering.planner, "_clock", lambda: now[0])
+    assert not windowed.cache._prefetch_deadline_expired(operation)
+    now[0] += 2 * len(RETURNING)  # computing takes a second per token
+    assert windowed.cache._prefetch_deadline_expired(operation)
 
 
-def test_load_is_cut_only_where_windows_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_is_cut_only_where_windows_lie(open_world: Callable[..., CacheWorld]) -> None:
     """Three quarters of it would hide behind the queue, but only all of it can be used."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        cache = world.cache
-        key = RadixKey(RETURNING, None)
-        hashes = get_storage_hash_str(key, None, page_size=PAGE)
-        slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
-        assert all(store_pages(cache.storage, hashes, slots))
-        windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
-        store_pages(cache.storage, hashes[-2:], windows, PoolName.SWA)
-        costs = cache.tiering.planner.costs
-        load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
-        costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
-        world.asks("cold", prompt(3, 24))
-        returning = world.asks("returning", RETURNING)
-        operation = cache.ongoing_prefetch[returning].operation
-        assert operation.storage_hit_count == len(RETURNING)
+    world = open_world(has_window=True)
+    cache, hashes = world.cache, hashes_of(RETURNING)
+    slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
+    assert all(store_pages(cache.storage, hashes, slots))
+    windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
+    store_pages(cache.storage, hashes[-2:], windows, PoolName.SWA)
+    costs = cache.tiering.planner.costs
+    load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
+    costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
+    world.asks("cold", prompt(3, 24))
+    assert operation_of(world).storage_hit_count == len(RETURNING)
 
 
 @pytest.fixture
@@ -200,16 +203,11 @@ def loaded(world: CacheWorld) -> Any:
 def host_hit(world: CacheWorld) -> int:
     """What of the returning prompt is in host memory, once all that may go has gone."""
     world.cache.evict_host(world.num_host_tokens)
-    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(RETURNING, None)))
-    return int(match.host_hit_length)
-
-
-def test_ended_load_holds_only_its_prefix(world: CacheWorld, loaded: Any) -> None:
-    assert world.cache.cache_controller.prefetch_tokens_occupied == 0
-    assert world.cache.tiering.loads.num_tokens() == len(RETURNING)
+    return int(world.match(RETURNING).host_hit_length)
 
 
 def test_loaded_prefix_stays_until_its_request_is_admitted(world: CacheWorld, loaded: Any) -> None:
+    assert world.cache.cache_controller.prefetch_tokens_occupied == 0
     assert host_hit(world) == len(RETURNING)
     # The scheduler looks at the request, and device memory is too full for it.
     assert world.cache.load_has_ended(loaded)
@@ -239,14 +237,38 @@ def test_load_without_a_request_stays_evictable(world: CacheWorld) -> None:
     assert host_hit(world) == 0
 
 
-def test_last_loaded_gives_way_to_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_loaded_gives_way_to_windows(windowed: CacheWorld) -> None:
     """Else a long queue would leave none of them for new copies."""
-    with cache_world(tmp_path / "kv", monkeypatch, has_window=True) as world:
-        world.store(RETURNING)
-        request = world.asks("returning", RETURNING)
-        world.until(lambda: request not in world.cache.ongoing_prefetch)
-        assert host_hit(world) == len(RETURNING)
-        windows = world.cache.components[ComponentType.SWA]
-        free_tokens = windows._swa_kv_pool_host.available_size()
-        assert windows.alloc_prefetch_staging(free_tokens + PAGE) is not None
-        assert host_hit(world) == 0
+    request = windowed.asks("returning", RETURNING)
+    windowed.until(lambda: request not in windowed.cache.ongoing_prefetch)
+    assert host_hit(windowed) == len(RETURNING)
+    windows = windowed.cache.components[ComponentType.SWA]
+    free_tokens = windows._swa_kv_pool_host.available_size()
+    assert windows.alloc_prefetch_staging(free_tokens + PAGE) is not None
+    assert host_hit(windowed) == 0
+
+
+PROBED = hashes_of(prompt(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("wants_probe", "num_planned", "probed"),
+    [
+        (True, 10, []),
+        (True, 6, [(PROBED[6:], Tier.OBJECT)]),
+        (True, 8, [(PROBED[8:], Tier.OBJECT)]),
+        (True, 2, [(PROBED[2:6], Tier.NVME)]),
+        (True, 0, [(PROBED[:6], Tier.NVME)]),
+        pytest.param(False, 0, [], id="just measured"),
+    ],
+)
+def test_declined_tier_is_probed_with_declined_pages(
+    wants_probe: bool, num_planned: int, probed: list[tuple[list[str], Tier]]
+) -> None:
+    calls: list[tuple[list[str], Tier]] = []
+    transfers = SimpleNamespace(probe_tier=lambda hashes, tier: calls.append((hashes, tier)))
+    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: wants_probe))
+    storage: Any = SimpleNamespace(transfers=transfers)
+    spans = [Span(Tier.NVME, 6), Span(Tier.OBJECT, 4)]
+    LoadScheduler._probe_declined(loads, storage, PROBED, spans, num_planned)
+    assert calls == probed

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import random
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cache_world import PAGE, CacheWorld, cache_world, prompt
+from cache_world import PAGE, CacheWorld, prompt
 from load_states import LoadWatch, transitions
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    import threading
 
 NUM_PROMPTS, MAX_WAITING, NUM_EVENTS = 8, 12, 600
 MAX_ATTEMPTS = 8  # of SGLang's own, for a request
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Reads wait while it is not set."""
-    disk, readv = threading.Event(), FileDevice.readv
-    disk.set()
-
-    def wait_and_read(*given: Any) -> int:
-        assert disk.wait(60)
-        return readv(*given)
-
-    monkeypatch.setattr(FileDevice, "readv", wait_and_read)
-    yield disk
-    disk.set()
 
 
 class RandomRequests:
@@ -126,24 +108,23 @@ class RandomRequests:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_loads_change_state_as_the_table_says(
-    tmp_path: Path,
+    world: CacheWorld,
     monkeypatch: pytest.MonkeyPatch,
     disk: threading.Event,
     seed: int,
     num_ranks: int,
 ) -> None:
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        world.store(*(prompt(number, 3) for number in range(NUM_PROMPTS)))
-        world.cache.tiering.loads._window = PrefetchWindow(7 * PAGE)
-        requests = RandomRequests(world, disk, seed)
-        monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: requests.now)
-        if num_ranks > 1:
-            answers = [SILENT] * 9 + [-2, -1, 0]
-            world.has_ranks(monkeypatch, lambda _: requests.rnd.choice(answers))
-        requests.run()
-        found = {(before, after) for _, before, after in requests.watch.seen}
-        assert ("READING", "LANDED") in found and ("LANDED", "GONE") in found
-        assert num_ranks == 1 or ("GONE", "ASKED") in found
+    world.store(*(prompt(number, 3) for number in range(NUM_PROMPTS)))
+    world.cache.tiering.loads._window = PrefetchWindow(7 * PAGE)
+    requests = RandomRequests(world, disk, seed)
+    monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: requests.now)
+    if num_ranks > 1:
+        answers = [SILENT] * 9 + [-2, -1, 0]
+        world.has_ranks(monkeypatch, lambda _: requests.rnd.choice(answers))
+    requests.run()
+    found = {(before, after) for _, before, after in requests.watch.seen}
+    assert ("READING", "LANDED") in found and ("LANDED", "GONE") in found
+    assert num_ranks == 1 or ("GONE", "ASKED") in found
 
 
 def test_the_table_is_read_whole() -> None:

@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from cache_world import PAGE, CacheWorld, cache_world, prompt
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from cache_world import PAGE, CacheWorld, prompt
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_tiered.integration import hooks
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
 from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    import threading
+    from array import array
 
 NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
-    """Loads of one page that NVMe holds, of a disk that gives nothing while
-    ``world.disk`` is not set."""
-    disk, readv = threading.Event(), FileDevice.readv
+def world(world: CacheWorld, disk: threading.Event) -> CacheWorld:
+    """Loads of one page that NVMe holds, of a disk that gives nothing until it is set."""
+    world.store(*(prompt(number, 1) for number in range(NUM_LOADS)))
+    allow(world, 2 * NUM_LOADS)
+    disk.clear()
+    return world
+
+
+def allow(world: CacheWorld, num_pages: int) -> None:
+    """From now on so much may be under way at once."""
+    world.cache.tiering.loads._window = PrefetchWindow(num_pages * PAGE)
+
+
+def ask(world: CacheWorld, name: str, number: int) -> CacheRequestHandle:
+    return world.asks(name, prompt(number, 1))
+
+
+def store_large(world: CacheWorld, disk: threading.Event, num_pages: int) -> array[int]:
     disk.set()
+    world.store(large := prompt(900, num_pages))
+    disk.clear()
+    return large
 
-    def wait_and_read(*given: Any) -> int:
-        assert disk.wait(60)
-        return readv(*given)
 
-    monkeypatch.setattr(FileDevice, "readv", wait_and_read)
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        try:
-            world.store(*(prompt(number, 1) for number in range(NUM_LOADS)))
-            world.cache.tiering.loads._window = PrefetchWindow(2 * NUM_LOADS * PAGE)
-            disk.clear()
-            world.disk = disk  # type: ignore[attr-defined]
-            yield world
-        finally:
-            disk.set()
+def landed(
+    world: CacheWorld, disk: threading.Event, name: str, tokens: array[int]
+) -> CacheRequestHandle:
+    """A request whose load has come, and that is not admitted."""
+    disk.set()
+    request = world.asks(name, tokens)
+    world.until(lambda: not world.cache.ongoing_prefetch)
+    disk.clear()
+    return request
+
+
+def put_off_of(world: CacheWorld, request: CacheRequestHandle) -> Any:
+    return world.cache.tiering.planner.loads.get(request).put_off
 
 
 def asking(handle: CacheRequestHandle, **more: Any) -> Any:
@@ -59,16 +73,20 @@ def asking(handle: CacheRequestHandle, **more: Any) -> Any:
     )
 
 
-def scheduler_of(world: CacheWorld, **more: Any) -> Any:
+def scheduler_of(world: CacheWorld, *, enable_priority_scheduling: bool = False) -> Any:
     """Of a server that computes no prefix from both ends."""
     config = world.cache.config
     nvme = msgspec.structs.replace(config.nvme, both_ends=False)
     world.cache.config = msgspec.structs.replace(config, nvme=nvme)
-    return SimpleNamespace(tree_cache=world.cache, **more)
+    return SimpleNamespace(
+        tree_cache=world.cache,
+        enable_priority_scheduling=enable_priority_scheduling,
+        policy=SimpleNamespace(priority_sign=-1),
+    )
 
 
 def ask_all(world: CacheWorld) -> list[Any]:
-    requests = [world.asks(f"r{number}", prompt(number, 1)) for number in range(NUM_LOADS)]
+    requests = [ask(world, f"r{number}", number) for number in range(NUM_LOADS)]
     assert len(world.cache.ongoing_prefetch) == NUM_LOADS
     return requests
 
@@ -125,25 +143,25 @@ def test_late_load_behind_others_is_given_up(
     assert ended == [last]
 
 
-def test_ended_load_starts_in_the_next_step(world: CacheWorld) -> None:
+def test_ended_load_starts_in_the_next_step(world: CacheWorld, disk: threading.Event) -> None:
     requests = ask_all(world)
-    world.disk.set()  # type: ignore[attr-defined]
+    disk.set()
     world.until(lambda: not world.cache.ongoing_prefetch)
     assert all(world.cache.check_prefetch_progress(request) for request in requests)
 
 
-def test_aborted_load_gives_its_room_back(world: CacheWorld) -> None:
+def test_aborted_load_gives_its_room_back(world: CacheWorld, disk: threading.Event) -> None:
     requests = ask_all(world)
     loads = world.cache.tiering.loads
     assert loads.num_tokens() == NUM_LOADS * PAGE
     for request in requests:
         world.cache.release_aborted_request(request)
-    world.disk.set()  # type: ignore[attr-defined]
+    disk.set()
     world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
     assert not any(loads.rests(loads.planner.loads.get(each)) for each in requests)
 
 
-def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
+def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading.Event) -> None:
     """Aborted in the queue: reads of several loads are under way, and no other may get their host
     pages before these reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
@@ -157,7 +175,7 @@ def test_memory_that_is_read_into_is_not_free(world: CacheWorld) -> None:
         world.cache.check_hicache_events()
         assert host.available_size() <= before - nvme.stats().num_inflight_jobs * PAGE
     assert world.cache.has_loads_under_way
-    world.disk.set()  # type: ignore[attr-defined]
+    disk.set()
     world.until(lambda: host.available_size() == before)
     assert not world.cache.has_loads_under_way
 
@@ -168,33 +186,17 @@ def admit(world: CacheWorld, request: Any) -> None:
     world.cache.finish_storage_prefetch_admission(request, PAGE, reason=None)
 
 
-def test_put_off_loads_begin_before_anyone_asks(world: CacheWorld) -> None:
+def test_put_off_loads_begin_before_anyone_asks(world: CacheWorld, disk: threading.Event) -> None:
     """The scheduler's scan ends where memory is full; the disk must not idle until then."""
-    world.cache.tiering.loads._window = PrefetchWindow(2 * PAGE)
-    requests = [world.asks(f"r{number}", prompt(number, 1)) for number in range(4)]
+    allow(world, 2)
+    requests = [ask(world, f"r{number}", number) for number in range(4)]
     assert list(world.cache.ongoing_prefetch) == requests[:2]
-    world.disk.set()  # type: ignore[attr-defined]
+    disk.set()
     for request in requests[:2]:
         assert not any(map(world.is_retried, requests))
         admit(world, request)
     world.cache.check_hicache_events()
     assert all(map(world.is_retried, requests[2:]))
-
-
-def test_newcomer_overtakes_no_put_off_load(world: CacheWorld) -> None:
-    """Or a large load would find no room for as long as small ones come."""
-    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
-    world.disk.set()  # type: ignore[attr-defined]
-    world.store(large := prompt(900, 3))
-    world.disk.clear()  # type: ignore[attr-defined]
-    first = world.asks("first", prompt(0, 1))
-    waiting = world.asks("large", large)
-    newcomer = world.asks("newcomer", prompt(1, 1))
-    assert list(world.cache.ongoing_prefetch) == [first]
-    world.disk.set()  # type: ignore[attr-defined]
-    admit(world, first)
-    world.cache.check_hicache_events()
-    assert world.is_retried(waiting) and not world.is_retried(newcomer)
 
 
 def pass_of(world: CacheWorld, *requests: Any) -> list[Any]:
@@ -203,108 +205,87 @@ def pass_of(world: CacheWorld, *requests: Any) -> list[Any]:
     return [each for each in requests if world.cache.load_has_ended(each)]
 
 
-def test_wait_for_room_ends_when_computing_would(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits_for_room", [True, False])
+def test_wait_ends_when_computing_would(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, *, waits_for_room: bool
 ) -> None:
-    """The load before it hangs, and that after it would still gain by its turn."""
+    """The load before it hangs, and that after it would still gain by its turn; or the disk always
+    seems to be nearly there."""
     now = [0.0]
     monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: now[0])
-    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
-    world.asks("first", prompt(0, 1))
-    waiting = world.asks("waiting", prompt(1, 1))
+    if waits_for_room:
+        allow(world, 1)
+        ask(world, "first", 0)
+    waiting = ask(world, "waiting", 1)
     for now[0] in (0.0, 0.9 * PAGE):  # computing takes a second per token
         assert not pass_of(world, waiting)
     now[0] = 1.3 * (PAGE + 1)
     assert pass_of(world, waiting) == [waiting]
 
 
-def test_load_ends_when_its_request_waited_enough(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk always seems to be nearly there."""
-    now = [0.0]
-    monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: now[0])
-    request = world.asks("r", prompt(0, 1))
-    for now[0] in (0.0, 0.9 * PAGE):
-        assert not pass_of(world, request)
-    now[0] = 1.3 * (PAGE + 1)
-    assert pass_of(world, request) == [request]
-
-
-def test_no_small_load_behind_passes_a_large_one(world: CacheWorld) -> None:
-    """Nor where all of their requests could start but for their loads."""
-    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
-    world.disk.set()  # type: ignore[attr-defined]
-    world.store(large := prompt(900, 3))
-    world.disk.clear()  # type: ignore[attr-defined]
-    first = world.asks("first", prompt(0, 1))
+def test_no_small_load_behind_passes_a_large_one(world: CacheWorld, disk: threading.Event) -> None:
+    """Or it would find no room for as long as small ones come; nor where all of their requests
+    could start but for their loads."""
+    allow(world, 3)
+    large = store_large(world, disk, 3)
+    first = ask(world, "first", 0)
     waiting = [world.asks("large", large)]
     for number in range(1, 4):
-        waiting.append(world.asks(f"small{number}", prompt(number, 1)))
+        waiting.append(ask(world, f"small{number}", number))
         for _ in range(4):
             assert not pass_of(world, *waiting)
             assert not any(map(world.is_retried, waiting))
-    world.disk.set()  # type: ignore[attr-defined]
+    disk.set()
     admit(world, first)
     assert not pass_of(world, *waiting)
     assert [world.is_retried(each) for each in waiting] == [True, False, False, False]
 
 
-def test_loads_that_nobody_can_admit_give_way(world: CacheWorld) -> None:
+def test_loads_that_nobody_can_admit_give_way(world: CacheWorld, disk: threading.Event) -> None:
     """Their requests wait for an adapter's slot, say, and are not looked at."""
-    loads = world.cache.tiering.loads
-    loads._window = PrefetchWindow(2 * PAGE)
-    world.disk.set()  # type: ignore[attr-defined]
-    stuck = [world.asks(f"stuck{number}", prompt(number, 1)) for number in range(2)]
-    world.until(lambda: not world.cache.ongoing_prefetch)
-    waiting = world.asks("waiting", prompt(2, 1))
+    allow(world, 2)
+    stuck = [landed(world, disk, f"stuck{number}", prompt(number, 1)) for number in range(2)]
+    disk.set()
+    waiting = ask(world, "waiting", 2)
     for _ in range(2 * GIVES_WAY_STEPS):
         assert not pass_of(world, waiting)
     assert world.is_retried(waiting)
-    assert waiting == world.asks("waiting", prompt(2, 1))
+    assert waiting == ask(world, "waiting", 2)
     admit(world, waiting)
     # Now a slot is free for it, and it finds its prefix in memory or loads it again.
-    [gave_way] = [each for each in stuck if loads.planner.loads.get(each).put_off]
+    [gave_way] = [each for each in stuck if put_off_of(world, each)]
     assert not pass_of(world, gave_way)
     assert not pass_of(world, gave_way) and world.is_retried(gave_way)
     tokens = prompt(stuck.index(gave_way), 1)
     world.asks(gave_way.rid, tokens)
     world.until(lambda: world.cache.load_has_ended(gave_way))
-    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None)))
-    assert match.host_hit_length == PAGE
+    assert world.match(tokens).host_hit_length == PAGE
 
 
-def test_load_that_brings_more_gives_no_room_up(world: CacheWorld) -> None:
+def test_load_that_brings_more_gives_no_room_up(world: CacheWorld, disk: threading.Event) -> None:
     """Its match had shrunk: a part came, and SGLang asked for what it lacked besides."""
-    loads = world.cache.tiering.loads
-    world.disk.set()  # type: ignore[attr-defined]
-    world.store(large := prompt(900, 2))
-    loads._window = PrefetchWindow(2 * PAGE)
-    stuck = world.asks("stuck", large[:PAGE])
-    world.until(lambda: not world.cache.ongoing_prefetch)
-    world.disk.clear()  # type: ignore[attr-defined]
+    large = store_large(world, disk, 2)
+    allow(world, 2)
+    stuck = landed(world, disk, "stuck", large[:PAGE])
     world.asks("stuck", large)
     assert stuck in world.cache.ongoing_prefetch
-    waiting = world.asks("waiting", prompt(2, 1))
+    waiting = ask(world, "waiting", 2)
     for _ in range(2 * GIVES_WAY_STEPS):
         assert not pass_of(world, waiting)
-    assert loads.planner.loads.get(stuck).put_off is None
+    assert put_off_of(world, stuck) is None
     assert world.cache.tiering.loads.num_tokens() == 2 * PAGE
 
 
 def test_declined_load_that_gave_way_is_planned_again(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of it had come, and the rest was sooner computed for a moment."""
     loads, planner = world.cache.tiering.loads, world.cache.tiering.planner
-    world.disk.set()  # type: ignore[attr-defined]
-    world.store(large := prompt(900, 2))
-    loads._window = PrefetchWindow(2 * PAGE)
-    stuck = world.asks("stuck", large[:PAGE])
-    world.until(lambda: not world.cache.ongoing_prefetch)
-    world.disk.clear()  # type: ignore[attr-defined]
-    world.asks("loading", prompt(1, 1))
-    waiting = world.asks("waiting", prompt(2, 1))
+    large = store_large(world, disk, 2)
+    allow(world, 2)
+    stuck = landed(world, disk, "stuck", large[:PAGE])
+    ask(world, "loading", 1)
+    waiting = ask(world, "waiting", 2)
     monkeypatch.setattr(planner, "end_by_now", lambda *_, **__: None)
     with monkeypatch.context() as patch:
         patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
@@ -317,32 +298,29 @@ def test_declined_load_that_gave_way_is_planned_again(
 
 
 def test_request_that_yields_keeps_its_load(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+    world: CacheWorld, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lets a load that is nearly there arrive first, and many short steps pass meanwhile."""
-    loads, planner = world.cache.tiering.loads, world.cache.tiering.planner
-    loads._window = PrefetchWindow(2 * PAGE)
+    planner = world.cache.tiering.planner
+    allow(world, 2)
     monkeypatch.setattr(planner, "_clock", lambda: 0.0)
     monkeypatch.setattr(planner, "left_s", lambda _: 0.0)
-    world.disk.set()  # type: ignore[attr-defined]
-    yielding = world.asks("yielding", prompt(0, 1))
-    world.until(lambda: not world.cache.ongoing_prefetch)
-    world.disk.clear()  # type: ignore[attr-defined]
-    world.asks("nearly", prompt(1, 1))
-    waiting = world.asks("waiting", prompt(2, 1))
+    yielding = landed(world, disk, "yielding", prompt(0, 1))
+    ask(world, "nearly", 1)
+    waiting = ask(world, "waiting", 2)
     for _ in range(2 * GIVES_WAY_STEPS):
         assert not pass_of(world, waiting)
         assert not world.cache.check_prefetch_progress(yielding)
-    assert planner.loads.get(yielding).put_off is None
+    assert put_off_of(world, yielding) is None
     assert world.cache.pop_prefetch_loaded_span(yielding)[0] == PAGE
 
 
-def test_burst_of_returns_is_loaded(world: CacheWorld) -> None:
+def test_burst_of_returns_is_loaded(world: CacheWorld, disk: threading.Event) -> None:
     """Put off again and again, it takes none of the attempts that SGLang has for itself."""
     cache = world.cache
-    cache.tiering.loads._window = PrefetchWindow(2 * PAGE)
-    world.disk.set()  # type: ignore[attr-defined]
-    scheduler = scheduler_of(world, enable_priority_scheduling=False)
+    allow(world, 2)
+    disk.set()
+    scheduler = scheduler_of(world)
     reqs = [
         asking(CacheRequestHandle(f"r{number}", 0), number=number) for number in range(NUM_LOADS)
     ]
@@ -374,43 +352,37 @@ def test_burst_of_returns_is_loaded(world: CacheWorld) -> None:
 
 def test_load_with_no_attempt_left_waits_for_none(world: CacheWorld) -> None:
     """SGLang attempts it no more, so its turn would never come."""
-    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
-    world.asks("first", prompt(0, 1))
+    allow(world, 1)
+    ask(world, "first", 0)
     req = asking(CacheRequestHandle("spent", 0))
     req.storage_prefetch_retry_attempts = 8
-    scheduler = scheduler_of(world, enable_priority_scheduling=False)
+    scheduler = scheduler_of(world)
     hooks.Hooks(on_cpu=True).before_prefetch(scheduler, req)
-    assert world.cache.load_has_ended(world.asks("spent", prompt(1, 1)))
+    assert world.cache.load_has_ended(ask(world, "spent", 1))
 
 
-def test_request_elsewhere_holds_no_other_up(world: CacheWorld) -> None:
+def test_request_elsewhere_holds_no_other_up(world: CacheWorld, disk: threading.Event) -> None:
     """It was put off, and now waits for a decode server, where SGLang attempts nothing."""
-    world.cache.tiering.loads._window = PrefetchWindow(3 * PAGE)
-    world.disk.set()  # type: ignore[attr-defined]
-    world.store(large := prompt(900, 3))
-    world.disk.clear()  # type: ignore[attr-defined]
-    first = world.asks("first", prompt(0, 1))
+    allow(world, 3)
+    large = store_large(world, disk, 3)
+    first = ask(world, "first", 0)
     world.asks("elsewhere", large)
-    behind = world.asks("behind", prompt(1, 1))
-    world.disk.set()  # type: ignore[attr-defined]
+    behind = ask(world, "behind", 1)
+    disk.set()
     admit(world, first)
     world.until(lambda: world.is_retried(behind))
 
 
-def test_loads_take_turns_by_priority(world: CacheWorld) -> None:
-    world.cache.tiering.loads._window = PrefetchWindow(PAGE)
-    first = world.asks("first", prompt(0, 1))
+def test_loads_take_turns_by_priority(world: CacheWorld, disk: threading.Event) -> None:
+    allow(world, 1)
+    first = ask(world, "first", 0)
     requests = []
+    scheduler = scheduler_of(world, enable_priority_scheduling=True)
     for number, priority in enumerate([1, 5, 3], start=1):
-        scheduler = scheduler_of(
-            world,
-            enable_priority_scheduling=True,
-            policy=SimpleNamespace(priority_sign=-1),
-        )
         handle = CacheRequestHandle(f"r{priority}", 0)
         hooks.Hooks(on_cpu=True).before_prefetch(scheduler, asking(handle, priority=priority))
-        requests.append(world.asks(handle.rid, prompt(number, 1)))
-    world.disk.set()  # type: ignore[attr-defined]
+        requests.append(ask(world, handle.rid, number))
+    disk.set()
     admit(world, first)
     world.cache.check_hicache_events()
     assert [world.is_retried(request) for request in requests] == [False, True, False]
@@ -425,14 +397,14 @@ def test_declined_load_is_asked_for_once_it_gains(
     planner = world.cache.tiering.planner
     with monkeypatch.context() as patch:
         patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
-        request = world.asks("r", prompt(0, 1))
+        request = ask(world, "r", 0)
         for _ in range(num_ranks - 1):
             world.cache.check_hicache_events()
-            world.asks("r", prompt(0, 1))
+            ask(world, "r", 0)
         world.cache.storage_prefetch_retries.clear()
         assert world.cache.load_has_ended(request), "it waits for a load that was declined"
         world.cache.check_hicache_events()
         assert not world.is_retried(request) and not world.cache.ongoing_prefetch
     world.until(lambda: world.is_retried(request))
-    world.asks("r", prompt(0, 1))
+    ask(world, "r", 0)
     assert request in world.cache.ongoing_prefetch

@@ -6,29 +6,24 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from cache_world import PAGE, CacheWorld, cache_world, prompt
+from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.identity.tenants import tenant_digest
-from sglang_tiered.storage.base import NO_TENANT, Erasure
+from sglang_tiered.storage.base import Erasure
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 PAGES = 6
 
@@ -72,26 +67,14 @@ class BusyServer:
     def transfer(self, tokens: array[int]) -> Req:
         """KV arrives for a request of a decode server, which waits with it for its batch."""
         req = Req("transferred", "", tokens[:], SamplingParams(max_new_tokens=1))
-        req.refresh_fill_ids()
-        pool = self.cache.req_to_token_pool
-        pool.alloc([req])
-        pool.req_to_token[req.kv.req_pool_idx, : len(tokens)] = self.world.alloc(len(tokens))
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
-        req.lock = self.cache.lock(self.cache.root_node_handle())
+        self.world.admit(req, tokens)
+        self.world.take_slots(req, 0, len(tokens))
         self.waiting.append(req)
         return req
 
-    def end(self, req: Req) -> None:
-        """A request ends, and its KV goes into the tree."""
-        req.finished_reason, req.finished_len = FINISH_LENGTH(length=0), 0
-        release_kv_cache(req, self.cache, checkpoint=True)
-        self.world.wait_for_copies()
-
     def is_stored(self, tokens: array[int], extra_key: str | None = None) -> bool:
         """Whether NVMe has a prompt, by the name that every server gives it."""
-        is_eagle = self.cache.tree_core.is_eagle
-        key = RadixKey(tokens, extra_key, is_bigram=is_eagle).page_aligned(PAGE)
-        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        hashes = hashes_of(tokens, extra_key, is_bigram=self.cache.tree_core.is_eagle)
         return bool(self.cache.storage.lookup_leading(hashes) == len(hashes))
 
     def store(self, tokens: array[int], extra_key: str | None = None) -> None:
@@ -145,19 +128,10 @@ class BusyServer:
         self.cache.change_weights(tree_is_empty=True)
 
 
-@pytest.fixture(params=["plain", "window", "small", "eagle"])
-def busy(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[BusyServer]:
+@pytest.fixture(params=[None, "has_window", "is_small", "is_eagle"])
+def busy(request: pytest.FixtureRequest, open_world: Callable[..., CacheWorld]) -> BusyServer:
     kind = request.param
-    with cache_world(
-        tmp_path,
-        monkeypatch,
-        has_window=kind == "window",
-        is_small=kind == "small",
-        is_eagle=kind == "eagle",
-    ) as world:
-        yield BusyServer(world)
+    return BusyServer(open_world(**({kind: True} if kind else {})))
 
 
 def test_hidden_memory_comes_back_from_tiers(busy: BusyServer) -> None:
@@ -254,7 +228,8 @@ def test_kv_of_waiting_requests_stays_hidden(busy: BusyServer) -> None:
     tokens = prompt(1, PAGES)
     req = busy.transfer(tokens)
     busy.change_weights()
-    busy.end(req)
+    busy.world.end(req)
+    busy.world.wait_for_copies()
     for _ in range(20):
         busy.cache.check_hicache_events()
     assert busy.num_found(tokens) == 0
@@ -281,16 +256,3 @@ def test_stores_queued_before_are_refused(busy: BusyServer) -> None:
     hide_memory(busy.scheduler)
     assert busy.loads(tokens) > 0
     assert busy.loaded_weights(tokens) == {2.0}
-
-
-def test_old_store_of_pages_queued_again_is_refused(busy: BusyServer) -> None:
-    """A node may be queued twice: before its memory was hidden, and when it was computed anew."""
-    storage = busy.cache.storage
-    hashes = get_storage_hash_str(busy.key(prompt(1, PAGES)).page_aligned(PAGE), page_size=PAGE)
-    old = storage.gate.queue_store(hashes, num_tokens=PAGE, tenant=NO_TENANT)
-    busy.change_weights()
-    new = storage.gate.queue_store(hashes, num_tokens=PAGE, tenant=NO_TENANT)
-    slots = torch.arange(len(hashes) * PAGE)
-    admitted = [storage.begin_store(PoolName.KV, hashes, slots, each) for each in (old, new)]
-    assert [each.num_admitted for each in admitted] == [0, len(hashes)]
-    busy.world.until(admitted[1].job.wait)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.clock import Clock
 from sglang_tiered.integration.cache.load_planner import MIN_FAR_DEADLINE_S, TIERS, LoadPlanner
 from sglang_tiered.policy.cost_model import (
     MIN_GAIN,
@@ -145,12 +146,14 @@ def test_what_is_missing_is_what_comes_from_farthest(num_tokens: int, parts: lis
             assert not any(taken[:tier])
 
 
-class Now:
-    def __init__(self) -> None:
-        self.seconds = 100.0
+Made = tuple[LoadPlanner[str], Clock]
 
-    def __call__(self) -> float:
-        return self.seconds
+
+@pytest.fixture
+def made() -> Made:
+    """A planner above a quick disk and an ordinary bucket, and its clock."""
+    clock = Clock(100.0)
+    return LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), clock), clock
 
 
 def arrive(planner: LoadPlanner[str], request: str, above: int, below: int) -> int:
@@ -164,48 +167,45 @@ def arrive(planner: LoadPlanner[str], request: str, above: int, below: int) -> i
     )
 
 
-def test_only_the_slow_bucket_is_declined() -> None:
-    now = Now()
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+def test_only_the_slow_bucket_is_declined(made: Made) -> None:
+    planner, clock = made
     assert arrive(planner, "r", 3200, 3200) == 6400
     for _ in range(6):
         reading = planner.begin_read(1 << 20, Tier.OBJECT)
-        now.seconds += 30.0
+        clock.now += 30.0
         planner.end_read(reading, is_complete=True)
     assert arrive(planner, "s", 3200, 3200) == 3200
     assert planner.timings[Tier.OBJECT].durations.take().count == 6
     assert planner.timings[Tier.NVME].durations.take().count == 0
     assert not planner.wants_probe(Tier.OBJECT)  # just measured
-    now.seconds += 1000
+    clock.now += 1000
     assert planner.wants_probe(Tier.OBJECT)
 
 
-def test_reads_cut_short_teach_slowness() -> None:
-    now = Now()
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+def test_reads_cut_short_teach_slowness(made: Made) -> None:
+    planner, clock = made
     num_tried = 0
     for number in range(20):
         if arrive(planner, f"r{number}", 0, 3200):
             num_tried += 1
             planner.begins(f"r{number}")
             reading = planner.begin_read(3200 * BYTES, Tier.OBJECT)
-            now.seconds += planner.far_deadline_s
+            clock.now += planner.far_deadline_s
             planner.end_read(reading, is_complete=False)
         planner.leaves(f"r{number}")
     assert 1 <= num_tried <= 3, "a bucket that hangs was believed again and again"
 
 
-def test_a_quick_failure_teaches_nothing_about_speed() -> None:
-    now = Now()
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), now)
+def test_a_quick_failure_teaches_nothing_about_speed(made: Made) -> None:
+    planner, clock = made
     for _ in range(10):
         reading = planner.begin_read(1 << 20, Tier.OBJECT)
         planner.end_read(reading, is_complete=False)
     assert arrive(planner, "r", 0, 3200) == 3200
 
 
-def test_a_read_may_take_its_prefills_time() -> None:
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+def test_a_read_may_take_its_prefills_time(made: Made) -> None:
+    planner, _ = made
     assert planner.far_deadline_s == MIN_FAR_DEADLINE_S
     arrive(planner, "r", 0, 6400)
     planner.begins("r")
@@ -213,19 +213,19 @@ def test_a_read_may_take_its_prefills_time() -> None:
 
 
 def test_far_tiers_are_asked_fastest_first() -> None:
-    now = Now()
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (5e-2, 5e-9)), now)
+    clock = Clock(100.0)
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (5e-2, 5e-9)), clock)
     assert planner.far_order() == [Tier.PEER, Tier.OBJECT], "unmeasured, peers are nearer"
     for _ in range(4):
         reading = planner.begin_read(16 << 20, Tier.PEER)
-        now.seconds += 5.0
+        clock.now += 5.0
         planner.end_read(reading, is_complete=True)
     assert not planner.wants_probe(Tier.PEER)  # which learns
     assert planner.far_order() == [Tier.OBJECT, Tier.PEER]
 
 
 def test_tiers_go_by_the_number_of_their_cost() -> None:
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (30.0, 1e-9)), Now())
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (30.0, 1e-9)))
     assert TIERS == (Tier.NVME, Tier.PEER, Tier.OBJECT)
     spans = [(Tier.NVME, 640), (Tier.PEER, 640), (Tier.OBJECT, 640)]
     asked = {"num_held": 1920, "num_new": 2000, "num_before": 0, "num_ahead": 0}
@@ -241,9 +241,9 @@ class NeverWalked(dict[str, Any]):
     values = items = keys = __iter__  # type: ignore[assignment]
 
 
-def test_waiting_costs_the_same_beside_many_loads() -> None:
+def test_waiting_costs_the_same_beside_many_loads(made: Made) -> None:
     """With hundreds of them each step paid for their square."""
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    planner, _ = made
     for number in range(3):
         arrive(planner, f"r{number}", 3200, 3200)
         planner.begins(f"r{number}")
@@ -254,9 +254,9 @@ def test_waiting_costs_the_same_beside_many_loads() -> None:
     planner.leaves("r2")
 
 
-def test_load_that_has_landed_is_ahead_of_nobody() -> None:
+def test_load_that_has_landed_is_ahead_of_nobody(made: Made) -> None:
     """Loads from NVMe would be priced as if the bucket's were before them, and declined."""
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    planner, _ = made
     for request, num_nvme, num_object in (("landed", 0, 6400), ("loading", 6400, 0)):
         arrive(planner, request, num_nvme, num_object)
         planner.begins(request)
@@ -271,7 +271,7 @@ def test_load_that_has_landed_is_ahead_of_nobody() -> None:
 def test_loads_in_flight_are_counted_exactly(
     events: list[tuple[int, int, int]],
 ) -> None:
-    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)), Now())
+    planner: LoadPlanner[str] = LoadPlanner(make_costs((1e-4, 1e-9), (1e-2, 1e-9)))
     for number, event, num_pages in events:
         request = f"r{number}"
         if event == 0:

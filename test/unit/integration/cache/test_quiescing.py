@@ -221,65 +221,67 @@ class Server:
         return SimpleNamespace(success=self.flush_cache())
 
 
-RELEASE = {"tags": ["kv_cache"]}
-UPDATE = {"model_path": "new", "flush_cache": True}
+@pytest.fixture
+def server(cache: Any) -> Server:
+    return Server(cache)
+
+
+RELEASE = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+RESUME = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
+UPDATE = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
 
 
 def test_memory_is_released_while_stores_are_under_way(
     cache: Any,
+    server: Server,
 ) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
-    server = Server(cache)
-    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
-    server.send(ResumeMemoryOccupationReqInput(**RELEASE))
+    server.send(RELEASE)
+    server.send(RESUME)
     assert server.calls == ["released", "resumed"]
     assert cache.storage.num_kept(keys_of(prompt(4))) == 0, "the backlog was waited for"
     store(cache, prompt(4))
 
 
 def test_hanging_disk_refuses_a_release_of_memory(
-    cache: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Any, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
-    server = Server(cache)
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
-    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
-    server.send(ResumeMemoryOccupationReqInput(**RELEASE))
+    server.send(RELEASE)
+    server.send(RESUME)
     assert server.calls == []
     disk.goes_on()
     step(cache, server.is_fully_idle)
-    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    server.send(RELEASE)
     assert server.calls == ["released"]
     store(cache, prompt(4))
 
 
-def test_load_under_way_is_aborted_for_a_release(cache: Any, reading: Disk) -> None:
+def test_load_under_way_is_aborted_for_a_release(cache: Any, server: Server, reading: Disk) -> None:
     ends_with_the_gate(cache, reading)
-    server = Server(cache)
-    server.send(ReleaseMemoryOccupationReqInput(**RELEASE))
+    server.send(RELEASE)
     assert server.calls == ["released"]
     store(cache, prompt(1))
 
 
-def test_weight_update_leaves_no_old_kv_under_way(cache: Any) -> None:
+def test_weight_update_leaves_no_old_kv_under_way(cache: Any, server: Server) -> None:
     disk = begin_backlog(cache)
     ends_with_the_gate(cache, disk)
-    server = Server(cache)
-    server.send(UpdateWeightFromDiskReqInput(**UPDATE))
+    server.send(UPDATE)
     assert server.calls == ["idle"]
     assert not cache.hidden_tenants
     store(cache, prompt(4))
 
 
 def test_old_kv_after_a_refused_flush_matches_nothing(
-    cache: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Any, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = begin_backlog(cache)
-    server = Server(cache)
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
     server.refuses_flushes = True
-    server.send(UpdateWeightFromDiskReqInput(**UPDATE))
+    server.send(UPDATE)
     assert server.calls == ["busy"]
     assert cache.hidden_tenants.key_of(None, None) is not None
     disk.goes_on()

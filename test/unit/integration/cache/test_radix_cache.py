@@ -42,11 +42,18 @@ if TYPE_CHECKING:
 DEADLINE_S = 240.0
 
 
+LONGER = [*TOKENS, *range(9000, 9000 + PAGE)]
+
+
+def attach_well(cache: Any) -> None:
+    attached, message = attach(cache)
+    assert attached, message
+
+
 def attach_again(cache: Any) -> None:
     assert cache.detach_storage_backend()[0]
     assert cache.storage is None
-    attached, message = attach(cache)
-    assert attached, message
+    attach_well(cache)
 
 
 def load(cache: Any, tokens: list[int]) -> list[bool]:
@@ -119,7 +126,7 @@ def test_old_weights_kv_is_not_stored_after_attaching(
     assert cache.detach_storage_backend()[0]
     cache.change_weights(tree_is_empty=False)
     attach_again(cache)
-    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    compute(cache, LONGER)
     settle(cache)
     assert cache.process_stats().nvme.num_pages_stored == 0
     flush(cache)
@@ -139,10 +146,9 @@ def test_failed_attach_can_be_repeated_later(cache: Any, tmp_path: Path) -> None
             compute(cache, TOKENS)
             settle(cache)
             flush(cache)
-    attached, message = attach(cache)
-    assert attached, message
+    attach_well(cache)
     assert load(cache, TOKENS) == [True] * 4
-    store(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    store(cache, LONGER)
 
 
 def test_ranks_attach_tiers_and_load_together(zygotes: Zygotes, tmp_path: Path) -> None:
@@ -194,7 +200,7 @@ def test_nvme_takes_pages_after_a_session_of_updates(cache: Any) -> None:
     store(cache, TOKENS)
     send(BeginWeightUpdateReqInput())
     assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
-    compute(cache, [*TOKENS, *range(9000, 9000 + PAGE)])
+    compute(cache, LONGER)
     settle(cache)
     assert cache.process_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
     send(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], flush_cache=False))
@@ -221,5 +227,4 @@ def test_metrics_are_not_read_while_tiers_are_detached(cache: Any) -> None:
     )
     assert cache.detach_storage_backend()[0]
     step(cache, lambda: False, steps=3)
-    attached, message = attach(cache)
-    assert attached, message
+    attach_well(cache)

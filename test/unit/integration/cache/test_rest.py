@@ -7,25 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import rest
-from cache_world import PAGE, CacheWorld, cache_world, prompt
+from cache_world import PAGE, CacheWorld, prompt
 from report import Report
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TOKENS = prompt(1, 4)
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorld]:
+def world(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> CacheWorld:
     monkeypatch.setattr(rest, "LOOK_S", 0.0)
-    with cache_world(tmp_path / "kv", monkeypatch) as world:
-        world.compute(TOKENS)
-        world.until(lambda: rest.is_at_rest(scheduler(world)))
-        yield world
+    world.compute(TOKENS)
+    world.until(lambda: rest.is_at_rest(scheduler(world)))
+    return world
 
 
 def scheduler(world: CacheWorld) -> Any:
@@ -42,8 +38,7 @@ def told(world: CacheWorld, orders: Path | None = None) -> list[str]:
 
 def test_a_lock_that_stays_is_told_once(world: CacheWorld) -> None:
     assert told(world) == []
-    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
-    lock = world.cache.lock(match.last_device_node)
+    lock = world.cache.lock(world.match(TOKENS).last_device_node)
     (line,) = told(world)
     assert f"{4 * PAGE} tokens are locked" in line
     world.cache.unlock(lock)
@@ -51,8 +46,7 @@ def test_a_lock_that_stays_is_told_once(world: CacheWorld) -> None:
 
 
 def test_what_is_under_way_is_no_leftover(world: CacheWorld) -> None:
-    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
-    lock = world.cache.lock(match.last_device_node)
+    lock = world.cache.lock(world.match(TOKENS).last_device_node)
     world.cache.ongoing_load_back[1] = None
     assert told(world) == []
     del world.cache.ongoing_load_back[1]
@@ -72,7 +66,6 @@ def test_only_a_lost_host_page_is_reported(world: CacheWorld, tmp_path: Path) ->
 
 
 def test_a_leaked_host_lock_counts_as_lost_memory(world: CacheWorld, tmp_path: Path) -> None:
-    match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
-    world.cache.inc_host_lock_ref(match.last_device_node)
+    world.cache.inc_host_lock_ref(world.match(TOKENS).last_device_node)
     (tmp_path / "orders").write_text("only")
     assert any("host-memory-lost" in line for line in told(world, tmp_path / "orders"))

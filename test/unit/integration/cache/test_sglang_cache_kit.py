@@ -1,10 +1,8 @@
-"""SGLang's own fixtures of its radix cache (``sglang.test.kits.unified_radix_cache``), on stock's
-cache over stock's files and on ours over our store: what holds there must hold here.
+"""SGLang's own fixtures of its radix cache (``sglang.test.kits.unified_radix_cache``), on our cache
+over our store.
 
 The wheel brings the fixtures (configurations, trees, pools, requests, steps with checks in them),
-but none of the tests that SGLang has on them, so what is done with them here is ours. Each test
-runs on stock too, ``long`` because only another SGLang can change that: one that fails there says
-nothing about ours, and is marked with the reason.
+but none of the tests that SGLang has on them, so what is done with them here is ours.
 
 Left out of the kit: configurations with windows and Mamba states, which have no host tier anywhere
 (``requires_hicache``); ``host_memory_mode="buffer_only"``, a host tier that keeps nothing; and
@@ -13,7 +11,6 @@ components of SGLang's tree that its own tests put in the place of real ones.
 
 from __future__ import annotations
 
-import json
 import os
 import unittest
 from array import array
@@ -22,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
-from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
@@ -73,10 +68,9 @@ class Kit(
 
     __test__ = False
 
-    def __init__(self, cfg: CacheConfig, *, is_tiered: bool) -> None:
+    def __init__(self, cfg: CacheConfig) -> None:
         super().__init__("run")
         self.cfg = cfg
-        self.is_tiered = is_tiered
 
     def _init_hicache(
         self,
@@ -86,8 +80,7 @@ class Kit(
         write_policy: str = "write_through",
         **_: Any,
     ) -> None:
-        """The host tier as our launcher sets it up, on stock's class too: the kit's own copies are
-        kernels for a GPU."""
+        """The host tier as our launcher sets it up: the kit's own copies are kernels for a GPU."""
         flags: dict[str, Any] = {}
         if storage_dir is not None:
             held = get_parallel().override(
@@ -119,15 +112,6 @@ class Kit(
             self.addCleanup(cache.shutdown)
 
     def _storage_flags(self, storage_dir: str) -> dict[str, Any]:
-        if not self.is_tiered:
-            held = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(storage_dir)
-            held.__enter__()
-            self.addCleanup(held.__exit__, None, None, None)
-            return {
-                "hicache_storage_backend": "file",
-                "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 1}),
-                "hicache_storage_prefetch_policy": "wait_complete",
-            }
         nvme = NvmeConfig(directory=storage_dir, capacity_bytes=512 * MiB, region_bytes=64 * MiB)
         TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=1).to_environment(os.environ)
         return {
@@ -228,28 +212,18 @@ def allocator_of_pages(size: int, *, kvcache: Any, **arguments: Any) -> Any:
     return PagedTokenToKVPoolAllocator(size, kvcache.page_size, kvcache=kvcache, **arguments)
 
 
-@pytest.fixture(params=["tiered", pytest.param("stock", marks=pytest.mark.long)])
-def kit_for(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[CacheConfig], Kit]]:
-    """The kit of a configuration, with stock's cache or with ours."""
-    is_tiered = request.param == "tiered"
-    cache_class = TieredRadixCache if is_tiered else UnifiedRadixCache
-    monkeypatch.setattr(fixtures, "UnifiedRadixCache", cache_class)
+@pytest.fixture
+def kit(cfg: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kit]:
+    """The kit of a configuration, with our cache."""
+    monkeypatch.setattr(fixtures, "UnifiedRadixCache", TieredRadixCache)
     monkeypatch.setattr(fixtures, "TokenToKVPoolAllocator", allocator_of_pages)
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
     slow = PrefillCost((1.0, 1.0, 0.0))  # so that every load pays
     monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
-    kits: list[Kit] = []
-
-    def make(cfg: CacheConfig) -> Kit:
-        kits.append(Kit(cfg, is_tiered=is_tiered))
-        return kits[-1]
-
-    yield make
-    for kit in kits:
-        kit.doCleanups()
+    kit = Kit(cfg)
+    yield kit
+    kit.doCleanups()
 
 
 MAX_SLOTS = 512
@@ -277,10 +251,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 @with_host_tier
-def test_evicted_kv_returns_from_host_byte_for_byte(
-    kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig
-) -> None:
-    kit = kit_for(cfg)
+def test_evicted_kv_returns_from_host_byte_for_byte(kit: Kit) -> None:
     fixture = kit._build_hicache_fixture()
     tokens = kit.prompt()
     computed = kit.compute(fixture, tokens)
@@ -294,16 +265,7 @@ def test_evicted_kv_returns_from_host_byte_for_byte(
 
 
 @with_host_tier
-def test_stored_kv_survives_a_restart_byte_for_byte(
-    kit_for: Callable[[CacheConfig], Kit],
-    cfg: CacheConfig,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    kit = kit_for(cfg)
-    if cfg.has_mamba and not kit.is_tiered:
-        reason = "stock's files are read into pinned memory for Mamba states, which no CPU has"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
+def test_stored_kv_survives_a_restart_byte_for_byte(kit: Kit, tmp_path: Path) -> None:
     tokens = kit.prompt()
     first = kit._l3_consumer(str(tmp_path))
     computed = kit.compute(first, tokens)
@@ -317,10 +279,7 @@ def test_stored_kv_survives_a_restart_byte_for_byte(
 
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16)
-def test_a_request_ended_while_loading_frees_host_memory(
-    kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
-) -> None:
-    kit = kit_for(cfg)
+def test_a_request_ended_while_loading_frees_host_memory(kit: Kit, tmp_path: Path) -> None:
     tokens = kit.prompt()
     first = kit._l3_consumer(str(tmp_path))
     kit.compute(first, tokens)
@@ -341,12 +300,8 @@ def test_a_request_ended_while_loading_frees_host_memory(
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.has_swa and cfg.page_size == 1)
 def test_random_locks_and_evictions_keep_the_tree_sound(
-    kit_for: Callable[[CacheConfig], Kit],
-    cfg: CacheConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kit = kit_for(cfg)
     caches = []
 
     def build(cfg: CacheConfig) -> Any:
@@ -371,10 +326,7 @@ def test_random_locks_and_evictions_keep_the_tree_sound(
 
 
 @configurations(lambda cfg: cfg == CONFIGS[0])
-def test_a_sessions_turn_leaves_nothing_locked(
-    kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
-) -> None:
-    kit = kit_for(cfg)
+def test_a_sessions_turn_leaves_nothing_locked(kit: Kit, cfg: CacheConfig, tmp_path: Path) -> None:
     cache, allocator, pool = kit._l3_consumer(str(tmp_path))
     slot, request = kit._later_turn(cache, allocator, pool)
     request.finished_reason = FINISH_LENGTH(length=0)
@@ -386,13 +338,10 @@ def test_a_sessions_turn_leaves_nothing_locked(
 
 
 @configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16 and not cfg.has_swa)
-def test_events_add_the_disk_to_those_of_stock(
-    kit_for: Callable[[CacheConfig], Kit], cfg: CacheConfig, tmp_path: Path
-) -> None:
+def test_events_add_the_disk_to_those_of_stock(kit: Kit, cfg: CacheConfig, tmp_path: Path) -> None:
     """The one expected difference: a reader that adds up tokens without looking at the medium
     counts those on NVMe once more. Stock tells nobody what its storage holds, and a router cannot
     send a prompt to NVMe that it was not told of."""
-    kit = kit_for(cfg)
     fixture = fixtures.build_fixture(cfg, enable_kv_cache_events=True)
     cache = fixture[0]
     kit._init_hicache(cache, storage_dir=str(tmp_path))
@@ -406,7 +355,7 @@ def test_events_add_the_disk_to_those_of_stock(
         medium: sum((list(event.token_ids) for event in stored if event.medium == medium), [])
         for medium in {event.medium for event in stored}
     }
-    media = ["GPU", "CPU_PINNED", *(["DISK"] if kit.is_tiered else [])]
+    media = ["GPU", "CPU_PINNED", "DISK"]
     assert told == dict.fromkeys(media, tokens)
     hashes = {medium: kit.hashes(stored, medium) for medium in media}
     assert len(hashes["GPU"]) == len(tokens) // cfg.page_size

@@ -8,20 +8,19 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from small_cache import make_pool
 
 from sglang_tiered.integration.cache.small_host import core as small_host_core
 from sglang_tiered.integration.cpu.platform import patch_host_pools
@@ -46,22 +45,9 @@ def make_cache() -> UnifiedRadixCache:
         hicache_ratio=HOST_PAGES / DEVICE_PAGES,
     )
     set_global_server_args_for_scheduler(arguments)
-    pool = MHATokenToKVPool(
-        size=PAGE * DEVICE_PAGES,
-        page_size=PAGE,
-        dtype=torch.float32,
-        head_num=1,
-        head_dim=4,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    allocator = PagedTokenToKVPoolAllocator(
-        PAGE * DEVICE_PAGES, PAGE, torch.float32, "cpu", pool, need_sort=False
-    )
     params = CacheInitParams(
         req_to_token_pool=ReqToTokenPool(4, PAGE * DEVICE_PAGES, "cpu", enable_memory_saver=False),
-        token_to_kv_pool_allocator=allocator,
+        token_to_kv_pool_allocator=make_pool(DEVICE_PAGES, PAGE, layers=1, heads=1, dim=4),
         page_size=PAGE,
         disable=False,
         tree_components=(ComponentType.FULL,),

@@ -425,42 +425,37 @@ def test_node_with_a_gap_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert tier.stored_of(chain(1, 4)) == 4 and tier.ended[1:] == [(4 * PAGE, True)]
 
 
-def test_long_nodes_that_ended_leave_steps_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, found = Tier(), list[int]()
-    for seed in (1, 2):
+def slow_lookups(tier: Tier, num_stored: int) -> list[int]:
+    """Nodes that were stored in one go, and how long those are that are looked up from now on."""
+    for seed in range(num_stored):
         tier.insert(chain(seed, 4))
         tier.step()
-    assert len(tier.queued) == 2
+    assert len(tier.queued) == num_stored
     tier.work()
+    found: list[int] = []
 
     def look_up(hashes: Sequence[str]) -> int:
         tier.clock.now += STORES_S_PER_STEP
         found.append(len(hashes))
         return len(hashes)
 
-    monkeypatch.setattr(tier, "num_kept", look_up)
+    tier.num_kept = look_up  # type: ignore[method-assign]
+    return found
+
+
+def test_long_nodes_that_ended_leave_steps_short() -> None:
+    tier = Tier()
+    found = slow_lookups(tier, 2)
     tier.step()
     assert found == [4]
     tier.step()
     assert found == [4, 4]
 
 
-def test_stores_that_outpace_their_lookups_are_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stores_that_outpace_their_lookups_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_tiered.integration.cache.spiller.MAX_ENDED", 2)
     tier = Tier()
-    for seed in range(4):
-        tier.insert(chain(seed, 4))
-        tier.step()
-    assert len(tier.queued) == 4
-    tier.work()
-
-    def look_up(hashes: Sequence[str]) -> int:
-        tier.clock.now += STORES_S_PER_STEP
-        return len(hashes)
-
-    monkeypatch.setattr(tier, "num_kept", look_up)
+    slow_lookups(tier, 4)
     tier.step()
     assert len(tier.spiller._ended) == 1
 

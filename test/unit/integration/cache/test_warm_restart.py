@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kit.clock import Clock
+from kit.waiting import eventually
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
@@ -106,12 +106,17 @@ def tier(tmp_path: Path) -> Iterator[Tier]:
     tier.use("acme", "acme", "s3cret")
     tier.use("other", "other", None)
     tier.host.tick()
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(tier.tenants()) < 3:
-        assert time.monotonic() < deadline, "the list is not saved"
-        time.sleep(0.005)
+    eventually(lambda: len(tier.tenants()) == 3)
     yield tier
     tier.host.close()
+
+
+@pytest.fixture
+def again(tier: Tier) -> Iterator[Tier]:
+    """The server after a restart."""
+    again = Tier(tier.directory)
+    yield again
+    again.host.close()
 
 
 def pages(hashes: list[str]) -> Erasure:
@@ -193,10 +198,7 @@ def test_an_unwritable_list_fails_the_purge_and_retries(
         patch.setattr(tier.notes._device, "unlink", broken)
         assert not finished(tier.host.erase(Erasure(tenant=ACME)))
         assert ACME in tier.tenants()
-    deadline = time.monotonic() + TIMEOUT_S
-    while ACME in tier.tenants():
-        assert time.monotonic() < deadline, "it is not tried again"
-        time.sleep(0.005)
+    eventually(lambda: ACME not in tier.tenants())
 
 
 def test_the_list_holds_no_key_and_no_salt(tier: Tier) -> None:
@@ -204,8 +206,7 @@ def test_the_list_holds_no_key_and_no_salt(tier: Tier) -> None:
     assert b"acme" not in data and b"s3cret" not in data and b"other" not in data
 
 
-def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
-    again = Tier(tier.directory)
+def test_a_tenants_prompts_wait_for_its_keys(again: Tier) -> None:
     assert again.load_all() == [(None, None)]
     again.host.name_keys("acme", "wrong")
     assert again.load_all() == [(None, None)]
@@ -215,12 +216,10 @@ def test_a_tenants_prompts_wait_for_its_keys(tier: Tier) -> None:
     again.host.erase(Erasure(tenant=OTHER))
     again.host.name_keys("other", None)
     assert len(again.load_all()) == 2, "purged before it was named"
-    again.host.close()
 
 
-def test_purge_stops_the_load_of_its_tenant(tier: Tier) -> None:
+def test_purge_stops_the_load_of_its_tenant(again: Tier) -> None:
     """Else its later pieces would come to memory after it."""
-    again = Tier(tier.directory)
     again.load_all()
     again.is_slow = True
     again.host.name_keys("acme", "s3cret")
@@ -230,7 +229,6 @@ def test_purge_stops_the_load_of_its_tenant(tier: Tier) -> None:
     assert again.host._chain is not None
     again.host.erase(Erasure(tenant=ACME))
     assert again.host._chain is None
-    again.host.close()
 
 
 def test_last_page_of_pairs_is_loaded_too(tmp_path: Path) -> None:
@@ -242,17 +240,14 @@ def test_last_page_of_pairs_is_loaded_too(tmp_path: Path) -> None:
     again.host.close()
 
 
-def test_warm_loads_go_by_the_keys_of_now(tier: Tier) -> None:
+def test_warm_loads_go_by_the_keys_of_now(again: Tier) -> None:
     """Nobody would find what is loaded by a key from before a purge."""
-    again = Tier(tier.directory)
     again.cache.hidden_tenants.quarantine(None)
     marked = again.cache.hidden_tenants.key_of(None, None)
     assert again.load_all() == [(marked, None)]
-    again.host.close()
 
 
-def test_warm_loads_rest_for_a_flush(tier: Tier) -> None:
-    again = Tier(tier.directory)
+def test_warm_loads_rest_for_a_flush(again: Tier) -> None:
     again.is_slow = True
     again.host.tick()
     assert again.loader.is_loading
@@ -267,11 +262,9 @@ def test_warm_loads_rest_for_a_flush(tier: Tier) -> None:
     assert again.load_all() == [(None, None)]
     again.host.tree_was_reset()
     assert again.load_all() == [(None, None), ("acme", "s3cret")], "what it rested for is done"
-    again.host.close()
 
 
-def test_warm_piece_on_a_hung_tier_ends(tier: Tier) -> None:
-    again = Tier(tier.directory)
+def test_warm_piece_on_a_hung_tier_ends(again: Tier) -> None:
     again.is_slow = True
     again.host.tick()
     again.clock.now += LIFE_S - 1
@@ -280,7 +273,6 @@ def test_warm_piece_on_a_hung_tier_ends(tier: Tier) -> None:
     again.clock.now += 1
     again.host.tick()
     assert again.num_stopped == 1 and again.host._chain is None
-    again.host.close()
 
 
 def test_a_hung_disk_ends_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +286,8 @@ def test_a_hung_disk_ends_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     goes_on.set()
 
 
-def test_prompt_that_must_wait_goes_last(tier: Tier) -> None:
+def test_prompt_that_must_wait_goes_last(again: Tier) -> None:
     """Each look matches all of it in the tree."""
-    again = Tier(tier.directory)
     again.outcome = PieceOutcome.LATER
     again.host.name_keys("acme", "s3cret")
     assert again.load_all() == []
@@ -304,7 +295,6 @@ def test_prompt_that_must_wait_goes_last(tier: Tier) -> None:
     again.outcome = None
     again.clock.now += warm_restart.LATER_S
     assert again.load_all() == [("acme", "s3cret"), (None, None)]
-    again.host.close()
 
 
 def test_a_list_with_keys_is_removed_at_start(tmp_path: Path) -> None:

@@ -6,30 +6,23 @@ One pool of each kind that a model family brings. What cannot be run as a server
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from host_pools import hashes
 from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang_pools import LAYOUT, PAGE, PAGES, extent, heads_pools, latent_pools
 
 from sglang_tiered.codecs import make_codec
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import target_host_bytes
-from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.host_pages import (
     check_codec,
     kv_page_size,
@@ -39,11 +32,13 @@ from sglang_tiered.integration.storage.host_pages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
-PAGE, LAYERS, PAGES = 16, 3, 8
-LAYOUT = "page_first_direct"
+    from storages import Storages
+
+    from sglang_tiered.integration.storage.backend import TieredStorage
+
+LAYERS = 3
 
 
 class Tier:
@@ -83,35 +78,12 @@ class StateTier(Tier):
 
 
 def heads(dtype: torch.dtype = torch.float32) -> Tier:
-    device = MHATokenToKVPool(
-        size=PAGE * PAGES,
-        page_size=PAGE,
-        dtype=dtype,
-        head_num=2,
-        head_dim=32,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    (info,) = device.get_device_pool_infos()
-    host = MHATokenToKVPoolHost(info.buffer_info, 2.0, 0, PAGE, LAYOUT, **_extent(device))
+    device, host = heads_pools(LAYERS, dtype)
     return Tier([*device.k_buffer, *device.v_buffer], device, host)
 
 
 def latent() -> Tier:
-    device = MLATokenToKVPool(
-        size=PAGE * PAGES,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    (info,) = device.get_device_pool_infos()
-    extent = {**_extent(device), "target_layer_num": LAYERS}
-    host = MLATokenToKVPoolHost(info.buffer_info, 2.0, 0, PAGE, LAYOUT, **extent)
+    device, host = latent_pools(LAYERS)
     return Tier(list(device.kv_buffer), device, host)
 
 
@@ -124,48 +96,14 @@ def states(temporal: tuple[int, ...] = (4, 8, 16), **extra: Any) -> StateTier:
     return StateTier([tensor for tensor in (ssm, conv) if tensor.numel()], None, host)
 
 
-def _extent(device: Any) -> dict[str, int]:
-    return {"device_capacity_tokens": device.size, "start_layer": 0, "end_layer": LAYERS - 1}
-
-
 @pytest.fixture
-def open_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., TieredStorage]]:
-    nvme = NvmeConfig(directory=str(tmp_path / "kv"), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
-    environment: dict[str, str] = {}
-    TieredConfig(mode=TierMode.NVME, host_bytes=MiB, nvme=nvme).to_environment(environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
-    opened: list[TieredStorage] = []
+def open_store(storages: Storages) -> Callable[..., TieredStorage]:
+    def start(kv: Tier, **others: Tier) -> Any:
+        storages.close()  # the restart
+        pools = {PoolName(name): tier.host_pool for name, tier in others.items()}
+        return storages.open(kv.host_pool, pools)
 
-    def start(kv: Tier, **others: Tier) -> TieredStorage:
-        where = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
-        where |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-        config = HiCacheStorageConfig(
-            **where,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="m",
-        )
-        for storage in opened:
-            storage.close()  # the restart
-        opened.append(TieredStorage(config, {}))
-        opened[-1].register_mem_pool_host(kv.host_pool)
-        for name, tier in others.items():
-            opened[-1].register_mem_host_pool_v2(tier.host_pool, PoolName(name))
-        opened[-1].on_host_pools_registered()
-        return opened[-1]
-
-    yield start
-    for storage in opened:
-        storage.close()
-
-
-def hashes(*names: str) -> list[str]:
-    return [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    return start
 
 
 @pytest.mark.parametrize(
@@ -241,9 +179,9 @@ def test_draft_models_host_memory_is_within_the_cap() -> None:
     target, draft = latent(), heads()
     cap = 2 * MiB
     size = target_host_bytes(cap, target.device_pool, [draft.device_pool], page_size=PAGE)
-    extent = {**_extent(target.device_pool), "target_layer_num": LAYERS}
+    within = {**extent(target.device_pool), "target_layer_num": LAYERS}
     (info,) = target.device_pool.get_device_pool_infos()
-    made = MLATokenToKVPoolHost(info.buffer_info, 2.0, size / 1e9, PAGE, LAYOUT, **extent)
+    made = MLATokenToKVPoolHost(info.buffer_info, 2.0, size / 1e9, PAGE, LAYOUT, **within)
     (info,) = draft.device_pool.get_device_pool_infos()
     beside = MHATokenToKVPoolHost(
         info.buffer_info,
@@ -252,7 +190,7 @@ def test_draft_models_host_memory_is_within_the_cap() -> None:
         PAGE,
         LAYOUT,
         host_token_capacity=made.logical_size,
-        **_extent(draft.device_pool),
+        **extent(draft.device_pool),
     )
     taken = sum(pool.size * pool.size_per_token for pool in (made, beside))
     page_bytes = PAGE * (made.size_per_token + beside.size_per_token)
@@ -266,9 +204,7 @@ def test_cap_below_one_page_still_holds_one() -> None:
 
 
 @pytest.mark.parametrize("make", [heads, latent])
-def test_lossy_codec_sees_one_host_pages_numbers(
-    make: Callable[[], Tier],
-) -> None:
+def test_lossy_codec_sees_one_host_pages_numbers(make: Callable[[], Tier]) -> None:
     """With the axes in another order, channels of other ranges would share their steps."""
     tier = make()
     for tensor in tier.tensors:
@@ -281,7 +217,6 @@ def test_lossy_codec_sees_one_host_pages_numbers(
     (page,) = page_segments(tier.host_pool, slots, 1)
     assert layout.page_bytes == sum(segment.nbytes for segment in page)
     codec = make_codec("int8", layout)
-    assert codec is not None
     before = tier.rows(2)
     encoded = b"".join(codec.encode(page))
     assert len(encoded) < 0.6 * layout.page_bytes

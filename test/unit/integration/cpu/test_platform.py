@@ -1,14 +1,22 @@
-"""Host transfers of the reference platform against plain indexing, MHA and MLA shapes."""
+"""Host copies of both platforms without ``sgl_kernel`` against plain indexing; cores and number
+formats of the CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from sglang.srt.configs import model_config
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from transformers import PretrainedConfig
 
 from sglang_tiered.integration.cpu import platform as cpu_platform
+from sglang_tiered.integration.cpu.number_format import around_dtype
+from sglang_tiered.integration.cuda_native import host_copies
 
-PAGE, LAYERS, NUM_PAGES = 4, 3, 6
+PAGE, LAYERS, NUM_PAGES = 4, 3, 24
+BOTH = pytest.mark.parametrize("copies", [cpu_platform, host_copies], ids=["cpu", "cuda"])
 
 
 def token_indices(pages: list[int]) -> torch.Tensor:
@@ -20,47 +28,57 @@ def make_layers(width: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.randn(NUM_PAGES * PAGE, *width, generator=generator) for _ in range(LAYERS)]
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("halves", "device_width", "host_width"),
     [(2, (2, 8), (2, 8)), (1, (1, 24), (1, 24)), (1, (1, 24), (24,)), (2, (2, 128), (2, 128))],
     ids=["mha", "mla", "mla-host-without-head-axis", "rows-of-a-memory-page"],
 )
-def test_device_to_host_and_back_keeps_every_byte(
-    halves: int, device_width: tuple[int, ...], host_width: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ([4, 0, 3], [1, 5, 2]),
+        ([4, 5, 6, 1], [7, 8, 9, 0]),
+        (list(range(20)), list(reversed(range(20)))),  # more than is staged at a time
+        (list(range(2, 22)), list(range(20))),
+    ],
+    ids=["scattered", "a stretch", "reversed", "one stretch"],
+)
+def test_pages_come_back_where_they_were(
+    copies: Any,
+    halves: int,
+    device_width: tuple[int, ...],
+    host_width: tuple[int, ...],
+    source: list[int],
+    target: list[int],
 ) -> None:
     device = [layer for half in range(halves) for layer in make_layers(device_width, half)]
-    original = [layer.clone() for layer in device]
     host = [torch.full((NUM_PAGES, LAYERS, PAGE, *host_width), 7.0) for _ in range(halves)]
-    source, target = [4, 0, 3], [1, 5, 2]
-
-    cpu_platform.transfer_kv_all_layer_direct_lf_pf(
-        src_ptrs=device,
-        dst_ptrs=host,
-        src_indices=token_indices(source),
-        dst_indices=token_indices(target),
-        page_size=PAGE,
+    there, back = token_indices(source), token_indices(target)
+    copies.transfer_kv_all_layer_direct_lf_pf(
+        src_ptrs=device, dst_ptrs=host, src_indices=there, dst_indices=back, page_size=PAGE
     )
     for half in range(halves):
         for layer in range(LAYERS):
-            for from_page, to_page in zip(source, target, strict=True):
-                pages = original[half * LAYERS + layer].view(NUM_PAGES, PAGE, -1)
-                assert torch.equal(host[half][to_page, layer].view(PAGE, -1), pages[from_page])
+            pages = device[half * LAYERS + layer].view(NUM_PAGES, PAGE, -1)
+            assert torch.equal(host[half][target, layer].flatten(2), pages[source])
     untouched = [page for page in range(NUM_PAGES) if page not in target]
-    assert all((host[half][untouched] == 7.0).all() for half in range(halves))
-
-    restored = [torch.zeros_like(layer) for layer in device]
+    assert all((half[untouched] == 7.0).all() for half in host)
+    restored = [torch.full_like(layer, 7.0) for layer in device]
     for layer in range(LAYERS):
-        cpu_platform.transfer_kv_per_layer_direct_pf_lf(
+        copies.transfer_kv_per_layer_direct_pf_lf(
             src_ptrs=host,
-            dst_ptrs=[restored[half * LAYERS + layer] for half in range(halves)],
-            src_indices=token_indices(target),
-            dst_indices=token_indices(source),
+            dst_ptrs=restored[layer::LAYERS],
+            src_indices=back,
+            dst_indices=there,
             layer_id=layer,
             page_size=PAGE,
         )
-    kept = token_indices(source)
-    for before, after in zip(original, restored, strict=True):
+    kept = torch.zeros(NUM_PAGES * PAGE, dtype=torch.bool)
+    kept[there] = True
+    for before, after in zip(device, restored, strict=True):
         assert torch.equal(after[kept], before[kept])
+        assert (after[~kept] == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -84,26 +102,23 @@ def test_unpacked_layer_is_refused_instead_of_lost() -> None:
         )
 
 
+@BOTH
 @pytest.mark.parametrize("is_to_host", [True, False], ids=["to host", "to device"])
-def test_slots_across_pages_are_refused(
-    is_to_host: bool,
-) -> None:
+def test_slots_across_pages_are_refused(copies: Any, is_to_host: bool) -> None:
     """An allocator of tokens hands out the slots from 1 on, the one before takes what padding
     writes: no page of the pool."""
     size = NUM_PAGES * PAGE
     allocator = TokenToKVPoolAllocator(size - 1, torch.float32, "cpu", None, need_sort=False)
-    unaligned = allocator.alloc(PAGE)
+    unaligned, page = allocator.alloc(PAGE), token_indices([2])
     device = [layer for half in range(2) for layer in make_layers((2, 8), half)]
     host = [torch.full((NUM_PAGES, LAYERS, PAGE, 2, 8), 7.0) for _ in range(2)]
     before = [tensor.clone() for tensor in (*device, *host)]
     with pytest.raises(ValueError, match=r"whole pages of 4 slots .* not of 1, 2, 3, 4"):
         if is_to_host:
-            cpu_platform.transfer_kv_all_layer_direct_lf_pf(
-                device, host, unaligned, token_indices([2]), page_size=PAGE
-            )
+            copies.transfer_kv_all_layer_direct_lf_pf(device, host, unaligned, page, PAGE)
         else:
-            cpu_platform.transfer_kv_per_layer_direct_pf_lf(
-                host, device[::LAYERS], token_indices([2]), unaligned, 0, page_size=PAGE
+            copies.transfer_kv_per_layer_direct_pf_lf(
+                host, device[::LAYERS], page, unaligned, 0, PAGE
             )
     assert all(map(torch.equal, before, (*device, *host)))
 
@@ -120,33 +135,53 @@ def test_partial_or_reordered_page_is_refused(slots: list[int]) -> None:
 
 def test_layer_first_copy_moves_tokens() -> None:
     source, target = make_layers((2, 8), 0), make_layers((2, 8), 1)
-    cpu_platform.transfer_kv_direct(
-        source, target, torch.tensor([5, 1]), torch.tensor([0, 9]), page_size=PAGE
-    )
+    tokens = torch.tensor([5, 1]), torch.tensor([0, 9])
+    cpu_platform.transfer_kv_direct(source, target, *tokens, page_size=PAGE)
     for before, after in zip(source, target, strict=True):
         assert torch.equal(after[0], before[5]) and torch.equal(after[9], before[1])
 
 
-def test_host_pools_patched_twice_are_never_pinned() -> None:
-    class Pool:
-        def __init__(self, size: int, pin_memory: bool) -> None:
-            self.size, self.pinned = size, pin_memory
-
-    cpu_platform._never_pin(Pool)
-    patched = Pool.__init__
-    cpu_platform._never_pin(Pool)
-    assert Pool.__init__ is patched
-    assert Pool(3, True).pinned is False and Pool(size=3, pin_memory=True).size == 3
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "cores", "expected"),
-    [
-        (2, {0, 1}, "0|1"),
-        (2, {4, 1, 7, 2}, "1,4|2,7"),
-        (3, {5}, "5|5|5"),
-        (4, {0, 1}, "0|1|0|1"),
-    ],
+    [(2, {0, 1}, "0|1"), (2, {4, 1, 7, 2}, "1,4|2,7"), (3, {5}, "5|5|5"), (4, {0, 1}, "0|1|0|1")],
 )
 def test_every_rank_gets_a_core(num_ranks: int, cores: set[int], expected: str) -> None:
     assert cpu_platform.cores_per_rank(num_ranks, cores) == expected
+
+
+# ---- Number formats ----
+
+
+SGLANGS = getattr(model_config._get_and_verify_dtype, "__wrapped__", None)
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "chosen"),
+    [
+        (F32, "auto", BF16),
+        (None, "auto", BF16),
+        (F16, "auto", F16),
+        (BF16, "auto", BF16),
+        (F32, "half", F16),
+        (F32, "float16", F16),
+        (F32, "float32", F32),
+        (F16, "float32", F32),
+    ],
+)
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_float32_checkpoint_never_becomes_slow_float16(
+    checkpoint: torch.dtype | None, asked: str, chosen: torch.dtype, as_dict: bool
+) -> None:
+    original = SGLANGS or model_config._get_and_verify_dtype
+    config: Any = PretrainedConfig(dtype=checkpoint)
+    if as_dict:
+        name = None if checkpoint is None else str(checkpoint).removeprefix("torch.")
+        config = {"dtype": name}
+    assert around_dtype(original, config, asked) is chosen
+
+
+def test_sglang_itself_still_makes_float16() -> None:
+    """If it no longer does, the hook is superfluous."""
+    original = SGLANGS or model_config._get_and_verify_dtype
+    assert original({"dtype": "float32"}, "auto") is F16

@@ -1,4 +1,5 @@
-"""Which platform serves on CUDA, and what it refuses; CUDA's answers are replaced."""
+"""Which platform serves on CUDA, what it refuses, and its copies. CUDA's answers are
+replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
-from sglang_tiered.integration.cuda_native import platform
+from sglang_tiered.integration.cuda_native import host_copies, platform
 from sglang_tiered.integration.cuda_native.platform import NativeCudaPlatform
 from sglang_tiered.integration.launch import accelerator
 
@@ -157,3 +158,56 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         check=False,
     )
     assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
+
+
+# ---- Host copies, whose bytes ``cpu/test_platform.py`` compares ----
+
+
+PAGE, LAYERS, NUM_PAGES = 4, 3, 24
+
+
+def slots(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def layers_of(width: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(NUM_PAGES * PAGE, *width, generator=generator) for _ in range(LAYERS)]
+
+
+def test_layer_first_copy_moves_whole_pages() -> None:
+    source, target = layers_of((2, 8), 0), layers_of((2, 8), 1)
+    expected = [layer.clone() for layer in target]
+    host_copies.transfer_kv_direct(source, target, slots([5, 6, 1]), slots([0, 1, 9]), PAGE)
+    for before, wanted, after in zip(source, expected, target, strict=True):
+        wanted[slots([0, 1, 9])] = before[slots([5, 6, 1])]
+        assert torch.equal(after, wanted)
+
+
+def test_copies_of_all_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    original = host_copies.copy_between
+
+    def counting(sources: list[torch.Tensor], *given: Any, **options: Any) -> None:
+        launches.append(len(sources))
+        original(sources, *given, **options)
+
+    monkeypatch.setattr(host_copies, "copy_between", counting)
+    device = [layer for half in range(2) for layer in layers_of((2, 8), half)]
+    host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
+    taken, given = slots([3, 4, 9]), slots([0, 7, 2])
+    host_copies.transfer_kv_all_layer_direct_lf_pf(device, host, taken, given, PAGE)
+    host_copies.transfer_kv_per_layer_direct_pf_lf(host, device[1::LAYERS], given, taken, 1, PAGE)
+    host_copies.transfer_kv_direct(device, [d.clone() for d in device], taken, given, PAGE)
+    assert launches == [2 * LAYERS, 2, 2 * LAYERS]
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_indices_written_again_copy_other_pages(is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        source, target, indices = layers_of((2, 8), 0), layers_of((2, 8), 1), slots([5])
+        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+        indices.copy_(slots([6]))
+        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
+        copied = slots([5, 6])
+        assert all(torch.equal(t[copied], s[copied]) for s, t in zip(source, target, strict=True))

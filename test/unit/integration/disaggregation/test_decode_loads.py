@@ -2,114 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import time
 from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from cache_world import PAGE, CacheWorld, cache_world
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.cpp_utils.native_hash import _load_native_hash_module
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
-from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.disaggregation import decode_loads
-from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.integration.ranks import RankAgreement
-from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-PAGE, LAYERS, HEADS, HEAD_DIM = 16, 2, 2, 64
 SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
 TOKENS = array("q", range(20 * PAGE))
-DEVICE_TOKENS = 64 * PAGE
-DEADLINE_S = 30.0
 
 
 class Decode:
     """A decode instance's cache, and its queue of requests that wait for memory."""
 
-    def __init__(
-        self, directory: Path, server_args: Any, config: TieredConfig, page_size: int
-    ) -> None:
-        self.directory, self.page_size = directory, page_size
-        pool = MHATokenToKVPool(
-            DEVICE_TOKENS,
-            page_size=page_size,
-            dtype=torch.float32,
-            head_num=HEADS,
-            head_dim=HEAD_DIM,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(
-            DEVICE_TOKENS,
-            page_size=page_size,
-            dtype=torch.float32,
-            device="cpu",
-            kvcache=pool,
-            need_sort=False,
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(4, 1024, "cpu", enable_memory_saver=False),
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
-            tree_components=(ComponentType.FULL,),
-        )
-        self.cache: Any = TieredRadixCache(params, config)
-        self.cache.init_hicache(server_args, params)
+    def __init__(self, world: CacheWorld) -> None:
+        self.cache = world.cache
+        self._world, self.until = world, world.until
         self.queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
         self.queue.tree_cache = self.cache
-        self.queue.token_to_kv_pool = pool
+        self.queue.token_to_kv_pool = world.allocator.get_kvcache()
         self.queue.scheduler = SimpleNamespace(enable_decode_hicache=True)
         self.queue.queue = []
         self.num_requests = 0
 
     def store(self, tokens: array[int] = TOKENS) -> None:
-        """A prompt's KV gets into the store, and out of memory."""
-        value = self.allocator.alloc(len(tokens))
-        self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=value))
-        num_pages = self.cache.process_stats().nvme.num_pages + len(tokens) // self.page_size
-        self.until(lambda: self.cache.process_stats().nvme.num_pages == num_pages)
-        self.until(lambda: not self.cache.ongoing_backup)
-        self.cache.reset()
-        self.allocator.clear()
-
-    def damage(self, page: int) -> None:
-        """Flip bytes of a stored page, wherever in the file that is."""
-        (file,) = self.directory.glob("shard-*/region-*.kv")
-        size = self.cache.storage.page_bytes()
-        with file.open("r+b", buffering=0) as region:
-            at = 4096 + page * size + size // 2
-            os.pwrite(region.fileno(), b"damaged!", at)
-            os.fsync(region.fileno())
-
-    def until(self, condition: Callable[[], object]) -> None:
-        """Scheduler steps until it is so."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline
-            self.cache.check_hicache_events()
+        self._world.store(tokens)
 
     def arrives(self, tokens: array[int] = TOKENS) -> DecodeRequest:
         self.num_requests += 1
@@ -155,42 +87,15 @@ class Decode:
 def decode(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Decode]:
-    page_size = getattr(request, "param", PAGE)
-    nvme = NvmeConfig(directory=str(tmp_path / "kv"), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=8 * MiB, nvme=nvme, num_ranks=1)
-    environment: dict[str, str] = {}
-    config.to_environment(environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
-    # Slow enough that every load pays.
-    slow = PrefillCost((1.0, 1.0, 0.0))
-    monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
-    flags = {
-        flag.lstrip("-").replace("-", "_"): value
-        for flag, value in _storage_arguments(page_size).items()
-    }
-    flags["hicache_storage_prefetch_retry_max_attempts"] = 1_000_000
-    override = get_context().override_server_args(
-        **flags,
-        device="cpu",
-        page_size=page_size,
-        enable_hierarchical_cache=True,
-        hicache_io_backend="direct",
-        hicache_mem_layout="page_first_direct",
-        hicache_write_policy="write_through",
+    with cache_world(
+        tmp_path / "kv",
+        monkeypatch,
+        page_size=getattr(request, "param", PAGE),
+        hicache_storage_prefetch_retry_max_attempts=1_000_000,
         disaggregation_mode="decode",
         disaggregation_decode_enable_radix_cache=True,
-    )
-    with (
-        override as server_args,
-        get_parallel().override(
-            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
-        ),
-    ):
-        decode = Decode(tmp_path / "kv", server_args, config, page_size)
-        yield decode
-        decode.cache.release_host_resources()
+    ) as world:
+        yield Decode(world)
 
 
 def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
@@ -211,16 +116,6 @@ def test_request_waits_for_its_load_before_promising(decode: Decode) -> None:
     decode.until(lambda: not decode.waits(entry))
     assert decode.promise(entry) == len(TOKENS)
     assert decode.restores(entry) == len(TOKENS)
-
-
-def test_a_damaged_page_shortens_the_promise(decode: Decode) -> None:
-    decode.store()
-    decode.damage(page=12)
-    entry = decode.arrives()
-    decode.until(lambda: not decode.waits(entry))
-    promised = decode.promise(entry)
-    assert 0 < promised < len(TOKENS)
-    assert decode.restores(entry) == promised
 
 
 @pytest.mark.parametrize("decode", [SMALL_PAGE], indirect=True)

@@ -21,13 +21,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.config import (
-    MiB,
-    NvmeConfig,
-    TieredConfig,
-    TierMode,
-    TransferConfig,
-)
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
 from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.disaggregation.handoffs import Handoffs
 from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
@@ -208,8 +202,7 @@ def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
 
     def model_of(manager: Any) -> bytes:
         eventually(lambda: manager.endpoint._model is not None)
-        model: bytes = manager.endpoint._model
-        return model
+        return manager.endpoint._model
 
     first = rank.make(PREFILL)
     of_start = model_of(first)

@@ -7,13 +7,14 @@ import os
 import random
 import shutil
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.integration.identity import file_digests
-from sglang_tiered.integration.identity.file_digests import FileDigests, SeenFile, see
+from sglang_tiered.integration.identity.file_digests import SETTLED_NS, FileDigests, SeenFile, see
 from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def memory(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a test are young; take their times for those of old ones."""
     monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
@@ -67,7 +68,6 @@ def test_one_byte_anywhere_is_another_digest(memory: Path, file: Path, position:
     assert read(memory, file)[0] != [before]
 
 
-@pytest.mark.usefixtures("settled")
 def test_second_start_reads_nothing(memory: Path, file: Path) -> None:
     first, num_bytes = read(memory, file)
     assert num_bytes == SIZE
@@ -76,17 +76,6 @@ def test_second_start_reads_nothing(memory: Path, file: Path) -> None:
     assert [path.name for path in memory.iterdir()] == [WEIGHTS_NAME]
 
 
-@pytest.mark.usefixtures("settled")
-def test_copy_of_a_file_has_its_digest(memory: Path, file: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "elsewhere.bin"
-    shutil.copyfile(file, copy)
-    os.utime(copy, ns=(1, 1))
-    digests, num_bytes = read(memory, file, copy)
-    assert digests[0] == digests[1]
-    assert num_bytes == 2 * SIZE
-
-
-@pytest.mark.usefixtures("settled")
 def test_edit_with_restored_times_is_read_again(memory: Path, file: Path) -> None:
     (before,), _ = read(memory, file)
     status = file.stat()
@@ -101,7 +90,6 @@ def test_edit_with_restored_times_is_read_again(memory: Path, file: Path) -> Non
     assert digests != [before] and num_bytes == SIZE
 
 
-@pytest.mark.usefixtures("settled")
 def test_other_content_with_an_equal_stamp_is_read(memory: Path, file: Path) -> None:
     """Images of read-only file systems are built with times and inodes of their own choice."""
     read(memory, file)
@@ -114,43 +102,39 @@ def test_other_content_with_an_equal_stamp_is_read(memory: Path, file: Path) -> 
     file.write_bytes(content)
 
 
-class Statvfs:
-    """What the system says of the file system of a file."""
-
-    def __init__(self, flags: int) -> None:
-        self.f_flag = flags
-
-
-@pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize("is_read_only", [True, False])
+@pytest.mark.parametrize(
+    ("is_read_only", "is_real", "is_trusted"),
+    [(True, False, False), (False, False, True), (True, True, True)],
+)
 def test_times_chosen_by_an_image_are_ignored(
-    memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, *, is_read_only: bool
+    memory: Path,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_read_only: bool,
+    is_real: bool,
+    is_trusted: bool,
 ) -> None:
     """There ctime is what the builder chose, like mtime: a rebuilt image may repeat all of them."""
-    flags = os.ST_RDONLY if is_read_only else 0
-    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(flags))
+    flags = SimpleNamespace(f_flag=os.ST_RDONLY if is_read_only else 0)
+    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: flags)
+    if is_real:
+        os.utime(file, ns=(1, 1))
     (digest,), _ = read(memory, file)
     seen = see(file)
-    assert seen.stamp.changed_ns == seen.stamp.modified_ns
+    assert (seen.stamp.changed_ns == seen.stamp.modified_ns) != is_real
     digests = FileDigests(memory)
     digests.recall()
     assert digests.likely(seen) == digest
-    assert digests.known(seen) == (None if is_read_only else digest)
-    assert read(memory, file) == ([digest], SIZE if is_read_only else 0)
+    assert digests.known(seen) == (digest if is_trusted else None)
+    assert read(memory, file) == ([digest], 0 if is_trusted else SIZE)
 
 
-@pytest.mark.usefixtures("settled")
-def test_read_only_disk_with_real_times_is_trusted(
+def test_recently_changed_file_is_not_remembered(
     memory: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_digests.os, "fstatvfs", lambda _: Statvfs(os.ST_RDONLY))
-    os.utime(file, ns=(1, 1))
-    (digest,), _ = read(memory, file)
-    assert known(memory, see(file)) == digest
-
-
-def test_recently_changed_file_is_not_remembered(memory: Path, file: Path) -> None:
     """Within one tick of its file system's clock it could change again unseen."""
+    monkeypatch.setattr(file_digests, "SETTLED_NS", SETTLED_NS)
     os.utime(file)
     assert read(memory, file)[1] == SIZE
     assert not (memory / WEIGHTS_NAME).exists()
@@ -164,7 +148,6 @@ def test_file_changed_since_seen_has_no_digest(memory: Path, file: Path) -> None
     assert FileDigests(memory).read([seen], NEVER) == {}
 
 
-@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize(
     "content",
     [
@@ -185,22 +168,12 @@ def test_damaged_or_foreign_memory_costs_a_reading(
     assert read(memory, file)[1] == 0
 
 
-@pytest.mark.usefixtures("settled")
-def test_memory_with_a_flipped_bit_is_not_believed(memory: Path, file: Path) -> None:
-    first, _ = read(memory, file)
-    content = bytearray((memory / WEIGHTS_NAME).read_bytes())
-    content[-3] ^= 1  # of the digest
-    (memory / WEIGHTS_NAME).write_bytes(content)
-    assert read(memory, file) == (first, SIZE)
-
-
 def test_digests_are_found_where_nothing_can_be_remembered(
     tmp_path: Path, memory: Path, file: Path
 ) -> None:
     assert read(tmp_path / "absent", file) == read(memory, file)
 
 
-@pytest.mark.usefixtures("settled")
 def test_memory_drops_the_earliest_read_files(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +185,6 @@ def test_memory_drops_the_earliest_read_files(
     assert [known(memory, see(path)) is not None for path in paths] == [False, True, True]
 
 
-@pytest.mark.usefixtures("settled")
 def test_refetched_file_has_a_likely_digest(memory: Path, file: Path, tmp_path: Path) -> None:
     (digest,), _ = read(memory, file)
     anew = tmp_path / "anew"
@@ -238,7 +210,6 @@ def hold(memory: Path) -> int:
     return fd
 
 
-@pytest.mark.usefixtures("settled")
 def test_ranks_of_a_server_read_a_file_once(memory: Path, file: Path) -> None:
     held = hold(memory)
     ranks = [FileDigests(memory) for _ in range(4)]

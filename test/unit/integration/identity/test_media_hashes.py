@@ -96,11 +96,7 @@ def test_image_object_loses_its_client_hash(configure: Configure, images: Any) -
 
 @pytest.mark.parametrize(
     ("mode", "nvme"),
-    [
-        (TierMode.NVME, {"trust_mm_hashes": True}),
-        (TierMode.HOST, {}),
-        (TierMode.OFF, {}),
-    ],
+    [(TierMode.NVME, {"trust_mm_hashes": True}), (TierMode.HOST, {}), (TierMode.OFF, {})],
 )
 def test_trusted_hashes_and_untiered_servers_are_untouched(
     configure: Configure, mode: TierMode, nvme: dict[str, Any]

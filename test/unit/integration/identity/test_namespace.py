@@ -1,9 +1,9 @@
-"""Everything that changes the meaning of KV bytes changes the namespace."""
+"""Everything that changes the meaning of KV bytes changes the namespace, and what is said of a
+handoff."""
 
 from __future__ import annotations
 
 import json
-from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from sglang.srt.arg_groups.fields.model import Model
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
 
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
@@ -40,10 +41,6 @@ def make_pool(**changes: Any) -> SimpleNamespace:
 
 def digest(identity: dict[str, Any] = IDENTITY, **pool: Any) -> bytes:
     return namespace.digest(identity, {"kv": namespace.describe_pool(make_pool(**pool))})
-
-
-def test_same_meaning_has_the_same_namespace() -> None:
-    assert digest() == digest() and len(digest()) == 32
 
 
 @pytest.mark.parametrize(
@@ -93,6 +90,12 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
+def answer(identity: dict[str, Any], directory: Path) -> bytes:
+    found = NamespaceSearch(identity, {}, directory, patience_s=TIMEOUT_S).answer
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
     """The namespace of a process with these settings, by SGLang's own published configuration."""
@@ -102,11 +105,30 @@ def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     def identify(**settings: Any) -> bytes:
         with get_context().override_server_args(**{"model_path": str(model), **settings}):
             identity = namespace.server_identity(storage_config())
-        answer = NamespaceSearch(identity, {}, tmp_path / "kv", patience_s=TIMEOUT_S).answer
-        assert answer is not None
-        return answer
+        return answer(identity, tmp_path / "kv")
 
     return identify
+
+
+@pytest.fixture
+def handed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+    """The digest that goes with a handoff of such a process."""
+    monkeypatch.setattr(namespace, "_files_are_old", False)
+
+    def identify(
+        name: str | None = None, kv: str = "bfloat16", *, draft: bool = False, **settings: Any
+    ) -> bytes:
+        with get_context().override_server_args(**{"model_path": str(model), **settings}):
+            identity = namespace.handoff_identity(name, kv, with_draft=draft)
+        return answer(identity, tmp_path / "kv")
+
+    return identify
+
+
+def weights(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
 
 
 def adapter(path: Path) -> SimpleNamespace:
@@ -197,27 +219,26 @@ def test_file_in_a_setting_counts_by_its_bytes(
     assert identify(**{setting: str(files[1])}) != one
 
 
-def test_adapter_of_the_loader_counts_by_bytes(
-    identify: Callable[..., bytes], tmp_path: Path
+@pytest.mark.parametrize(
+    "settings_of",
+    [
+        lambda folder: {"speculative_draft_model_path": str(folder)},
+        # SGLang makes the id of such an adapter from its name and path alone.
+        lambda folder: {"lora_paths": [adapter(folder)]},
+        lambda folder: {
+            "model_loader_extra_config": json.dumps({"qlora_adapter_name_or_path": str(folder)})
+        },
+    ],
+    ids=["draft", "adapter", "adapter of the loader"],
+)
+def test_folder_in_a_setting_counts_by_its_bytes(
+    identify: Callable[..., bytes], tmp_path: Path, settings_of: Callable[[Path], dict[str, Any]]
 ) -> None:
-    adapter = tmp_path / "qlora"
-    adapter.mkdir()
-    (adapter / "adapter_model.bin").write_bytes(b"old")
-    config = json.dumps({"qlora_adapter_name_or_path": str(adapter)})
-    before = identify(model_loader_extra_config=config)
-    assert identify(model_loader_extra_config=config) == before
-    (adapter / "adapter_model.bin").write_bytes(b"new")
-    assert identify(model_loader_extra_config=config) != before
-
-
-def test_draft_model_counts_by_its_bytes(identify: Callable[..., bytes], tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "model.safetensors").write_bytes(b"old")
-    before = identify(speculative_draft_model_path=str(draft))
-    assert identify(speculative_draft_model_path=str(draft)) == before != identify()
-    (draft / "model.safetensors").write_bytes(b"new")
-    assert identify(speculative_draft_model_path=str(draft)) != before
+    folder = weights(tmp_path / "folder", b"old")
+    before = identify(**settings_of(folder))
+    assert identify(**settings_of(folder)) == before != identify()
+    weights(folder, b"new")
+    assert identify(**settings_of(folder)) != before
 
 
 @pytest.mark.parametrize(
@@ -229,11 +250,6 @@ def test_weights_that_come_from_no_file_start_anew(
     identify: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
     assert identify(**settings) != identify(**settings)
-
-
-def test_folder_without_weights_starts_anew(identify: Callable[..., bytes], model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    assert identify() != identify()
 
 
 def test_storage_attached_after_an_update_ignores_files(
@@ -259,37 +275,92 @@ def test_renamed_sglang_setting_stops_the_server(
             namespace.server_identity(storage_config())
 
 
-def test_adapter_retrained_in_place_is_another_namespace(
-    identify: Callable[..., bytes], tmp_path: Path
+# ---- What must be equal on two servers that hand KV over ----
+
+
+def test_weights_of_equal_shape_are_other_weights(
+    handed: Callable[..., bytes], model: Path
 ) -> None:
-    """SGLang makes the id of a ``--lora-paths`` adapter from its name and path alone, so KV of the
-    old weights would be found under the new ones after a restart."""
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(b"old weights")
-    before = identify(lora_paths=[adapter(folder)])
-    assert identify(lora_paths=[adapter(folder)]) == before
-    weights.write_bytes(b"new weights")
-    assert identify(lora_paths=[adapter(folder)]) != before
+    before = handed()
+    assert handed() == before
+    weights(model, b"retrain")
+    assert handed() != before
 
 
-def test_adapters_and_base_model_share_no_page_key() -> None:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-    from sglang.srt.sampling.sampling_params import SamplingParams
+def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
+    """``--tp-size`` 1 hands over to 2, though neither finds the other's stored pages."""
+    with get_context().override_server_args(model_path=str(model)):
+        parts = namespace.server_identity(storage_config())
+        handed = namespace.handoff_identity(None, "bfloat16", with_draft=True)
+    geometry = {"tp", "pp", "attn_cp", "dcp"}
+    assert geometry <= parts.keys()
+    assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
 
-    tokens = array("q", range(128))
 
-    def page_keys(adapter: str | None, tenant: str | None) -> tuple[str, ...]:
-        request = Req(
-            "r", "", tokens, SamplingParams(), lora_id=adapter, extra_key=tenant, vocab_size=320
-        )
-        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
-        return tuple(get_storage_hash_str(key, None, page_size=64))
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "float32"}, {"quantization": "fp8"}, {"weight_version": "v2"}, {"kv": "float16"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_formats_are_another_model(
+    handed: Callable[..., bytes], settings: dict[str, Any]
+) -> None:
+    assert handed(**settings) != handed()
 
-    askers = [(None, None), ("a" * 32, None), ("b" * 32, None), ("a" * 32, "t"), (None, "t")]
-    keys = [page_keys(*asker) for asker in askers]
-    assert all(len(pages) == 2 for pages in keys)
-    assert len({page for pages in keys for page in pages}) == 2 * len(askers)
+
+def test_speculation_without_kv_may_differ(handed: Callable[..., bytes]) -> None:
+    assert handed(speculative_algorithm="NGRAM") == handed()
+
+
+def test_draft_whose_kv_travels_counts(handed: Callable[..., bytes], tmp_path: Path) -> None:
+    draft = weights(tmp_path / "draft", b"old")
+    before = handed(draft=True, speculative_draft_model_path=str(draft))
+    weights(draft, b"new")
+    assert handed(draft=True, speculative_draft_model_path=str(draft)) != before
+
+
+def test_adapters_are_no_part_of_the_model(handed: Callable[..., bytes], tmp_path: Path) -> None:
+    """They go with the requests that use them."""
+    assert handed(lora_paths=[adapter(weights(tmp_path / "one", b"adapter"))]) == handed()
+
+
+def test_declared_name_stands_for_the_files(handed: Callable[..., bytes], model: Path) -> None:
+    before = handed("demo")
+    weights(model, b"retrain")
+    assert handed("demo") == before
+    assert handed("demo", load_format="dummy") == before
+    assert handed("other") != before
+    assert handed("demo", "float16") != before, "bytes would be read as other numbers"
+    assert handed("demo", weight_version="v2") != before
+
+
+def test_weights_in_no_file_have_no_equal(handed: Callable[..., bytes]) -> None:
+    assert handed(load_format="dummy") != handed(load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("role", "transfer", "received"),
+    [
+        ("decode", TransferConfig(), {}),
+        ("decode", TransferConfig(codec="zstd"), {}),
+        ("decode", TransferConfig(codec="int8"), {"transfer_codec": "int8"}),
+        ("decode", TransferConfig(model_name="demo"), {"transfer_model": "demo"}),
+        ("prefill", TransferConfig(codec="int8", model_name="demo"), {}),
+        ("decode", None, {}),
+    ],
+)
+def test_received_kv_that_differs_is_kept_apart(
+    role: str, transfer: TransferConfig | None, received: dict[str, Any]
+) -> None:
+    with get_context().override_server_args(disaggregation_mode=role):
+        assert namespace.received_identity(transfer) == received
+
+
+def test_server_that_may_receive_stores_apart_at_once() -> None:
+    """Its tiers are open when it becomes decode, and their namespace is one for its life."""
+    transfer = TransferConfig(codec="int8")
+    for role in ("prefill", "decode"):
+        with get_context().override_server_args(
+            disaggregation_mode=role, enable_pd_role_switch=True
+        ):
+            assert namespace.received_identity(transfer) == {"transfer_codec": "int8"}

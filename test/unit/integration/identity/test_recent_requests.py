@@ -14,9 +14,7 @@ from sglang_tiered.integration.identity.tenants import HiddenTenants
 from sglang_tiered.storage.base import NO_TENANT
 
 
-def test_recent_requests_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recent_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_requests, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(recent_requests, "_MAX_BYTES", 100 * 8 + 300)
     recent = RecentRequests()

@@ -4,8 +4,8 @@ nodes."""
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
+import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -13,10 +13,12 @@ from sglang_tiered.integration.identity import tenants
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT, HiddenTenants, tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
-if TYPE_CHECKING:
-    import pytest
-
 A = tenant_digest("a", "salt")
+
+
+@pytest.fixture
+def purged() -> HiddenTenants:
+    return HiddenTenants()
 
 
 def test_tenants_differ_wherever_key_or_salt_do() -> None:
@@ -37,15 +39,13 @@ def test_the_digest_of_a_tenant_never_changes() -> None:
     assert tenant_digest("acme", "s3cret").hex() == "0b8a913a166c607b8510e0cd2028e85a"
 
 
-def test_without_a_purge_keys_stay_as_they_are() -> None:
-    purged = HiddenTenants()
+def test_without_a_purge_keys_stay_as_they_are(purged: HiddenTenants) -> None:
     assert not purged
     assert [purged.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
     assert not purged.is_hidden("a", "salt")
 
 
-def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
-    purged = HiddenTenants()
+def test_purged_tenant_gets_another_key_and_keeps_identity(purged: HiddenTenants) -> None:
     purged.quarantine(A)
     first = purged.key_of("a", "salt")
     assert first != "a"
@@ -62,8 +62,7 @@ def test_purged_tenant_gets_another_key_and_keeps_identity() -> None:
     assert purged.tenant_of(first, "salt") == A
 
 
-def test_a_purge_of_everything_concerns_all_and_none() -> None:
-    purged = HiddenTenants()
+def test_a_purge_of_everything_concerns_all_and_none(purged: HiddenTenants) -> None:
     purged.quarantine(None)
     untenanted = purged.key_of(None, None)
     assert untenanted
@@ -76,8 +75,7 @@ def test_a_purge_of_everything_concerns_all_and_none() -> None:
     assert purged.is_hidden(None, None) and not purged.is_hidden(untenanted, None)
 
 
-def test_sglangs_suffix_of_a_marked_key_counts() -> None:
-    purged = HiddenTenants()
+def test_sglangs_suffix_of_a_marked_key_counts(purged: HiddenTenants) -> None:
     purged.quarantine(A)
     assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
         "a|ns", "salt"
@@ -91,8 +89,7 @@ def test_user_key_is_never_read_as_mark() -> None:
     assert purged.tenant_of(forged, "salt") != A
 
 
-def test_marks_are_no_part_of_a_page_hash() -> None:
-    purged = HiddenTenants()
+def test_marks_are_no_part_of_a_page_hash(purged: HiddenTenants) -> None:
     key = [RadixKey(array("q", range(16)), "a", cache_salt="salt")]
     for tenant in (A, None, A):
         purged.quarantine(tenant)
@@ -106,9 +103,10 @@ def test_marks_are_no_part_of_a_page_hash() -> None:
     )
 
 
-def test_hidden_tenants_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_tenants_are_bounded_in_number(
+    purged: HiddenTenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tenants, "MAX_HIDDEN_TENANTS", 3)
-    purged = HiddenTenants()
     for number in range(3):
         purged.quarantine(tenant_digest(str(number), None))
     assert not purged.is_hidden("other", None)

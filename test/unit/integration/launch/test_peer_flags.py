@@ -67,24 +67,18 @@ def test_pages_are_served_where_the_server_listens(explicit: dict[str, str], exp
     if expected == "::" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     config = resolve(tier_index=URL, **explicit)
-    assert config is not None
     assert config.host == expected
 
 
 def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
     config = resolve(tier_index=URL)
-    assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [0, 0]
     port = free_ports(2)
     config = resolve(tier_index=URL, tier_peer_host=QUIET_HOST, tier_peer_port=str(port))
-    assert config is not None
     assert [peer_settings(config, rank).listen_port for rank in range(2)] == [port, port + 1]
     with pytest.raises(ConfigError, match=f"--tier-peer-port {taken} is in use on {QUIET_HOST}"):
         resolve(
-            tier_index=URL,
-            tier_peer_host=QUIET_HOST,
-            tier_peer_port=str(taken - 1),
-            num_ranks=2,
+            tier_index=URL, tier_peer_host=QUIET_HOST, tier_peer_port=str(taken - 1), num_ranks=2
         )
 
 
@@ -102,7 +96,6 @@ def test_a_rank_follows_those_with_its_pages() -> None:
 def test_everything_reaches_the_settings(tmp_path: Path) -> None:
     make_keys(tmp_path, (PEER,))
     config = resolve(tier_index=URL, tier_peer_host="127.0.0.1", tier_peer_keys=str(tmp_path))
-    assert config is not None
     settings = peer_settings(config, 0)
     assert settings.index is not None and settings.index.shown == URL
     assert settings.listen_host == "127.0.0.1"
@@ -115,21 +108,17 @@ def test_everything_reaches_the_settings(tmp_path: Path) -> None:
         ({"tier_peer_port": "4000"}, "--tier-peer-port 4000 needs --tier-peers or --tier-index"),
         ({"tier_peer_keys": "x"}, "--tier-peer-keys x needs --tier-peers or --tier-index"),
         ({"tier_index": "http://:hunter2@host"}, "cannot be used; write redis://"),
-        ({"tier_index": "redis.example:6379"}, "cannot be used; write redis://"),
-        ({"tier_index": "redis://:hunter2@"}, "cannot be used; write redis://"),
-        ({"tier_index": "redis://:hunter2@host:99999"}, "--tier-index"),
         ({"tier_index": "redis://:hun/ter2@host"}, "--tier-index"),
         ({"tier_index": "redis://:hunter2@host?maint_notifications_config=1"}, "--tier-index"),
         ({"tier_index": URL, "tier_peer_port": "0"}, "--tier-peer-port 0 must be from 1 to 65535"),
         ({"tier_index": URL, "tier_peer_port": "65536"}, "must be from 1 to 65535"),
-        ({"tier_index": URL, "tier_peer_port": "-1"}, "must be from 1 to 65535"),
+        ({"tier_index": URL, "tier_peer_port": "65535", "num_ranks": 2}, "be from 1 to 65534"),
         ({"tier_index": URL, "tier_peer_port": "http"}, "http is not a whole number"),
         ({"tier_index": URL, "tier_peer_host": "192.0.2.1"}, "cannot be listened on"),
         ({"tier_index": URL, "tier_peer_host": "no such host"}, "is no host that this machine"),
         ({"tier_index": URL, "pp_size": 2}, "--tier-index cannot run with --pp-size 2"),
         ({"tier_index": URL, "tier_peer_keys": "/nowhere"}, "/nowhere has no peer.key_secret"),
         ({"tier_peers": "host"}, "--tier-peers 'host' is no address; write HOST:PORT"),
-        ({"tier_peers": "http://h:1"}, "is no address; write HOST:PORT"),
         ({"tier_peers": ","}, "--tier-peers names no server"),
         ({"tier_peers": "a:1,b:2"}, "--tier-peers names servers of several ports"),
         ({"tier_peers": "a:1", "pp_size": 2}, "--tier-peers cannot run with --pp-size 2"),
@@ -148,11 +137,6 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
     os.chmod(tmp_path / "peer.key_secret", 0o644)
     with pytest.raises(ConfigError, match="can be read by others; chmod 600 it"):
         resolve(tier_index=URL, tier_peer_keys=str(tmp_path))
-
-
-def test_the_last_rank_needs_a_port_too() -> None:
-    with pytest.raises(ConfigError, match="must be from 1 to 65534"):
-        resolve(tier_index=URL, tier_peer_port="65535", num_ranks=2)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -29,10 +29,6 @@ def test_a_server_that_does_both_has_no_transfer() -> None:
     assert transfer_arguments({}, None, has_tiers=True) == {}
 
 
-def test_another_backend_is_left_alone() -> None:
-    assert resolve(disaggregation_transfer_backend="mooncake") is None
-
-
 def test_zmq_is_the_default_and_decode_uses_tiers() -> None:
     for role in ("prefill", "decode"):
         explicit = {"disaggregation_mode": role}
@@ -73,13 +69,10 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         ({"transfer_encrypt": "some"}, "--transfer-encrypt some is unknown"),
         ({"transfer_same_host": "yes"}, "transfer-same-host yes is unknown"),
         ({"transfer_window_bytes": "0"}, "transfer-window-bytes 0 must be greater than zero"),
-        ({"transfer_window_bytes": "lots"}, "transfer-window-bytes 'lots' is not a size"),
         ({"transfer_connections": "0"}, "--transfer-connections 0 must be from 1 to"),
-        ({"transfer_connections": "many"}, "--transfer-connections many is not a whole number"),
         ({"transfer_connections": "1.5"}, "--transfer-connections 1.5 is not a whole number"),
         ({"transfer_codec": "gzip"}, "--transfer-codec gzip is unknown; choose one of none, int8"),
         ({"transfer_peer_timeout": "1"}, "transfer-peer-timeout 1 must be from 2"),
-        ({"transfer_peer_timeout": "soon"}, "transfer-peer-timeout soon is not a time"),
         ({"transfer_peer_timeout": "nan"}, "transfer-peer-timeout nan is not a time"),
         ({"transfer_encrypt": "all"}, "needs --transfer-keys"),
         ({"transfer_keys": "/nowhere"}, "--transfer-keys /nowhere has no decode.key_secret"),
@@ -127,13 +120,8 @@ def test_who_may_decode_alone_is_noted(
 
 
 def test_flags_of_another_role_or_backend_are_refused() -> None:
-    for explicit in (
-        {"transfer_connections": "2"},
-        {
-            "disaggregation_mode": "decode",
-            "disaggregation_transfer_backend": "nixl",
-            "transfer_connections": "2",
-        },
-    ):
+    nixl = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl"}
+    assert resolve_transfer(nixl) is None
+    for explicit in ({}, nixl):
         with pytest.raises(ConfigError, match="--transfer-connections 2 is for"):
-            resolve_transfer(explicit)
+            resolve_transfer({**explicit, "transfer_connections": "2"})

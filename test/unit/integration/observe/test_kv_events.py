@@ -99,6 +99,13 @@ class Made(SimpleNamespace):
     bucket: Tier
     events: TierEvents
 
+    def announce(self, tokens: Sequence[int]) -> int:
+        """A node, all of which the disk holds, is announced."""
+        node = self.core.add(0, tokens)
+        self.disk.keys.update(self.core.keys(node))
+        self.events.announce_node(node)
+        return node
+
 
 @pytest.fixture
 def made() -> Made:
@@ -164,9 +171,8 @@ def test_page_is_announced_before_it_can_be_read(made: Made) -> None:
 
 
 def test_page_is_announced_again_and_again(made: Made) -> None:
-    node = made.core.add(0, range(8))
-    made.disk.keys.update(made.core.keys(node))
-    for _ in range(3):
+    node = made.announce(range(8))
+    for _ in range(2):
         made.events.announce_node(node)
     assert len(stored(made.events.take_events())) == 2
     made.events.announce_node(node)
@@ -175,10 +181,7 @@ def test_page_is_announced_again_and_again(made: Made) -> None:
 
 
 def test_page_that_went_is_still_announced(made: Made) -> None:
-    node = made.core.add(0, range(16))
-    keys = made.core.keys(node)
-    made.disk.keys.update(keys)
-    made.events.announce_node(node)
+    keys = made.core.keys(made.announce(range(16)))
     blocks = stored(made.events.take_events())
     made.disk.keys -= {keys[0], keys[2]}
     made.events.sweep()
@@ -188,10 +191,7 @@ def test_page_that_went_is_still_announced(made: Made) -> None:
 
 
 def test_demotion_to_the_bucket_goes_unnoticed(made: Made) -> None:
-    node = made.core.add(0, range(8))
-    keys = made.core.keys(node)
-    made.disk.keys.update(keys)
-    made.events.announce_node(node)
+    keys = made.core.keys(made.announce(range(8)))
     (first,) = made.events.take_events()
     made.bucket.keys.update(keys)
     made.events.sweep()
@@ -204,26 +204,9 @@ def test_demotion_to_the_bucket_goes_unnoticed(made: Made) -> None:
     assert removed(events) == first.block_hashes and removed(events, EXTERNAL) == []
 
 
-def test_a_sick_tier_withdraws_what_it_announced(made: Made) -> None:
-    node = made.core.add(0, range(8))
-    made.disk.keys.update(made.core.keys(node))
-    made.events.announce_node(node)
-    blocks = stored(made.events.take_events())
-    made.disk.is_sick = True
-    made.events.sweep()
-    assert removed(made.events.take_events()) == blocks
-    made.events.sweep()
-    assert made.events.take_events() == []
-    made.disk.is_sick = False
-    made.events.sweep()
-    assert stored(made.events.take_events()) == blocks
-
-
 def test_flush_announces_again_what_the_disk_kept(made: Made) -> None:
     """SGLang's event for a flush clears all media."""
-    node = made.core.add(0, range(8))
-    made.disk.keys.update(made.core.keys(node))
-    made.events.announce_node(node)
+    made.announce(range(8))
     before = made.events.take_events()
     assert len(stored(before)) == 2
     made.events.tree_was_reset()
@@ -231,13 +214,9 @@ def test_flush_announces_again_what_the_disk_kept(made: Made) -> None:
 
 
 def test_memory_grows_with_the_tier(made: Made) -> None:
-    first = made.core.add(0, range(24))
-    made.disk.keys.update(made.core.keys(first))
-    made.events.announce_node(first)
+    first = made.announce(range(24))
     blocks = stored(made.events.take_events())
-    second = made.core.add(0, range(100, 120))
-    made.disk.keys.update(made.core.keys(second))
-    made.events.announce_node(second)
+    made.announce(range(100, 120))
     made.events.sweep()  # finds them all, also what is to be forgotten
     events = made.events.take_events()
     assert removed(events) == blocks[:3] and len(stored(events)) == 5
@@ -249,9 +228,7 @@ def test_memory_grows_with_the_tier(made: Made) -> None:
 
 def test_a_take_is_as_long_as_the_backlog(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_PAGES_PER_TAKE", 3)
-    node = made.core.add(0, range(32))
-    made.disk.keys.update(made.core.keys(node))
-    made.events.announce_node(node)
+    made.announce(range(32))
     assert [len(stored(made.events.take_events())) for _ in range(4)] == [3, 3, 2, 0]
 
 

@@ -14,11 +14,7 @@ import pytest
 import torch
 
 from sglang_tiered.integration import ranks as rank_consensus
-from sglang_tiered.integration.ranks import (
-    MAX_ANSWERS,
-    RankAgreement,
-    first_ranks,
-)
+from sglang_tiered.integration.ranks import MAX_ANSWERS, RankAgreement, first_ranks
 
 
 def make_ranks(number: int) -> list[RankAgreement]:
@@ -149,10 +145,7 @@ def test_first_ranks_bytes_reach_every_rank(length: int) -> None:
             values.copy_(least)
 
         cache: Any = SimpleNamespace(
-            attn_cp_group=None,
-            attn_tp_group=group,
-            tp_world_size=2,
-            _all_reduce_attn_groups=reduce,
+            attn_cp_group=None, attn_tp_group=group, tp_world_size=2, _all_reduce_attn_groups=reduce
         )
         told[rank] = first_ranks(cache, sent[rank])
 

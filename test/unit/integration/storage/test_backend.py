@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 import torch
-from host_pools import Pool, hashes, make_pool, slots, storage_config
+from host_pools import hashes, make_pool, slots, storage_config
 from page_calls import load_pages, queue_store, store_pages
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from slow_weights import Weights
 
-from kit.waiting import eventually
+from kit.waiting import drained, eventually
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
@@ -35,82 +38,19 @@ from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from storages import Storages
 
 
 TIMEOUT_S = 20.0
 
 
-class Fixture:
-    """Opens storages on one directory and closes them all."""
-
-    def __init__(self, directory: Path, num_ranks: int) -> None:
-        nvme = NvmeConfig(
-            directory=str(directory),
-            capacity_bytes=64 * MiB,
-            region_bytes=4 * MiB,
-            writes_per_day=num_ranks * 40 * MiB,  # a burst of one region each
-        )
-        self.config = TieredConfig(
-            mode=TierMode.NVME, host_bytes=MiB, nvme=nvme, num_ranks=num_ranks
-        )
-        self.opened: list[TieredStorage] = []
-
-    def open(self, pool: Pool, extra: dict[PoolName, Pool] | None = None, **rank: Any) -> Any:
-        storage = TieredStorage(storage_config(**rank), {})
-        self.opened.append(storage)
-        storage.register_mem_pool_host(pool)
-        for name, other in (extra or {}).items():
-            storage.register_mem_host_pool_v2(other, name)
-        storage.on_host_pools_registered()
-        return storage
-
-
 @pytest.fixture
-def make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Fixture]:
-    fixture = Fixture(tmp_path / "kv", num_ranks=getattr(request, "param", 1))
-    environment: dict[str, str] = {}
-    fixture.config.to_environment(environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
-    yield fixture
-    for storage in fixture.opened:
-        storage.close()
-
-
-def test_pages_return_into_other_slots_bit_for_bit(make: Fixture) -> None:
-    pool = make_pool(0)
-    storage = make.open(pool)
-    before = pool.buffer.clone()
-    keys = hashes("a", "b", "c")
-    assert store_pages(storage, keys, slots(3, 1, 7)) == [True] * 3
-    assert storage.batch_exists([*keys, *hashes("d")]) == 3
-    pool.buffer.zero_()
-    assert load_pages(storage, keys, slots(10, 11, 12)) == [True] * 3
-    for source, target in zip((3, 1, 7), (10, 11, 12), strict=True):
-        assert torch.equal(pool.buffer[:, target], before[:, source])
-    assert not pool.buffer[:, :10].any() and not pool.buffer[:, 13:].any()
-
-
-def test_missing_page_fails_alone(make: Fixture) -> None:
-    storage = make.open(make_pool(0))
-    store_pages(storage, hashes("a", "c"), slots(0, 1))
-    assert load_pages(storage, hashes("a", "b", "c"), slots(4, 5, 6)) == [True, False, True]
-
-
-def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
-    kv, window = make_pool(0), make_pool(1, page_bytes=500)
-    storage = make.open(kv, {PoolName.SWA: window})
-    keys = hashes("a", "b")
-    store_pages(storage, keys, slots(0, 1))
-    assert store_pages(storage, keys, slots(0, 1), PoolName.SWA) == [True, True]
-    expected = window.buffer.clone()
-    assert load_pages(storage, keys, slots(5, 6), PoolName.SWA) == [True, True]
-    assert torch.equal(window.buffer[:, 5:7], expected[:, :2])
+def make(storages: Storages) -> Storages:
+    """With a burst of writes of one region."""
+    storages.configure(nvme={"writes_per_day": 40 * MiB})
+    return storages
 
 
 @pytest.mark.parametrize(
@@ -125,7 +65,7 @@ def test_pools_of_one_page_do_not_mix(make: Fixture) -> None:
     ],
 )
 def test_prefix_ends_where_a_pool_cannot_restore(
-    make: Fixture,
+    make: Storages,
     policy: PoolHitPolicy,
     held: str,
     num_trailing: int,
@@ -142,31 +82,31 @@ def test_prefix_ends_where_a_pool_cannot_restore(
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == expected
 
 
-def test_restart_finds_pages_of_its_geometry_only(make: Fixture) -> None:
+def test_restart_finds_pages_of_its_geometry_only(make: Storages) -> None:
     store_pages(make.open(make_pool(0)), hashes("a"), slots(0))
-    make.opened.pop().close()
+    make.close()
     again = make.open(make_pool(0))
     assert again.batch_exists(hashes("a"))
-    make.opened.pop().close()
+    make.close()
     other = make_pool(0)
     other.page_size = 2
     assert not make.open(other).batch_exists(hashes("a"))
 
 
-def test_new_weights_store_nothing_before_the_flush(
-    make: Fixture,
-) -> None:
+def test_new_weights_store_nothing_before_the_flush(make: Storages) -> None:
     storage = make.open(make_pool(0))
     store_pages(storage, hashes("a"), slots(0))
     storage.change_weights(tree_is_empty=False)
     assert storage.batch_exists(hashes("a")) == 0
     assert store_pages(storage, hashes("a"), slots(0)) == [False]
+    queue_store(storage, hashes("b"))
     storage.tree_was_reset()
+    assert not storage.gate._stores and not storage.gate._waiting_tokens
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
     assert storage.batch_exists(hashes("a")) == 1
 
 
-def test_a_tenants_purge_reaches_its_adapters_pages(make: Fixture) -> None:
+def test_a_tenants_purge_reaches_its_adapters_pages(make: Storages) -> None:
     storage, purged = make.open(make_pool(0)), HiddenTenants()
     sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
     for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
@@ -185,7 +125,7 @@ def node_that_admits(storage: TieredStorage, keys: list[str], num_pages: int) ->
     return node
 
 
-def test_dropped_pages_are_answered_false_and_never_touched(make: Fixture) -> None:
+def test_dropped_pages_are_answered_false_and_never_touched(make: Storages) -> None:
     pool = make_pool(0)
     storage = make.open(pool)
     before = process_stats(storage)
@@ -200,16 +140,7 @@ def test_dropped_pages_are_answered_false_and_never_touched(make: Fixture) -> No
     assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
 
 
-def test_windows_lose_their_last_pages_first(make: Fixture) -> None:
-    storage = make.open(make_pool(0), {PoolName.SWA: make_pool(1)})
-    keys = hashes("a", "b", "c")
-    node = node_that_admits(storage, keys, 2)
-    window = store_pages(storage, keys[1:], slots(1, 2), PoolName.SWA, store=node)
-    assert window == [True, False]
-    assert store_pages(storage, keys, slots(0, 1, 2), store=node) == [True, True, False]
-
-
-def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
+def test_exhausted_budget_drops_stores_but_serves_pages(make: Storages) -> None:
     storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
     for first in range(0, 24, 8):
         keys = hashes(*(str(number) for number in range(first, first + 8)))
@@ -224,7 +155,7 @@ def test_exhausted_budget_drops_stores_but_serves_pages(make: Fixture) -> None:
     assert load_pages(storage, hashes("0"), slots(12)) == [True]
 
 
-def test_pages_that_sglang_moves_are_refused(make: Fixture) -> None:
+def test_pages_that_sglang_moves_are_refused(make: Storages) -> None:
     """It would do so while they are read."""
     pool: Any = make_pool(0)
     pool.shared_allocation_domain = object()
@@ -232,7 +163,7 @@ def test_pages_that_sglang_moves_are_refused(make: Fixture) -> None:
         make.open(pool)
 
 
-def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
+def test_tier_without_a_cap_tells_no_capacity(make: Storages) -> None:
     host = Holding(capacity_bytes=9, capacity_tokens=3, held_bytes=6, held_tokens=2)
     bucket = Holding(
         capacity_bytes=sys.maxsize, capacity_tokens=1 << 60, held_bytes=6, held_tokens=2
@@ -241,23 +172,14 @@ def test_tier_without_a_cap_tells_no_capacity(make: Fixture) -> None:
     assert stats.holdings == {"host": host, "object": {"held_bytes": 6, "held_tokens": 2}}
 
 
-def test_reset_tree_leaves_no_queued_store(make: Fixture) -> None:
-    storage = make.open(make_pool(0))
-    queue_store(storage, hashes("a"))
-    storage.tree_was_reset()
-    assert not storage.gate._stores and not storage.gate._waiting_tokens
-
-
-def test_every_rank_of_latent_attention_keeps_books(
-    make: Fixture,
-) -> None:
+def test_every_rank_of_latent_attention_keeps_books(make: Storages) -> None:
     config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
     TieredStorage(config, {})
     assert config.is_storage_writer, "SGLang asks it for stores, which it leaves to the first rank"
 
 
-@pytest.mark.parametrize("make", [2], indirect=True)
-def test_replicas_with_equal_ranks_get_own_shards(make: Fixture) -> None:
+def test_replicas_with_equal_ranks_get_own_shards(make: Storages) -> None:
+    make.configure(num_ranks=2)
     first, second = make.open(make_pool(0)), make.open(make_pool(0))
     store_pages(first, hashes("a"), slots(0))
     assert first.batch_exists(hashes("a")) and not second.batch_exists(hashes("a"))
@@ -289,9 +211,7 @@ class HeldLock:
         self._lock.release()
 
 
-def test_stores_under_way_never_count_as_new_weights(
-    make: Fixture,
-) -> None:
+def test_stores_under_way_never_count_as_new_weights(make: Storages) -> None:
     storage = make.open(make_pool(0))
     storage.gate.lock = lock = HeldLock(storage.gate.lock)
     stored: list[bool] = []
@@ -310,7 +230,7 @@ def test_stores_under_way_never_count_as_new_weights(
 
 
 def test_late_stores_of_old_weights_are_not_found(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
+    make: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = make.open(make_pool(0))
     reached, let_go, write = threading.Event(), threading.Event(), FileDevice.writev
@@ -340,19 +260,19 @@ def test_late_stores_of_old_weights_are_not_found(
 
 
 @pytest.fixture
-def weights(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+def weights(make: Storages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
     return Weights(tmp_path / "model", tmp_path / "kv", monkeypatch)
 
 
-def a_run_that_stored_a(make: Fixture, weights: Weights) -> None:
+def a_run_that_stored_a(make: Storages, weights: Weights) -> None:
     """With these weights, before the restart that a test is about."""
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     store_pages(storage, hashes("a"), slots(0))
-    make.opened.pop().close()
+    make.close()
 
 
-def test_stores_wait_until_the_weights_are_read(make: Fixture, weights: Weights) -> None:
+def test_stores_wait_until_the_weights_are_read(make: Storages, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     storage.settle_namespace()
@@ -362,15 +282,37 @@ def test_stores_wait_until_the_weights_are_read(make: Fixture, weights: Weights)
     weights.are_read(storage)
     assert storage.takes_stores
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
-    make.opened.pop().close()
-    again = make.open(make_pool(None))
-    assert again.knows_namespace, "they are remembered"
-    assert load_pages(again, hashes("a"), slots(0)) == [True]
 
 
-def test_pages_wait_for_weights_to_be_read(make: Fixture, weights: Weights) -> None:
+def test_remembered_weights_are_known_despite_a_reader(make: Storages, weights: Weights) -> None:
+    weights.are_read(make.open(make_pool(0)))
+    make.close()
+    weights.take_long()
+    assert make.open(make_pool(None)).knows_namespace
+    weights.let_go()
+
+
+def test_weights_replaced_before_the_read_are_unique(
+    make: Storages, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was loaded is gone, so nothing says what it was."""
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_fetched_anew(b"edit")
+    weights.are_read(storage)
+    assert storage._is_nameless and "changed since it was loaded" in caplog.text
+
+
+@pytest.mark.parametrize("edit", [b"", b"edit"], ids=["same", "edited"])
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_pages_wait_until_their_weights_are_read(
+    make: Storages, weights: Weights, is_noted: bool, edit: bytes
+) -> None:
+    """``is_noted``: the digests of the run before are remembered, and the weights look like it."""
     a_run_that_stored_a(make, weights)
-    weights.are_fetched_anew()
+    if not is_noted:
+        weights.are_forgotten()
+    weights.are_fetched_anew(edit)
     weights.take_long()
     pool = make_pool(None)
     storage = make.open(pool)
@@ -379,57 +321,24 @@ def test_pages_wait_for_weights_to_be_read(make: Fixture, weights: Weights) -> N
     assert storage.batch_exists(keys) == 0 and storage.num_kept(keys) == 0
     assert storage.lookup_spans(keys) == [] and set(storage.pages_by_tier(keys).values()) == {0}
     assert storage.batch_exists_v2(keys).kv_hit_pages == 0
-    assert load_pages(storage, keys, slots(0)) == [False]
-    assert not pool.buffer.any()
+    assert load_pages(storage, keys, slots(0)) == [False] and not pool.buffer.any()
     assert make_durable(storage, keys, Tier.NVME, b"t" * 16, work_s=0.0) == 0
     weights.are_read(storage)
-    assert load_pages(storage, keys, slots(0)) == [True]
+    assert load_pages(storage, keys, slots(0)) == [not edit]
+    make.close()
+    storage = make.open(make_pool(0))
+    assert storage.knows_namespace, "they are remembered"
+    assert storage.batch_exists(keys) == (not edit)
+    assert store_pages(storage, keys, slots(0)) == [True]
 
 
-def test_pages_of_slightly_other_weights_are_never_used(make: Fixture, weights: Weights) -> None:
-    a_run_that_stored_a(make, weights)
-    weights.are_fetched_anew(edit=b"edit")
-    weights.take_long()
-    storage = make.open(make_pool(None))
-    weights.are_read(storage)
-    assert load_pages(storage, hashes("a"), slots(0)) == [False]
-    assert store_pages(storage, hashes("a"), slots(0)) == [True]
-
-
-def test_without_a_note_earlier_pages_are_found(make: Fixture, weights: Weights) -> None:
-    a_run_that_stored_a(make, weights)
-    weights.are_forgotten()
-    weights.take_long()
-    pool = make_pool(None)
-    storage = make.open(pool)
-    assert storage.region_engine.stats().num_pages == 1
-    assert not storage.knows_namespace and storage.batch_exists(hashes("a")) == 0
-    assert load_pages(storage, hashes("a"), slots(0)) == [False] and not pool.buffer.any()
-    weights.are_read(storage)
-    assert load_pages(storage, hashes("a"), slots(0)) == [True]
-
-
-def test_without_a_note_other_weights_stay_unused(make: Fixture, weights: Weights) -> None:
-    a_run_that_stored_a(make, weights)
-    weights.are_forgotten()
-    weights.are_fetched_anew(edit=b"edit")
-    weights.take_long()
-    storage = make.open(make_pool(None))
-    assert load_pages(storage, hashes("a"), slots(0)) == [False]
-    weights.are_read(storage)
-    assert load_pages(storage, hashes("a"), slots(0)) == [False]
-    make.opened.pop().close()
-    storage = make.open(make_pool(None))
-    assert storage.knows_namespace and not storage.batch_exists(hashes("a"))
-
-
-def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights: Weights) -> None:
+def test_next_start_skips_namespaces_of_replaced_weights(make: Storages, weights: Weights) -> None:
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     store_pages(storage, hashes("a"), slots(0))
     storage.change_weights(tree_is_empty=True)
     store_pages(storage, hashes("b"), slots(0))
-    make.opened.pop().close()
+    make.close()
     weights.are_forgotten()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
@@ -438,25 +347,25 @@ def test_next_start_skips_namespaces_of_replaced_weights(make: Fixture, weights:
 
 @pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
 def test_a_damaged_namespace_note_costs_pages_only(
-    make: Fixture, weights: Weights, note: bytes
+    make: Storages, weights: Weights, note: bytes
 ) -> None:
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     store_pages(storage, hashes("a"), slots(0))
     file = storage.region_engine.directory / NAMESPACE_NAME
-    make.opened.pop().close()
+    make.close()
     weights.are_forgotten()
     file.write_bytes(note)
     weights.take_long()
     storage = make.open(make_pool(None))
     weights.are_read(storage)
     assert load_pages(storage, hashes("a"), slots(0)) == [False]
-    make.opened.pop().close()
+    make.close()
     assert unseal(file.read_bytes(), bytes) == storage._namespace
 
 
 def test_answer_while_opening_does_not_confirm_the_guess(
-    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    make: Storages, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run_that_stored_a(make, weights)
     weights.are_fetched_anew(edit=b"edit")
@@ -466,9 +375,7 @@ def test_answer_while_opening_does_not_confirm_the_guess(
         begun = NamespaceSearch(*arguments)
         assert begun.answer is None
         weights.let_go()
-        deadline = time.monotonic() + TIMEOUT_S
-        while begun.answer is None:
-            assert time.monotonic() < deadline
+        eventually(lambda: begun.answer is not None)
         return begun
 
     monkeypatch.setattr(backend, "NamespaceSearch", search)
@@ -480,7 +387,7 @@ def test_answer_while_opening_does_not_confirm_the_guess(
     assert load_pages(storage, hashes("a"), slots(0)) == [False]
 
 
-def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: Weights) -> None:
+def test_weights_replaced_unread_get_an_own_namespace(make: Storages, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     storage.change_weights(tree_is_empty=True)
@@ -488,25 +395,21 @@ def test_weights_replaced_unread_get_an_own_namespace(make: Fixture, weights: We
     assert store_pages(storage, hashes("a"), slots(0)) == [True]
     weights.are_read(storage)
     assert storage.batch_exists(hashes("a"))
-    make.opened.pop().close()
+    make.close()
     storage = make.open(make_pool(0))
     weights.are_read(storage)
     assert not storage.batch_exists(hashes("a"))
 
 
 @pytest.fixture
-def bucket(make: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def bucket(make: Storages) -> None:
     """Below NVMe."""
-    place = ObjectConfig(url=(tmp_path / "bucket").as_uri())
-    environment: dict[str, str] = {}
-    msgspec.structs.replace(make.config, object=place).to_environment(environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    make.configure(has_bucket=True)
 
 
 @pytest.mark.usefixtures("bucket")
 def test_unfindable_pages_stay_out_of_the_bucket(
-    make: Fixture, monkeypatch: pytest.MonkeyPatch
+    make: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a server of their namespace nobody would ever collect them."""
     monkeypatch.setattr(
@@ -520,11 +423,11 @@ def test_unfindable_pages_stay_out_of_the_bucket(
 
 @pytest.mark.usefixtures("bucket")
 def test_nameless_pages_of_guessed_weights_skip_the_bucket(
-    make: Fixture, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    make: Storages, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guess holds the same nameless part, so the answer equals it."""
     weights.are_read(make.open(make_pool(0)))
-    make.opened.pop().close()
+    make.close()
     weights.are_fetched_anew()
     weights.take_long()
     of_weights = namespace.server_identity
@@ -541,7 +444,7 @@ def test_nameless_pages_of_guessed_weights_skip_the_bucket(
 
 
 @pytest.mark.usefixtures("bucket")
-def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weights) -> None:
+def test_pages_are_demoted_under_the_namespace_read(make: Storages, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
     assert storage.stack.bucket._collector is None, "it would collect for nobody"
@@ -554,11 +457,69 @@ def test_pages_are_demoted_under_the_namespace_read(make: Fixture, weights: Weig
     eventually(lambda: storage.stack.stack_stats().num_demoted > 0, timeout_s=TIMEOUT_S)
 
 
-def test_closing_does_not_wait_for_weights(make: Fixture, weights: Weights) -> None:
+def test_closing_does_not_wait_for_weights(make: Storages, weights: Weights) -> None:
     weights.take_long()
     make.open(make_pool(0))
     with pytest.raises(StoreLockedError):
         make.open(make_pool(0))
-    for storage in make.opened:
-        storage.close()
+    make.close()
     assert "tier-weights" not in [thread.name for thread in threading.enumerate()]
+
+
+# ---- Pages of 16 and 32 MiB ----
+
+
+LARGE_TIMEOUT_S = 120.0
+LARGE = {"capacity_bytes": 640 * MiB, "region_bytes": 32 * MiB}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [
+        ({"capacity_bytes": 64 * MiB}, "--tier-nvme-bytes leaves a rank 64MiB"),
+        ({"tenant_share": 0.1}, "--tier-tenant-share leaves a rank 64MiB"),
+        ({"writes_per_day": 320 * MiB}, "--tier-nvme-writes-per-day leaves a rank 320MiB"),
+    ],
+)
+def test_a_tier_too_small_for_pages_is_refused(
+    storages: Storages, bounds: dict[str, Any], says: str
+) -> None:
+    storages.configure(nvme={**LARGE, **bounds})
+    pool = make_pool(None, page_bytes=16 * MiB, num_pages=1)
+    with pytest.raises(ConfigError, match=f"{says}, which is too small for pages of 32MiB"):
+        storages.open(pool)
+
+
+def test_two_of_sglangs_calls_fit_the_queue(storages: Storages) -> None:
+    """One is SGLang's; the room of the other is for what remote tiers bring, or it would cost the
+    first its tail."""
+    pool = make_pool(None, page_bytes=8 * MiB, num_pages=1)
+    storages.configure(nvme=LARGE)
+    engine = storages.open(pool).region_engine
+    assert engine._max_queued_store_bytes == 2 * STORAGE_BATCH_SIZE * 16 * MiB == 4 * GiB
+
+
+def test_leading_large_bucket_pages_are_kept_on_nvme(storages: Storages) -> None:
+    storages.configure(nvme=LARGE, has_bucket=True)
+    pool = make_pool(0, page_bytes=16 * MiB, num_pages=10)
+    before = pool.buffer.clone()
+    keys = hashes(*map(str, range(10)))
+    first = storages.open(pool)
+    assert store_pages(first, keys, slots(*range(10))) == [True] * 10
+    engine_keys = first.keys_of_pools(keys)
+    assert all(first.stack.flush_to_bucket(engine_keys, LARGE_TIMEOUT_S)), (
+        "the bucket takes no such page"
+    )
+    first.close()
+    pool.buffer.zero_()
+    storages.configure("other", nvme=LARGE, has_bucket=True)
+    second = storages.open(pool)
+    stack = second.stack
+    assert stack.bucket.refresh(LARGE_TIMEOUT_S)
+    loaded = load_pages(second, keys, slots(*range(10)), tenant=b"a" * 16)
+    assert loaded == [True] * 10
+    assert torch.equal(pool.buffer, before)
+    assert drained(stack, LARGE_TIMEOUT_S) and drained(stack.nvme, LARGE_TIMEOUT_S)
+    stats = stack.remote_stats(Tier.OBJECT)
+    assert (stats.num_promoted, stats.num_promotions_dropped) == (8, 2)
+    assert stack.nvme.lookup(engine_keys).num_hits == 8

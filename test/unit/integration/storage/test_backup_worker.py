@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from page_calls import queue_store
-from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from small_cache import PAGE as SMALL_PAGE
 from small_cache import compute, flush, keys_of, step
@@ -28,7 +28,7 @@ from sglang_tiered.integration.storage.backup_worker import (
     StoreOperation,
 )
 from sglang_tiered.integration.storage.controller import TieredController
-from sglang_tiered.storage.base import Erasure, Job, JobKind, Reason, Run
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
@@ -122,6 +122,11 @@ class Disk(TieredStorage):
     @property
     def num_under_way(self) -> int:
         return sum(not job.done for job in self.jobs)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
 
 
 def names(job: Job) -> tuple[str, ...]:
@@ -225,21 +230,8 @@ def test_acks_are_those_of_sglangs_controller(num_pages: int, pool: str) -> None
         assert seen[0] == seen[1], f"page {failing} fails"
 
 
-@pytest.mark.parametrize("num_pages", [1, PART, STORAGE_BATCH_SIZE + 3, 3 * STORAGE_BATCH_SIZE])
-def test_each_page_is_stored_once_in_order(num_pages: int) -> None:
-    disk = Disk()
-    disk.is_open = True
-    nodes = [Node(0, num_pages), Node(1000, num_pages), Node(2000, 1)]
-    stores = Stores(disk, *nodes)
-    stores.end()
-    assert stores.num_stored() == [num_pages, num_pages, 1]
-    asked = [page for pages in disk.asked for page in pages]
-    assert asked == [page for node in nodes for page in node.hashes]
-
-
-def test_queued_nodes_are_begun_and_acked_in_order() -> None:
+def test_queued_nodes_are_begun_and_acked_in_order(disk: Disk) -> None:
     """Also where the last one ends first."""
-    disk = Disk()
     stores = Stores(disk, Node(0, 1), Node(10, 2), Node(20, 1), Node(30, 1))
     eventually(lambda: len(disk.asked) == 4)
     assert disk.asked == [("0",), ("10", "11"), ("20",), ("30",)]
@@ -250,8 +242,7 @@ def test_queued_nodes_are_begun_and_acked_in_order() -> None:
     stores.end()
 
 
-def test_no_more_is_under_way_than_its_share() -> None:
-    disk = Disk()
+def test_no_more_is_under_way_than_its_share(disk: Disk) -> None:
     stores = Stores(disk, Node(0, 6 * PART), Node(100, 6 * PART))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
     assert [len(pages) for pages in disk.asked] == [PART] * NUM_PARTS
@@ -261,8 +252,7 @@ def test_no_more_is_under_way_than_its_share() -> None:
     stores.end()
 
 
-def test_two_large_pages_are_under_way() -> None:
-    disk = Disk()
+def test_two_large_pages_are_under_way(disk: Disk) -> None:
     disk.bytes_of_page = 2 * MIN_PART_BYTES
     stores = Stores(disk, Node(0, 6))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
@@ -291,8 +281,7 @@ def carry_out(worker: BackupWorker, *nodes: Node) -> None:
     ("bytes_per_s", "part_bytes"),
     [(1 << 20, MIN_PART_BYTES), (1 << 30, 0.02 * (1 << 30)), (1 << 40, MAX_PART_BYTES)],
 )
-def test_a_part_is_what_takes_20_ms(bytes_per_s: float, part_bytes: float) -> None:
-    disk = Disk()
+def test_a_part_is_what_takes_20_ms(disk: Disk, bytes_per_s: float, part_bytes: float) -> None:
     disk.is_open = True
     worker = worker_of(disk)
     assert worker.part_bytes == MIN_PART_BYTES
@@ -301,9 +290,8 @@ def test_a_part_is_what_takes_20_ms(bytes_per_s: float, part_bytes: float) -> No
     assert worker.part_bytes == pytest.approx(part_bytes)
 
 
-def test_speed_counts_only_what_was_written() -> None:
+def test_speed_counts_only_what_was_written(disk: Disk) -> None:
     """What is held already, or was refused, ends at once and says nothing of the disk."""
-    disk = Disk()
     disk.is_open = True
     worker = worker_of(disk)
     disk.seconds = PAGE_BYTES / (1 << 30)
@@ -314,8 +302,7 @@ def test_speed_counts_only_what_was_written() -> None:
     assert worker.part_bytes == before
 
 
-def test_failed_part_ends_its_node_alone() -> None:
-    disk = Disk()
+def test_failed_part_ends_its_node_alone(disk: Disk) -> None:
     disk.failing = {"3"}
     stores = Stores(disk, Node(0, 5 * PART), Node(100, 2))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
@@ -327,8 +314,7 @@ def test_failed_part_ends_its_node_alone() -> None:
     assert len(disk.asked) == NUM_PARTS + 1
 
 
-def test_what_admission_drops_ends_its_node_alone() -> None:
-    disk = Disk()
+def test_what_admission_drops_ends_its_node_alone(disk: Disk) -> None:
     disk.is_open = True
     disk.dropped = {str(PART + 2), "200"}
     cut, none, whole = Node(0, 5 * PART), Node(200, 3), Node(300, 3)
@@ -339,17 +325,15 @@ def test_what_admission_drops_ends_its_node_alone() -> None:
     assert asked == [*cut.hashes[: PART + 2], *whole.hashes]
 
 
-def test_pages_behind_what_admission_drops_count_alike() -> None:
+def test_pages_behind_what_admission_drops_count_alike(disk: Disk) -> None:
     """They are not lost for the disk's sake, though no part of them ever begins."""
-    disk = Disk()
     disk.dropped = {"0"}
     Stores(disk, Node(0, 3 * PART)).end()
     pages = [int(slot) // PAGE for begun in disk.told for slot in begun.host_indices[::PAGE]]
     assert pages == list(range(3 * PART)) and not any(begun.num_admitted for begun in disk.told)
 
 
-def test_node_that_cannot_begin_fails_alone() -> None:
-    disk = Disk()
+def test_node_that_cannot_begin_fails_alone(disk: Disk) -> None:
     disk.refused = "10"
     stores = Stores(disk, Node(0, 1), Node(10, 2), Node(20, 2))
     stores.end()
@@ -357,9 +341,8 @@ def test_node_that_cannot_begin_fails_alone() -> None:
     assert disk.asked == [("0",), ("20", "21")]
 
 
-def test_error_at_an_end_leaves_no_part_unwaited() -> None:
+def test_error_at_an_end_leaves_no_part_unwaited(disk: Disk) -> None:
     """SGLang then gives away memory that is still being read."""
-    disk = Disk()
     end = disk.end_store
 
     def end_and_fail(begun: BegunStore) -> list[bool]:
@@ -375,8 +358,7 @@ def test_error_at_an_end_leaves_no_part_unwaited() -> None:
     stores.end()
 
 
-def test_nothing_is_begun_after_the_stop() -> None:
-    disk = Disk()
+def test_nothing_is_begun_after_the_stop(disk: Disk) -> None:
     stores = Stores(disk, Node(0, 4 * PART))
     eventually(lambda: disk.num_under_way == NUM_PARTS)
     stores.controller.storage_stop_event.set()
@@ -387,9 +369,8 @@ def test_nothing_is_begun_after_the_stop() -> None:
     assert not stores.thread.is_alive() and len(disk.asked) == NUM_PARTS
 
 
-def test_thread_that_ends_waits_for_all_it_began() -> None:
+def test_thread_that_ends_waits_for_all_it_began(disk: Disk) -> None:
     """SGLang joins it, and empties memory then."""
-    disk = Disk()
     stores = Stores(disk, Node(0, 1), Node(10, 1), Node(20, 1))
     eventually(lambda: len(disk.asked) == 3)
     stores.stop()
@@ -401,9 +382,8 @@ def test_thread_that_ends_waits_for_all_it_began() -> None:
     assert not stores.thread.is_alive() and len(disk.told) == 3
 
 
-def test_states_of_queued_nodes_go_before_their_pages() -> None:
+def test_states_of_queued_nodes_go_before_their_pages(disk: Disk) -> None:
     """A page of KV that is held makes a prefix that none can use without its state."""
-    disk = Disk()
 
     def state(page: int) -> PoolTransfer:
         return PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([page]), keys=[str(page)])
@@ -417,9 +397,8 @@ def test_states_of_queued_nodes_go_before_their_pages() -> None:
     assert stores.num_stored() == [2, 2] and len(disk.asked) == 5
 
 
-def test_other_pools_are_stored_in_parts_too() -> None:
+def test_other_pools_are_stored_in_parts_too(disk: Disk) -> None:
     """Of one piece the engine would take what has room behind the stores that wait."""
-    disk = Disk()
     disk.is_open = True
     draft = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
     node = Node(0, 5 * PART, draft)
@@ -444,20 +423,9 @@ class HeldDisk:
 
         patch.setattr(FileDevice, "writev", wait_and_write)
 
-    def goes_on_at_stop(self, cache: Any) -> None:
-        """Go on once SGLang's threads were told to stop."""
-        event = cache.cache_controller.storage_stop_event
-        stop = event.set
-
-        def stop_and_go_on() -> None:
-            stop()
-            self.goes_on.set()
-
-        event.set = stop_and_go_on
-
 
 @pytest.fixture
-def disk(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
+def held_disk(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
     held = HeldDisk(monkeypatch)
     yield held
     held.goes_on.set()
@@ -483,13 +451,13 @@ def held_pages(cache: Any) -> list[int]:
     return [cache.storage.num_kept(keys_of(tokens)) for tokens in PROMPTS]
 
 
-def test_waiting_nodes_are_stored_together(cache: Any, disk: HeldDisk) -> None:
+def test_waiting_nodes_are_stored_together(cache: Any, held_disk: HeldDisk) -> None:
     begin_stores(cache)
     operations = list(cache.ongoing_backup)
     acked: list[int] = []
     put = cache.cache_controller.ack_backup_queue.put
     cache.cache_controller.ack_backup_queue.put = lambda each: (acked.append(each.id), put(each))
-    disk.goes_on.set()
+    held_disk.goes_on.set()
     step(cache, lambda: not cache.ongoing_backup and held_pages(cache) == [2] * len(PROMPTS))
     assert acked[: len(operations)] == operations and acked == sorted(acked)
     assert not cache.storage._storing
@@ -497,13 +465,13 @@ def test_waiting_nodes_are_stored_together(cache: Any, disk: HeldDisk) -> None:
     assert cache.storage.accounting.num_dirty == 0
 
 
-def test_flush_ends_stores_under_way(cache: Any, disk: HeldDisk) -> None:
+def test_flush_ends_stores_under_way(cache: Any, held_disk: HeldDisk) -> None:
     begin_stores(cache)
     drop = cache.storage.drop_stores
 
     def drop_and_go_on(dropping: bool) -> None:
         drop(dropping)
-        disk.goes_on.set()
+        held_disk.goes_on.set()
 
     cache.storage.drop_stores = drop_and_go_on
     assert cache.quiesce()
@@ -512,34 +480,6 @@ def test_flush_ends_stores_under_way(cache: Any, disk: HeldDisk) -> None:
     cache.storage.region_engine.check_integrity()
     compute(cache, PROMPTS[0])
     step(cache, lambda: held_pages(cache)[0] == 2)
-
-
-def test_reset_waits_for_stores_of_its_thread(cache: Any, disk: HeldDisk) -> None:
-    """Without rest before it, as in a pipeline: the thread ends after what it has begun."""
-    begin_stores(cache)
-    disk.goes_on_at_stop(cache)
-    flush(cache)
-    assert cache.storage.region_engine.stats().num_inflight_jobs == 0
-    assert not cache.storage._storing
-
-
-def test_purge_finds_every_store_under_way(cache: Any, disk: HeldDisk) -> None:
-    begin_stores(cache, 2)
-    purged = cache.storage.erase(Erasure())
-    disk.goes_on.set()
-    step(cache, purged.done)
-    assert purged.result()
-    step(cache, lambda: not cache.ongoing_backup)
-    assert held_pages(cache) == [0] * len(PROMPTS)
-
-
-def test_detached_tiers_have_ended_every_store(cache: Any, disk: HeldDisk) -> None:
-    begin_stores(cache)
-    engine = cache.storage.region_engine
-    disk.goes_on_at_stop(cache)
-    detached, why = cache.detach_storage_backend()
-    assert detached, why
-    assert engine.stats().num_inflight_jobs == 0
 
 
 def test_same_pages_twice_fail_with_the_first(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,35 +361,28 @@ def test_abort_ends_a_load_between_two_parts() -> None:
     assert len(disk.asked) <= 3 + NUM_PARTS and loads.num_arrived(load)[-1] <= 3
 
 
-def test_each_part_that_arrived_counts_at_once() -> None:
-    for num_pages, expected in {
-        10: [4, 8, 10],
-        STORAGE_BATCH_SIZE + 9: [*range(4, STORAGE_BATCH_SIZE + 9, 4), STORAGE_BATCH_SIZE + 9],
-    }.items():
-        load = make_load(0, num_pages)
-        loads = Loads(Disk(part_pages=4), load)
-        loads.end()
-        assert loads.num_arrived(load) == expected
+MANY = STORAGE_BATCH_SIZE + 9
 
 
-def test_no_part_counts_behind_a_missing_page() -> None:
-    disk, load = Disk(part_pages=4), make_load(0, 20)
-    disk.missing = {("kv", "5")}
-    loads = Loads(disk, load)
-    eventually(lambda: len(disk.asked) == NUM_PARTS)
-    disk.finish()
+@pytest.mark.parametrize(
+    ("num_pages", "pools", "is_alone", "missing", "expected"),
+    [
+        (10, (), True, None, [4, 8, 10]),
+        (MANY, (), True, None, [*range(4, MANY, 4), MANY]),
+        (20, (), True, "5", [4, 5]),
+        (20, (), False, None, [20]),  # other ranks send another number of acks
+        (20, ("draft",), True, None, [20]),  # of which fewer pages may be there
+    ],
+)
+def test_parts_count_at_once_where_they_may(
+    num_pages: int, pools: tuple[str, ...], is_alone: bool, missing: str | None, expected: list[int]
+) -> None:
+    disk, load = Disk(part_pages=4), make_load(0, num_pages, pools)
+    disk.missing = set() if missing is None else {("kv", missing)}
+    loads = Loads(disk, load, is_alone=is_alone)
     loads.end()
-    assert loads.num_arrived(load) == [4, 5]
-    assert len(disk.asked) <= 2 + NUM_PARTS
-
-
-def test_parts_count_only_where_ranks_and_pools_agree() -> None:
-    """Other ranks send another number of acks; of another pool fewer pages may be there."""
-    for pools, is_alone in (((), False), (("draft",), True)):
-        load = make_load(0, 20, pools)
-        loads = Loads(Disk(), load, is_alone=is_alone)
-        loads.end()
-        assert loads.num_arrived(load) == [20]
+    assert loads.num_arrived(load) == expected
+    assert missing is None or len(disk.asked) <= 2 + NUM_PARTS
 
 
 def test_lone_rank_hears_without_another_thread() -> None:

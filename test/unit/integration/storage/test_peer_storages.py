@@ -5,47 +5,36 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from host_pools import Pool, hashes, make_pool, slots, storage_config
+from host_pools import Pool, hashes, make_pool, slots
 from page_calls import load_pages, queue_store, store_pages
 from peer_servers import know_each_other
-from sglang.srt.mem_cache.hicache_storage import (
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
+from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import process_stats
-from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack.tiers import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from storages import Storages
 
 pytestmark = pytest.mark.timeout(120)
 
 TIMEOUT_S = 20.0
 TENANT = b"a" * 16
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @dataclass
@@ -54,40 +43,21 @@ class Side:
     pools: dict[PoolName, Pool]
 
 
+OpenSide = Callable[[str, int | None], Side]
+
+
 @pytest.fixture
-def open_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str, int | None], Side]]:
-    monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": str(tmp_path)})
-    opened: list[TieredStorage] = []
+def open_side(storages: Storages) -> OpenSide:
     ports = {name: free_port() for name in "ab"}
     servers = ",".join(f"127.0.0.1:{port}" for port in ports.values())
 
     def open_side(name: str, seed: int | None) -> Side:
-        config = TieredConfig(
-            mode=TierMode.NVME,
-            host_bytes=MiB,
-            nvme=NvmeConfig(
-                directory=str(tmp_path / name), capacity_bytes=64 * MiB, region_bytes=4 * MiB
-            ),
-            peers=PeerConfig(servers=servers, port=ports[name]),
-        )
-        environment: dict[str, str] = {}
-        config.to_environment(environment)
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
-        storage = TieredStorage(storage_config(), {})
-        opened.append(storage)
+        storages.configure(name, peers=PeerConfig(servers=servers, port=ports[name]))
         other = None if seed is None else seed + 1
         pools = {PoolName.KV: make_pool(seed), PoolName.SWA: make_pool(other, 500)}
-        storage.register_mem_pool_host(pools[PoolName.KV])
-        storage.register_mem_host_pool_v2(pools[PoolName.SWA], PoolName.SWA)
-        storage.on_host_pools_registered()
-        return Side(storage, pools)
+        return Side(storages.open(pools[PoolName.KV], {PoolName.SWA: pools[PoolName.SWA]}), pools)
 
-    yield open_side
-    for storage in opened:
-        storage.close()
+    return open_side
 
 
 def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENANT) -> None:
@@ -97,13 +67,11 @@ def store(side: Side, keys: list[str], pages: torch.Tensor, tenant: bytes = TENA
         assert store_pages(storage, keys, pages, pool, store=node) == [True] * len(keys)
 
 
-def test_every_pool_comes_from_peers_bit_for_bit(
-    open_side: Callable[[str, int | None], Side],
-) -> None:
+def test_every_pool_comes_from_peers_bit_for_bit(open_side: OpenSide) -> None:
     a, b = open_side("a", 7), open_side("b", None)
     keys = hashes("x", "y", "z")
     store(a, keys, slots(3, 1, 7))
-    until(lambda: b.storage.lookup_leading(keys) == 3, "not found")
+    eventually(lambda: b.storage.lookup_leading(keys) == 3, "not found")
     assert b.storage.lookup_spans(keys) == [Span(Tier.PEER, 3)]
     window = PoolTransfer(PoolName.SWA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     assert b.storage.batch_exists_v2(keys, [window]).kv_hit_pages == 3
@@ -114,7 +82,7 @@ def test_every_pool_comes_from_peers_bit_for_bit(
         for source, target in zip((3, 1, 7), (8, 9, 10), strict=True):
             found, expected = b.pools[name].buffer, a.pools[name].buffer
             assert torch.equal(found[:, target], expected[:, source])
-    until(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
+    eventually(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
     stats = process_stats(b.storage).peer
     assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
     assert stats.tier.num_peers == 1
@@ -122,29 +90,12 @@ def test_every_pool_comes_from_peers_bit_for_bit(
     assert process_stats(a.storage).nvme.num_pages_from_memory == 3, "KV was read from NVMe"
 
 
-def test_what_was_in_memory_before_is_not_given(
-    open_side: Callable[[str, int | None], Side],
-) -> None:
-    """Its slots have been given to other pages, of which nothing here was told."""
-    a, b = open_side("a", 7), open_side("b", None)
-    keys = hashes("x", "y")
-    store(a, keys, slots(3, 1))
-    expected = a.pools[PoolName.KV].buffer[:, [3, 1]].clone()
-    a.pools[PoolName.KV].buffer[:, 1] = a.pools[PoolName.KV].buffer[:, 3]
-    until(lambda: b.storage.lookup_leading(keys) == 2, "not found")
-    assert load_pages(b.storage, keys, slots(8, 9), tenant=TENANT) == [True] * 2
-    assert torch.equal(b.pools[PoolName.KV].buffer[:, [8, 9]], expected)
-    assert process_stats(a.storage).nvme.num_pages_from_memory == 0
-
-
-def test_what_the_other_holds_is_not_kept_here(
-    open_side: Callable[[str, int | None], Side],
-) -> None:
+def test_what_the_other_holds_is_not_kept_here(open_side: OpenSide) -> None:
     """Else it would never be stored here, and be lost when the other gives it up."""
     a, b = open_side("a", 7), open_side("b", None)
     keys = hashes("x", "y")
     store(a, keys, slots(0, 1))
-    until(lambda: b.storage.lookup_leading(keys) == 2, "not found")
+    eventually(lambda: b.storage.lookup_leading(keys) == 2, "not found")
     assert not b.storage.holds(keys[0])
     assert b.storage.num_kept(keys) == 0
     assert b.storage.pages_by_tier(keys) == {Tier.NVME: 0, Tier.PEER: 2}
@@ -154,32 +105,28 @@ def test_what_the_other_holds_is_not_kept_here(
     assert b.storage.num_kept(keys) == 2
 
 
-def test_a_purge_reaches_peers_and_blocks_their_stores(
-    open_side: Callable[[str, int | None], Side],
-) -> None:
+def test_a_purge_reaches_peers_and_blocks_their_stores(open_side: OpenSide) -> None:
     a, b = open_side("a", 7), open_side("b", 7)
     keys, other = hashes("x", "y"), hashes("z")
     store(b, keys, slots(0, 1))
     store(b, other, slots(2), tenant=b"b" * 16)
-    until(lambda: a.storage.lookup_leading(keys) == 2, "not found")
+    eventually(lambda: a.storage.lookup_leading(keys) == 2, "not found")
     purge = a.storage.erase(Erasure(tenant=TENANT))
     assert is_true(purge, TIMEOUT_S)
-    until(lambda: b.storage.num_kept(keys) == 0, "still there")
-    until(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
+    eventually(lambda: b.storage.num_kept(keys) == 0, "still there")
+    eventually(lambda: a.storage.lookup_leading(keys) == 0, "found where it was purged")
     assert b.storage.num_kept(other) == 1
     stored = store_pages(b.storage, keys, slots(0, 1), tenant=TENANT)
     assert stored == [False] * 2, "memory may still hold it"
     store(b, hashes("new"), slots(3), tenant=b"b" * 16)
 
 
-def test_after_a_weight_update_nothing_is_shared(
-    open_side: Callable[[str, int | None], Side],
-) -> None:
+def test_after_a_weight_update_nothing_is_shared(open_side: OpenSide) -> None:
     """Nobody can name the weights that a running server was given."""
     a, b = open_side("a", 7), open_side("b", None)
     keys = hashes("x")
     store(a, keys, slots(0))
-    until(lambda: b.storage.lookup_leading(keys) == 1, "not found")
+    eventually(lambda: b.storage.lookup_leading(keys) == 1, "not found")
     b.storage.change_weights(tree_is_empty=True)
     assert b.storage.lookup_leading(keys) == 0
     a.storage.change_weights(tree_is_empty=True)
@@ -189,7 +136,7 @@ def test_after_a_weight_update_nothing_is_shared(
 
 
 def test_purge_before_weights_are_read_reaches_peers_later(
-    open_side: Callable[[str, int | None], Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_side: OpenSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among servers and in the bucket a purge is of a namespace, which nobody knows yet."""
     model = tmp_path / "model.safetensors"
@@ -214,6 +161,6 @@ def test_purge_before_weights_are_read_reaches_peers_later(
         b.storage.settle_namespace()
         return bool(b.storage.knows_namespace)
 
-    until(is_settled, "weights were not read")
+    eventually(is_settled, "weights were not read")
     assert is_true(purge, TIMEOUT_S)
-    until(lambda: a.storage.num_kept(keys) == 0, "not purged")
+    eventually(lambda: a.storage.num_kept(keys) == 0, "not purged")

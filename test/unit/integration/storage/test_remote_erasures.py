@@ -120,16 +120,6 @@ def test_what_was_queued_meanwhile_is_not_stored() -> None:
     assert rank.gate.num_admitted(queued, queued.hashes) == 0
 
 
-def test_an_erasure_stops_an_admitted_operation() -> None:
-    (rank,) = ranks = make_ranks(1)
-    step(ranks)
-    pages = [f"{number:064x}" for number in range(4)]
-    queued = rank.gate.queue_store(pages, num_tokens=256, tenant=A)
-    assert rank.gate.num_admitted(queued, pages[:2]) == 2
-    rank.hear(A)
-    assert rank.gate.num_admitted(queued, pages[2:]) == 0
-
-
 def test_all_ranks_hide_the_same_together() -> None:
     """Requests go by other keys from then on: a rank that did so alone would match other nodes."""
     ranks = make_ranks(3)

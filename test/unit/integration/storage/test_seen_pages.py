@@ -119,8 +119,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         region.close()
 
 
-def test_pages_in_memory_are_copied_not_read(serve: Callable[..., Server]) -> None:
-    server = serve()
+@pytest.fixture
+def server(serve: Callable[..., Server]) -> Server:
+    return serve()
+
+
+def test_pages_in_memory_are_copied_not_read(server: Server) -> None:
     for number, slot in ((3, 5), (4, 0), (9, 7)):
         server.hold(number, slot)
     before = server.reads.number
@@ -133,8 +137,7 @@ def test_pages_in_memory_are_copied_not_read(serve: Callable[..., Server]) -> No
     assert server.num_from_memory == 3
 
 
-def test_demoted_pages_are_copied_into_whole_blocks(serve: Callable[..., Server]) -> None:
-    server = serve()
+def test_demoted_pages_are_copied_into_whole_blocks(server: Server) -> None:
     server.hold(3, 5)
     room = memoryview(bytearray(padded(2 * HALF)))
     run = Run((server.run.keys[3],), ((room,),))
@@ -143,8 +146,7 @@ def test_demoted_pages_are_copied_into_whole_blocks(serve: Callable[..., Server]
     assert server.num_from_memory == 1
 
 
-def test_a_copy_waits_for_no_queued_read(serve: Callable[..., Server]) -> None:
-    server = serve()
+def test_a_copy_waits_for_no_queued_read(server: Server) -> None:
     server.hold(3, 5)
     server.reads.number, server.reads.is_slow = 0, True
     own = [server.begin(number, for_request=True) for number in range(4, 14)]
@@ -160,8 +162,7 @@ def test_a_copy_waits_for_no_queued_read(serve: Callable[..., Server]) -> None:
 
 
 @pytest.mark.parametrize("what", ["page", "tenant", "weights", "closed"])
-def test_what_is_hidden_is_not_given_from_memory(serve: Callable[..., Server], what: str) -> None:
-    server = serve()
+def test_what_is_hidden_is_not_given_from_memory(server: Server, what: str) -> None:
     server.hold(3, 5)
     if what == "page":
         assert is_true(server.region.erase(Erasure.of([server.run.keys[3]])), TIMEOUT_S)
@@ -176,9 +177,8 @@ def test_what_is_hidden_is_not_given_from_memory(serve: Callable[..., Server], w
 
 
 @pytest.mark.parametrize("what", ["another page", "one bit", "half of it", "other weights"])
-def test_memory_that_does_not_fit_is_read(serve: Callable[..., Server], what: str) -> None:
+def test_memory_that_does_not_fit_is_read(server: Server, what: str) -> None:
     """And not looked at again, until the page is noted once more."""
-    server = serve()
     server.hold(3, 5)
     if what == "another page":
         server.write(5, server.pages[4])
@@ -206,7 +206,6 @@ def test_encoded_pages_are_read_however_wanted(serve: Callable[..., Server]) -> 
     server = serve(Run((b"k" * 32,), ((memoryview(data.tobytes()),),)), encoding=soft_encoding())
     server.hold(0, 2)
     (stored,) = server.region.view.find(server.run.keys)
-    assert stored is not None
     assert stored.length < 2 * HALF
     assert server.read(0) == server.pages
     as_stored = Run(server.run.keys, ((memoryview(bytearray(stored.length)),),))
@@ -216,11 +215,10 @@ def test_encoded_pages_are_read_however_wanted(serve: Callable[..., Server]) -> 
 
 @pytest.mark.parametrize("is_verified", [True, False])
 def test_memory_reused_meanwhile_never_gives_wrong_bytes(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, is_verified: bool
+    server: Server, monkeypatch: pytest.MonkeyPatch, is_verified: bool
 ) -> None:
     """While slots get other pages all the time, and are told of late. Without the check of what was
     copied the same race gives wrong bytes."""
-    server = serve()
     if not is_verified:
         monkeypatch.setattr(reader, "_verifies", lambda *_: True)
     stop = threading.Event()
@@ -268,7 +266,6 @@ def test_hints_are_bounded_by_slots_and_last_noted() -> None:
         assert len(held._keys) <= NUM_SLOTS
     known = list(expected)
     found = held.find(known)
-    assert found is not None
     places = [held._pool.buffer[half, expected[key]].data_ptr() for key in known for half in (0, 1)]
     assert [
         np.frombuffer(segment, np.uint8).ctypes.data for page in found for segment in page

@@ -4,7 +4,6 @@ not SGLang's."""
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,11 @@ import pytest
 import torch
 from host_pools import hashes, storage_config
 from page_calls import load_pages, store_pages
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang_pools import PAGE, heads_pools, latent_pools
 
 from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
@@ -33,48 +30,21 @@ from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from storages import Storages
+
 TIMEOUT_S = 20.0
-PAGE, LAYERS, PAGES = 16, 2, 8
+LAYERS = 2
 PAGE_BYTES = PAGE * LAYERS * 80 * 2
 KEYS = hashes("a", "b", "c")
 TENANT = b"a" * 16
 
 
 def latent_pool(seed: int | None = None) -> MLATokenToKVPoolHost:
-    device = MLATokenToKVPool(
-        size=PAGE * PAGES,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return filled(MLATokenToKVPoolHost, device, seed, target_layer_num=LAYERS)
-
-
-def pool_of_heads() -> MHATokenToKVPoolHost:
-    device = MHATokenToKVPool(
-        size=PAGE * PAGES,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=32,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return filled(MHATokenToKVPoolHost, device, None)
-
-
-def filled(kind: Any, device: Any, seed: int | None, **extent: int) -> Any:
-    (info,) = device.get_device_pool_infos()
-    extent |= {"device_capacity_tokens": device.size, "start_layer": 0, "end_layer": LAYERS - 1}
-    pool = kind(info.buffer_info, 2.0, 0, PAGE, "page_first_direct", **extent)
+    _, pool = latent_pools(LAYERS)
     pool.kv_buffer.zero_()
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -89,35 +59,20 @@ def slots(*pages: int) -> torch.Tensor:
 class Ranks:
     """Opens the storages of all ranks of a server, each in its thread, and closes them all."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = directory
-        directory.mkdir()
+    def __init__(self, storages: Storages, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name, self._folder, self._storages = "kv", folder, storages
         self._patch = monkeypatch
-        self.opened: list[TieredStorage] = []
         self.identities: list[Any] = [{"model": "m"}] * 3
         monkeypatch.setattr(namespace, "has_draft", lambda: False)
 
-    def configure(self, num_ranks: int, **settings: Any) -> None:
-        nvme = NvmeConfig(
-            directory=str(self.directory), capacity_bytes=64 * MiB, region_bytes=4 * MiB
-        )
-        config = TieredConfig(
-            mode=TierMode.NVME,
-            host_bytes=MiB,
-            nvme=nvme,
-            num_ranks=num_ranks,
-            tp_size=num_ranks,
-            **settings,
-        )
-        environment: dict[str, str] = {}
-        config.to_environment(environment)
-        for name, value in environment.items():
-            self._patch.setenv(name, value)
+    @property
+    def directory(self) -> Path:
+        return self._folder / self.name
 
     def open(self, *pools: Any, **settings: Any) -> list[TieredStorage]:
         """A rank for each pool. Raises what the first rank that fails does."""
         number = len(pools)
-        self.configure(number, **settings)
+        self._storages.configure(self.name, num_ranks=number, tp_size=number, **settings)
         ranks, values = threading.local(), [None] * number
         meeting = threading.Barrier(number)
 
@@ -146,7 +101,7 @@ class Ranks:
             storage = TieredStorage(where, {})
             storage.register_mem_pool_host(pool)
             storages.append(storage)
-        self.opened += storages
+        self._storages.opened += storages
         with ThreadPoolExecutor(number) as threads:
             started = [threads.submit(start, rank) for rank in range(number)]
         failures = [each.exception() for each in started]
@@ -156,19 +111,16 @@ class Ranks:
         return storages
 
     def close(self) -> None:
-        for storage in reversed(self.opened):  # what hangs shows sooner
-            storage.close()
-        self.opened.clear()
+        self._storages.close()
 
     def shards(self) -> list[str]:
         return sorted(path.name for path in self.directory.glob("shard-*"))
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    opened = Ranks(tmp_path / "kv", monkeypatch)
-    yield opened
-    opened.close()
+def ranks(storages: Storages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    (tmp_path / "kv").mkdir()
+    return Ranks(storages, tmp_path, monkeypatch)
 
 
 def store(storages: Sequence[TieredStorage]) -> None:
@@ -220,9 +172,7 @@ def test_a_rank_with_other_weights_gets_no_page(ranks: Ranks) -> None:
     assert load(second) == [False] * 3
 
 
-def test_a_rank_knowing_its_weights_early_gets_pages(
-    ranks: Ranks,
-) -> None:
+def test_a_rank_knowing_its_weights_early_gets_pages(ranks: Ranks) -> None:
     storages = ranks.open(latent_pool(1), latent_pool(None))
     store(storages)
     lender, borrower = storages
@@ -266,30 +216,20 @@ def test_tiers_one_rank_cannot_open_stay_closed(ranks: Ranks, failing: int) -> N
     store(ranks.open(latent_pool(1), latent_pool(1)))  # the shard was let go
 
 
-def test_all_ranks_answer_for_the_same_tiers(ranks: Ranks, tmp_path: Path) -> None:
-    """Their answers are reduced as one tensor, so each must name as many."""
-    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
-    first, second = storages = ranks.open(latent_pool(1), latent_pool(1), object=bucket)
+def test_bucket_pages_reach_every_rank(ranks: Ranks) -> None:
+    first, second = storages = ranks.open(latent_pool(1), latent_pool(1), has_bucket=True)
     store(storages)
     assert first.has_object_tier and second.has_object_tier
-    assert [make_durable(each, KEYS, Tier.OBJECT, bytes(16)) for each in storages] == [3, 3]
-    assert [make_durable(each, KEYS, Tier.NVME, bytes(16)) for each in storages] == [3, 3]
-    assert first.pages_by_tier(KEYS) == second.pages_by_tier(KEYS) == {Tier.NVME: 3, Tier.OBJECT: 3}
-
-
-def test_bucket_pages_reach_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    bucket = ObjectConfig(url=(tmp_path / "bucket").as_uri())
-    storages = ranks.open(latent_pool(1), latent_pool(1), object=bucket)
-    store(storages)
-    assert make_durable(storages[0], KEYS, Tier.OBJECT, bytes(16)) == 3
+    for tier in (Tier.OBJECT, Tier.NVME):
+        assert [make_durable(each, KEYS, tier, bytes(16)) for each in storages] == [3, 3]
+    held = {Tier.NVME: 3, Tier.OBJECT: 3}  # of as many tiers each, or they could not be reduced
+    assert first.pages_by_tier(KEYS) == second.pages_by_tier(KEYS) == held
     ranks.close()
     for path in sorted((ranks.directory / SHARD).glob("region-*")):
         path.unlink()
     pools = [latent_pool(), latent_pool()]
-    first, second = ranks.open(*pools, object=bucket)
-    deadline = time.monotonic() + TIMEOUT_S
-    while first.batch_exists(KEYS) < 3:  # the bucket is listed in the background
-        assert time.monotonic() < deadline
+    first, second = ranks.open(*pools, has_bucket=True)
+    eventually(lambda: first.batch_exists(KEYS) == 3, "the bucket is listed in the background")
     assert not second.stack.remote
     assert load(second) == [True] * 3
     expected = latent_pool(1).kv_buffer[0:3]
@@ -301,25 +241,22 @@ def test_bucket_pages_reach_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert (usage.tenant, usage.num_pages) == (TENANT, 3)
 
 
-def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks) -> None:
     ports = [free_port(), free_port()]
     servers = ",".join(f"127.0.0.1:{port}" for port in ports)
     (other,) = ranks.open(latent_pool(1), peers=PeerConfig(servers=servers, port=ports[0]))
     store([other])
-    ranks.directory = tmp_path / "two"
+    ranks.name = "two"
     ranks.directory.mkdir()
     pools = [latent_pool(), latent_pool()]
     first, second = ranks.open(*pools, peers=PeerConfig(servers=servers, port=ports[1]))
-    deadline = time.monotonic() + TIMEOUT_S
-    while first.batch_exists(KEYS) < 3 or not process_stats(other).peer.tier.num_peers:
-        assert time.monotonic() < deadline
+    eventually(lambda: first.batch_exists(KEYS) == 3 and process_stats(other).peer.tier.num_peers)
     assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
     assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
     assert load(second) == [True] * 3
     assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
     assert process_stats(other).peer.tier.num_peers == 1
     assert second.remote_erasures is not None, "the first rank's news reach it"
-    ranks.close()
 
 
 def test_the_lender_opens_no_more_files_than_allowed(
@@ -358,7 +295,7 @@ def test_ranks_whose_pages_differ_keep_their_own(
         changed = storage_config(tp_rank=1, **{"tp_size": 2, **changes})
         return shared_pages.are_pages_same(changed, pools, is_replicated=is_replicated)
 
-    latent, heads = latent_pool(), pool_of_heads()
+    latent, (_, heads) = latent_pool(), heads_pools(LAYERS)
     assert where.tp_size == 2 and same(latent)
     assert not same(latent, heads) and not same(heads) and not same(latent, is_replicated=False)
     assert not same(latent, attn_cp_size=2)

@@ -8,6 +8,7 @@ import pytest
 
 from kit.clock import Clock
 from sglang_tiered.integration.storage.tier_timing import WINDOW_READS, TierTiming
+from sglang_tiered.integration.storage.transfers import MAX_PROBE_READS, MAX_PROBE_S, read_in_steps
 from sglang_tiered.policy.cost_model import TransferCost
 
 MB = 1 << 20
@@ -16,6 +17,16 @@ BYTE_S = 1e-9  # 1 GB/s
 
 def make(clock: Clock, *, load_s: float = 1e-4, byte_s: float = BYTE_S) -> TierTiming:
     return TierTiming(TransferCost((load_s, byte_s)), clock, stale_after_s=3.0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+@pytest.fixture
+def timing(clock: Clock) -> TierTiming:
+    return make(clock)
 
 
 def share(
@@ -39,10 +50,11 @@ def share(
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_overlapping_reads_are_priced_by_what_moves(depth: int, seed: int) -> None:
+def test_overlapping_reads_are_priced_by_what_moves(
+    clock: Clock, timing: TierTiming, depth: int, seed: int
+) -> None:
     """A slow volume must not look faster because its reads end in pairs."""
-    clock, source = Clock(100.0), random.Random(seed)
-    timing = make(clock)
+    source = random.Random(seed)
     sizes = [source.choice([1, 2, 3]) * MB for _ in range(400)]
     share(timing, clock, sizes, depth, 150e6)
     found = [timing.cost.bytes_per_s or 0.0]
@@ -53,9 +65,9 @@ def test_overlapping_reads_are_priced_by_what_moves(depth: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("num_reads", [9, 16, 24, 64])
-def test_reads_that_begin_together_are_priced_right(num_reads: int) -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_reads_that_begin_together_are_priced_right(
+    clock: Clock, timing: TierTiming, num_reads: int
+) -> None:
     for _ in range(5):
         share(timing, clock, [MB] * num_reads, num_reads, 250e6)
         clock.now += 1.0
@@ -76,10 +88,10 @@ def test_load_in_equal_parts_is_not_underpriced(num_parts: int) -> None:
 
 
 @pytest.mark.parametrize("slowdown", [10, 100])
-def test_tier_that_slows_down_is_noticed_soon(slowdown: int) -> None:
+def test_tier_that_slows_down_is_noticed_soon(
+    clock: Clock, timing: TierTiming, slowdown: int
+) -> None:
     """Under continuous load, in the time of a few of its reads."""
-    clock = Clock(100.0)
-    timing = make(clock)
     share(timing, clock, [20 * MB] * 50, 2, 1e9)
     begun = clock.now
     share(timing, clock, [20 * MB] * 8, 2, 1e9 / slowdown)
@@ -88,9 +100,7 @@ def test_tier_that_slows_down_is_noticed_soon(slowdown: int) -> None:
     assert taken_s < 9 * slowdown * 20 * MB / 1e9
 
 
-def test_hung_read_is_forgotten_with_its_storage() -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_hung_read_is_forgotten_with_its_storage(clock: Clock, timing: TierTiming) -> None:
     hung = timing.begin(MB)
     timing.drop_reads()
     for _ in range(20):
@@ -103,9 +113,7 @@ def test_hung_read_is_forgotten_with_its_storage() -> None:
     timing.end(hung, is_complete=False)  # its thread comes back
 
 
-def test_small_read_behind_a_large_is_not_late() -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_small_read_behind_a_large_is_not_late(clock: Clock, timing: TierTiming) -> None:
     before = timing.cost.seconds(16 * MB)
     large, small = timing.begin(64 * MB), timing.begin(MB // 4)
     for _ in range(6):
@@ -120,9 +128,7 @@ def test_small_read_behind_a_large_is_not_late() -> None:
     assert timing.cost.seconds(16 * MB) == pytest.approx(before, rel=0.1)
 
 
-def test_hanging_reads_are_believed_before_they_end() -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_hanging_reads_are_believed_before_they_end(clock: Clock, timing: TierTiming) -> None:
     reads = [timing.begin(MB) for _ in range(3)]
     for _ in range(10):
         clock.now += 1.0
@@ -134,10 +140,8 @@ def test_hanging_reads_are_believed_before_they_end() -> None:
     assert timing.cost.seconds(MB) > 1.0 and timing.durations.take().count == 0
 
 
-def test_quick_failure_hides_no_slow_read() -> None:
+def test_quick_failure_hides_no_slow_read(clock: Clock, timing: TierTiming) -> None:
     """Misses end at once beside a read that takes long."""
-    clock = Clock(100.0)
-    timing = make(clock)
     slow = timing.begin(MB)
     for _ in range(5 * WINDOW_READS):
         failed = timing.begin(MB)
@@ -149,9 +153,7 @@ def test_quick_failure_hides_no_slow_read() -> None:
     assert timing.cost.seconds(MB) > 0.3
 
 
-def test_quick_failures_alone_teach_nothing() -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_quick_failures_alone_teach_nothing(clock: Clock, timing: TierTiming) -> None:
     before = timing.cost.prices
     for _ in range(3 * WINDOW_READS):
         timing.end(timing.begin(16 * MB), is_complete=False)
@@ -159,9 +161,7 @@ def test_quick_failures_alone_teach_nothing() -> None:
     assert timing.cost.prices == before
 
 
-def test_time_without_reads_is_not_theirs() -> None:
-    clock = Clock(100.0)
-    timing = make(clock)
+def test_time_without_reads_is_not_theirs(clock: Clock, timing: TierTiming) -> None:
     for _ in range(20):
         read = timing.begin(MB)
         clock.now += MB * BYTE_S
@@ -190,7 +190,6 @@ def test_small_read_behind_others_is_not_late(reads_parts: bool) -> None:
     for _ in range(10):
         clock.now += load_s / 10
         timing.learn()
-    assert last is not None
     timing.end(last, is_complete=True)
     timing.learn()
     assert timing.cost.seconds(4 * MB) < 2 * before
@@ -211,3 +210,43 @@ def test_busy_remote_tier_keeps_its_fixed_time() -> None:
         ahead = following
     real_s = load_s + 128 * MB * byte_s
     assert 0.4 * real_s < timing.cost.seconds(128 * MB) < 1.5 * real_s
+
+
+class ProbedDisk:
+    """Reads that take what they are told to; what was read and what was learnt from."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.now = 0.0
+        self.seconds = list(seconds)
+        self.reads: list[int] = []
+        self.lessons: list[int] = []
+
+    def read(self, num_pages: int, min_informative_s: float) -> None:
+        taken_s = self.seconds.pop(0)
+        self.now += taken_s
+        self.reads.append(num_pages)
+        if taken_s >= min_informative_s:
+            self.lessons.append(num_pages)
+
+    def probe(self, num_pages: int) -> None:
+        read_in_steps(self.read, num_pages, lambda: self.now)
+
+
+def test_a_burst_is_not_a_fast_disk() -> None:
+    disk = ProbedDisk(0.002, 1.2)
+    disk.probe(16)
+    assert disk.reads == [1, 16]
+    assert disk.lessons == [16]
+
+
+def test_one_slow_page_spares_the_larger_reads() -> None:
+    disk = ProbedDisk(2 * MAX_PROBE_S)
+    disk.probe(16)
+    assert disk.reads == disk.lessons == [1]
+
+
+@pytest.mark.parametrize("num_pages", [1, 16])
+def test_a_fast_disk_is_read_repeatedly(num_pages: int) -> None:
+    disk = ProbedDisk(*[0.001] * (1 + MAX_PROBE_READS))
+    disk.probe(num_pages)
+    assert disk.lessons == [num_pages] * MAX_PROBE_READS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,13 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.policy.routing import Held
 from sglang_tiered_lab.trace.cluster import POLICIES
 from sglang_tiered_lab.trace.cluster.books import Knowledge
-from sglang_tiered_lab.trace.cluster.comparison import speed_where_busy
+from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
 from sglang_tiered_lab.trace.cluster.residency import Residency
 from sglang_tiered_lab.trace.cluster.server import Job
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 KIND = load_profiles().kind("h100", "llama-3.1-8b")
 UNIT = 512
@@ -105,23 +103,19 @@ def test_a_prefill_beside_decodes_takes_longer() -> None:
 
 def test_each_tier_serves_when_nearer_ones_cannot() -> None:
     """The second of two equal prompts goes to the other server, in turn."""
-    units = list(range(24))
-    twice = [Request(10.0 * n, 24 * UNIT, 2, units, n > 0) for n in range(2)]
+    twice = [Request(10.0 * n, 24 * UNIT, 2, list(range(24)), n > 0) for n in range(2)]
     same = run_cluster(plan("in-turn", BOTH), twice)
     assert same.hit_tokens["device"] == 24 * UNIT - KIND.page_tokens
     fast = dataclasses.replace(KIND, peer=(1e-3, 1e-11), bucket=(1e-3, 1e-11))
-    for tiers, tier in (({"nvme", "peer"}, "peer"), ({"bucket"}, "bucket"), ({"host"}, None)):
-        members = [Member(kind=fast)] * 2
-        found = run_cluster(plan("in-turn", members, tiers=frozenset(tiers)), twice)
-        hits = {name for name, tokens in found.hit_tokens.items() if tokens}
-        assert hits == ({tier} if tier else set())
-
-
-def test_a_slow_peer_is_declined() -> None:
     slow = dataclasses.replace(KIND, peer=(1.0, 1e-7))
-    twice = [Request(10.0 * n, 24 * UNIT, 2, list(range(24)), n > 0) for n in range(2)]
-    found = run_cluster(plan("in-turn", [Member(kind=slow)] * 2), twice)
-    assert not sum(found.hit_tokens.values())
+    for kind, tiers, hit in (
+        (fast, {"nvme", "peer"}, {"peer"}),
+        (fast, {"bucket"}, {"bucket"}),
+        (fast, {"host"}, set()),
+        (slow, {"nvme", "peer"}, set()),
+    ):
+        found = run_cluster(plan("in-turn", [Member(kind=kind)] * 2, tiers=frozenset(tiers)), twice)
+        assert {name for name, tokens in found.hit_tokens.items() if tokens} == hit
 
 
 @pytest.mark.parametrize("members", [BOTH * 5, SPLIT], ids=["both", "split"])
@@ -154,12 +148,10 @@ def test_all_servers_gone_is_one_sentence() -> None:
 
 
 def test_lag_and_loss_make_the_view_trail() -> None:
-    run = Simulation(plan("cost", BOTH * 2, knowledge=Knowledge(lag_s=1e6)), talks(10))
-    run.run()
-    assert run.books.truth.blocks and not run.books.view.blocks
-    lost = Simulation(plan("cost", BOTH * 2, knowledge=Knowledge(loss=1.0)), talks(10))
-    lost.run()
-    assert not lost.books.view.blocks
+    for knowledge in (Knowledge(lag_s=1e6), Knowledge(loss=1.0)):
+        run = Simulation(plan("cost", BOTH * 2, knowledge=knowledge), talks(10))
+        run.run()
+        assert run.books.truth.blocks and not run.books.view.blocks
 
 
 def test_a_request_too_large_is_refused() -> None:
@@ -171,28 +163,19 @@ def test_predicted_admission_sheds_the_last_class_only() -> None:
     requests = talks(120, turns=1)
     busy = plan("cost", BOTH * 2, speed=40, ttft_s=0.5)
     free = run_cluster(busy, requests)
-    shed = run_cluster(
-        dataclasses.replace(busy, admission="predicted", classes=(0.3, 0.7)), requests
-    )
+
+    def admitted(how: str, **more: Any) -> Outcome:
+        return run_cluster(dataclasses.replace(busy, admission=how, **more), requests)
+
+    shed = admitted("predicted", classes=(0.3, 0.7))
     assert free.goodput < shed.goodput
     assert shed.num_shed > 0
     assert (np.isnan(shed.ttft_s) <= (shed.priority == 1)).all()
-    soft = run_cluster(dataclasses.replace(busy, admission="soft"), requests)
-    assert soft.num_shed > 0
-    hopeless = dataclasses.replace(busy, speed=0.01, ttft_s=1e-3)
-    assert run_cluster(dataclasses.replace(hopeless, admission="soft"), requests).num_shed == 0
-    assert run_cluster(
-        dataclasses.replace(hopeless, admission="predicted"), requests
-    ).num_shed == len(requests)
-    queued = run_cluster(dataclasses.replace(busy, admission="queue", max_waiting=1), requests)
-    assert queued.num_shed > 0
-
-
-def test_load_one_is_where_in_turn_is_busy() -> None:
-    requests = talks(200, gap_s=40.0)
-    speed = speed_where_busy(plan("in-turn", BOTH * 2), requests)
-    found = run_cluster(plan("in-turn", BOTH * 2, speed=speed), requests)
-    assert found.busy == pytest.approx(0.8, abs=0.02)
+    assert admitted("soft").num_shed > 0
+    hopeless = {"speed": 0.01, "ttft_s": 1e-3}
+    assert admitted("soft", **hopeless).num_shed == 0
+    assert admitted("predicted", **hopeless).num_shed == len(requests)
+    assert admitted("queue", max_waiting=1).num_shed > 0
 
 
 blocks = st.lists(st.integers(0, 6), unique=True, max_size=6)

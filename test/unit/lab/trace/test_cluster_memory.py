@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
 from sglang_tiered.policy.routing import NOTHING_HELD
+from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import Kind, load_profiles
 from sglang_tiered_lab.trace.cluster.server import Job, Server, make_costs
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.cluster.tree import HostMemory, Nodes, SharedBlocks
 from sglang_tiered_lab.trace.replay.server import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered_lab.trace.cluster.outcome import Outcome
 
 PAGE = 64
 SMALL = dataclasses.replace(
@@ -66,11 +62,8 @@ def test_a_prompt_loses_its_last_node_first() -> None:
     for num_pages, kept in ((20, 40), (40, 20), (50, 0)):
         found = serve([*turns, ask(2, 1, num_pages * PAGE), ask(3, 0, 60 * PAGE)])
         assert found.hit_tokens["device"] == (20 + kept) * PAGE
-
-
-def test_nodes_go_whole() -> None:
     found = serve([ask(0, 0, 40 * PAGE), ask(1, 1, 40 * PAGE), ask(2, 0, 40 * PAGE)])
-    assert not found.hit_tokens["device"]
+    assert not found.hit_tokens["device"], "a node goes whole"
 
 
 def test_pages_are_hit_whole_and_never_the_last() -> None:
@@ -108,20 +101,16 @@ def test_what_memory_loses_meanwhile_is_loaded() -> None:
 
 def test_prompts_that_wait_are_prefilled_together() -> None:
     hardware = SMALL.hardware
-    found = serve([ask(0, 0, 10 * PAGE), *(ask(1e-4, n, 5 * PAGE) for n in (1, 2, 3))])
-    together_s = hardware.prefill_fixed_s + 3 * (
-        hardware.prefill_s(5 * PAGE, 0) - hardware.prefill_fixed_s
-    )
+    prompts = [ask(0, 0, 10 * PAGE), *(ask(1e-4, n, 5 * PAGE) for n in (1, 2, 3))]
+    found = serve(prompts)
+    fixed_s = hardware.prefill_fixed_s
+    together_s = fixed_s + 3 * (hardware.prefill_s(5 * PAGE, 0) - fixed_s)
     first_s = hardware.prefill_s(10 * PAGE, 0)
     assert found.ttft_s[0] == pytest.approx(first_s)
     # Beside the first one's decode, which has ended by then.
     assert found.ttft_s[1:] == pytest.approx([first_s + together_s - 1e-4] * 3, rel=1e-3)
-
-
-def test_a_batch_takes_no_more_than_a_chunk() -> None:
-    kind = dataclasses.replace(SMALL, chunk_tokens=10 * PAGE)
-    found = serve([ask(0, 0, 10 * PAGE), *(ask(1e-4, n, 5 * PAGE) for n in (1, 2, 3))], kind)
-    assert found.ttft_s[1] == found.ttft_s[2] < found.ttft_s[3]
+    found = serve(prompts, dataclasses.replace(SMALL, chunk_tokens=10 * PAGE))
+    assert found.ttft_s[1] == found.ttft_s[2] < found.ttft_s[3], "no more than a chunk"
 
 
 def test_decodes_stand_still_where_steps_do_not_mix() -> None:
@@ -174,14 +163,11 @@ def test_prompts_that_run_share_their_blocks() -> None:
 
 def test_a_shared_block_is_there_once() -> None:
     shared = SharedBlocks()
-    shared.hold([1, 2, 3])
-    shared.hold([1, 2])
-    shared.hold([1])
-    assert shared.num_spared == 3
-    assert shared.num_held([1, 2, 4, 3]) == 2
+    for units in ([1, 2, 3], [1, 2], [1]):
+        shared.hold(units)
+    assert (shared.num_spared, shared.num_held([1, 2, 4, 3])) == (3, 2)
     shared.release([1, 2, 3])
-    assert shared.num_spared == 1
-    assert shared.num_held([1, 2, 3]) == 2
+    assert (shared.num_spared, shared.num_held([1, 2, 3])) == (1, 2)
     shared.release([1, 2])
     shared.release([1])
     assert shared.num_spared == shared.num_held([1]) == 0

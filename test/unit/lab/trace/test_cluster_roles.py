@@ -6,23 +6,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang_tiered_lab.trace.cluster import simulation
+from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
 from sglang_tiered_lab.trace.cluster.residency import DEVICE, HOST, NVME
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from sglang_tiered_lab.trace.cluster.outcome import Outcome
 
 KIND = load_profiles().kind("h100", "llama-3.1-8b")
 BLOCK, BLOCKS_A_UNIT = 512, 4
@@ -66,11 +62,7 @@ def gaps(outcome: Outcome) -> list[float]:
     [(2.0, COOLDOWN_S, 0.48, 0.74), (2.0, 60.0, 0.48, 0.63), (1.5, COOLDOWN_S, 0.89, 0.885)],
 )
 def test_roles_follow_a_trace_that_turns(
-    published: Callable[[str], Path],
-    speed: float,
-    cooldown_s: float,
-    fixed: float,
-    moved: float,
+    published: Callable[[str], Path], speed: float, cooldown_s: float, fixed: float, moved: float
 ) -> None:
     """As ``docs/cluster.md`` says."""
     requests = turning(published("conversation"))
@@ -90,15 +82,10 @@ def test_roles_follow_a_trace_that_turns(
 
 def crowd(count: int, prompt: int, answer: int, every_s: float) -> list[Request]:
     """Prompts of units, each with an equal one long after it."""
+    firsts = [1000 * (n % 100) for n in range(count)]
     return [
-        Request(
-            every_s * n,
-            prompt * UNIT,
-            answer,
-            range(1000 * (n % 100), 1000 * (n % 100) + prompt),
-            n >= 100,
-        )
-        for n in range(count)
+        Request(every_s * n, prompt * UNIT, answer, range(first, first + prompt), n >= 100)
+        for n, first in enumerate(firsts)
     ]
 
 
@@ -108,9 +95,8 @@ PROMPTS = crowd(300, prompt=8, answer=8, every_s=0.4)
 
 @pytest.mark.parametrize("policy", ["cost", "cache-aware", "in-turn"])
 def test_a_switch_loses_nobody(policy: str) -> None:
-    run = Simulation(
-        dataclasses.replace(plan(1, cooldown_s=10.0, speed=1.0), policy=policy), PROMPTS
-    )
+    made = dataclasses.replace(plan(1, cooldown_s=10.0, speed=1.0), policy=policy)
+    run = Simulation(made, PROMPTS)
     outcome = run.run()
     assert outcome.switches and {role for _, _, role in outcome.switches} == {"prefill"}
     assert all(gap >= 10.0 for gap in gaps(outcome))

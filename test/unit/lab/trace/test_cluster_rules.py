@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from sglang_tiered_lab.trace.cluster.routers import Tuning
 from sglang_tiered_lab.trace.cluster.server import Job
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 KIND = load_profiles().kind("h100", "llama-3.1-8b")
 UNIT = 512
@@ -45,18 +43,23 @@ def begun(policy: str, count: int, requests: list[Request]) -> Simulation:
     return run
 
 
+def answering(
+    run: Simulation, number: int, server: int, units: Sequence[int], answer: int = 2
+) -> Job:
+    """A request that a server has answered the first token of, as the books know it."""
+    job = Job(number, prompt(0.0, units, answer), 0, 0.0)
+    job.server = job.decode = server
+    run.books.sent(job, 0)
+    run.books.handed(job)
+    run.books.answered(job)
+    return job
+
+
 def test_dynamo_counts_a_shared_block_once() -> None:
     """Two long prompts that share all blocks weigh less than one that is a little longer."""
     run = begun("dynamo", 2, [])
-    books = run.books
-    for number, (server, units) in enumerate(
-        [(0, range(40)), (0, range(40)), (1, range(100, 145))]
-    ):
-        job = Job(number, prompt(0.0, units), 0, 0.0)
-        job.server = job.decode = server
-        books.sent(job, 0)
-        books.handed(job)
-        books.answered(job)
+    for number, units in enumerate((range(40), range(40), range(100, 145))):
+        answering(run, number, number // 2, units)
     assert chosen(run, prompt(0.0, range(200, 204)), 0.0) == 0
     # Forty of these blocks are under way there: the first server would hold six more.
     assert chosen(run, prompt(0.0, [*range(100, 140), *range(300, 306)]), 0.0) == 1
@@ -109,12 +112,8 @@ def test_decode_servers_are_chosen_by_mean_answers() -> None:
 def test_decodes_stretch_no_expectation_at_once() -> None:
     """Two servers whose reports are equal promise the same, though decodes slow one of them."""
     run = begun("cost", 2, [])
-    crowd = [Job(n, prompt(0.0, range(100 * n, 100 * n + 60), 3000), 0, 0.0) for n in range(20)]
-    for job in crowd:
-        job.server = job.decode = 0
-        run.books.sent(job, 0)
-        run.books.handed(job)
-        run.books.answered(job)
+    for number in range(20):
+        job = answering(run, number, 0, range(100 * number, 100 * number + 60), 3000)
         run.servers[0].begin_decode(job)
     work = []
     for number in range(2):
@@ -156,18 +155,16 @@ def test_wrong_prices_mislead_a_servers_own_plans() -> None:
     """A server that takes its prefill for free loads nothing, and so computes all again."""
     twice = [prompt(100.0 * n, range(24)) for n in range(2)]
     fast = dataclasses.replace(KIND, peer=(1e-3, 1e-11))
-    knowledge = Knowledge(price_factor=1.0)
     base = Plan(members=[Member(kind=fast)] * 2, policy="in-turn", unit_tokens=UNIT)
-    right = run_cluster(dataclasses.replace(base, knowledge=knowledge), twice)
-    assert right.hit_tokens["peer"]
+
+    def from_peers(seed: int, **known: Any) -> int:
+        made = dataclasses.replace(base, seed=seed, knowledge=Knowledge(**known))
+        return run_cluster(made, twice).hit_tokens["peer"]
+
+    assert from_peers(0, price_factor=1.0)
     # Drawn so that a prefill seems cheap or a fetch dear to some server.
     wrong = [
-        run_cluster(
-            dataclasses.replace(
-                base, seed=seed, knowledge=Knowledge(price_noise=6.0, misleads_servers=told)
-            ),
-            twice,
-        ).hit_tokens["peer"]
+        from_peers(seed, price_noise=6.0, misleads_servers=told)
         for told in (False, True)
         for seed in range(6)
     ]
@@ -180,21 +177,15 @@ def test_a_server_that_died_comes_back_empty() -> None:
     changes = [Change(at_s=50.0, what="die", server=0), Change(at_s=60.0, what="join", server=0)]
     early = [prompt(10.0 * n, range(20)) for n in range(3)]
     late = [prompt(100.0 + 20.0 * n, range(20)) for n in range(2)]
+    more = {"changes": changes, "tiers": frozenset({"host", "nvme"})}
     for policy in ("in-turn", "cost", "cache-aware"):
-        run = Simulation(
-            plan(policy, 2, changes=changes, tiers=frozenset({"host", "nvme"})), [*early, *late]
-        )
+        run = Simulation(plan(policy, 2, **more), [*early, *late])
         run.router.open_servers = [0, 1]
         assert run.servers[0].is_open
         run.run()
         assert run.servers[0].is_open and run.servers[1].is_open
-    run = Simulation(
-        dataclasses.replace(
-            plan("in-turn", 2, changes=changes, tiers=frozenset({"host", "nvme"})),
-            knowledge=Knowledge(lag_s=55.0),
-        ),
-        [prompt(1.0, range(20)), prompt(2.0, range(20)), prompt(100.0, range(900, 910))],
-    )
+    late = [prompt(1.0, range(20)), prompt(2.0, range(20)), prompt(100.0, range(900, 910))]
+    run = Simulation(plan("in-turn", 2, knowledge=Knowledge(lag_s=55.0), **more), late)
     run.run()
     run.books.look(200.0)
     assert not run.servers[0].tiers[2].units or 900 in run.servers[0].tiers[2].units
@@ -236,15 +227,9 @@ def test_nothing_stays_expected_after_a_death(policy: str) -> None:
     # The one that it was prefilled by takes no more.
     changes = [Change(at_s=5.9, what="drain", server=0), Change(at_s=6.0, what="die", server=4)]
     requests = [prompt(0.1 * n, range(100 * n, 100 * n + 60)) for n in range(60)]
-    run = Simulation(
-        dataclasses.replace(
-            plan(policy, 1, changes=changes),
-            members=members,
-            knowledge=Knowledge(lag_s=0.5),
-            tuning=Tuning(predicted_s=5.0),
-        ),
-        requests,
-    )
+    told = {"knowledge": Knowledge(lag_s=0.5), "tuning": Tuning(predicted_s=5.0)}
+    made = plan(policy, 1, changes=changes, **told)
+    run = Simulation(dataclasses.replace(made, members=members), requests)
     assert run.run().num_restarted
     run.router._held(Job(99, requests[0], 0, 0.0), 1e6)
     assert not run.books.predicted.blocks

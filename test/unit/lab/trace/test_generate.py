@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,10 +12,6 @@ from sglang_tiered_lab.trace import sharegpt_model
 from sglang_tiered_lab.trace.cli import main
 from sglang_tiered_lab.trace.figures import describe
 from sglang_tiered_lab.trace.reader import read_trace
-from sglang_tiered_lab.trace.sharegpt_model import Draws
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def generate(folder: Path, *flags: object) -> dict[str, bytes]:
@@ -38,11 +34,8 @@ def test_sharegpt_text_reads_like_a_downloaded_file(tmp_path: Path) -> None:
     files = generate(tmp_path / "made", "--num-conversations", 40, "--seed", 1)
     rows = json.loads(files["a.json"])
     assert len(rows) == 40
-    assert {message["from"] for row in rows for message in row["conversations"]} == {
-        "human",
-        "gpt",
-        "system",
-    }
+    speakers = {message["from"] for row in rows for message in row["conversations"]}
+    assert speakers == {"human", "gpt", "system"}
     read = list(read_trace(tmp_path / "made" / "a.json"))
     written = list(read_trace(tmp_path / "made" / "a.jsonl"))
     key = [(request.conversation, request.turn, request.input_length) for request in read]
@@ -77,10 +70,3 @@ def test_system_prompts_have_the_share_asked_for(share: float, expected: float) 
     assert len(systems) / len(firsts) == expected
     assert len(set(systems)) <= 2
     assert all(len(text) == shape.system_tokens * 4 for text in systems)
-
-
-def test_draws_never_fall_outside() -> None:
-    draws = Draws(1, 2)
-    assert all(0 < draws.share() <= 1 for _ in range(1000))
-    assert {draws.below(3) for _ in range(200)} == {0, 1, 2}
-    assert {draws.index([1.0, 1.5]) for _ in range(200)} == {0, 1}

@@ -5,25 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace.forms import Format
 from sglang_tiered_lab.trace.reader import read_trace
+from sglang_tiered_lab.trace.request import TraceRequest
 from sglang_tiered_lab.trace.tally import Tally
 from sglang_tiered_lab.trace.text import Tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered_lab.trace.request import TraceRequest
 
 MOONCAKE = '{"timestamp": 7, "input_length": 513, "output_length": 2, "hash_ids": [4, 9]}\n'
 
 
-def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+def chat(*turns: tuple[Any, Any]) -> dict[str, Any]:
     return {"id": "a", "conversations": [{"from": who, "value": text} for who, text in turns]}
 
 
@@ -49,18 +46,8 @@ def test_mooncake_lines_become_requests(tmp_path: Path) -> None:
     assert (request.input_length, request.output_length) == (513, 2)
     assert request.block_ids == (4, 9)
     assert request.conversation is request.turn is request.tenant is None
-
-
-def test_mooncake_lines_may_name_a_block_size(tmp_path: Path) -> None:
-    line = {
-        **json.loads(MOONCAKE),
-        "input_length": 30,
-        "block_size": 16,
-        "session_id": 3,
-        "turn": 2,
-        "tenant": "t",
-    }
-    (request,), _ = read(written(tmp_path, json.dumps(line)))
+    more = {"input_length": 30, "block_size": 16, "session_id": 3, "turn": 2, "tenant": "t"}
+    (request,), _ = read(written(tmp_path, json.dumps({**json.loads(MOONCAKE), **more})))
     assert request.block_tokens == 16
     assert (request.conversation, request.turn, request.tenant) == ("3", 2, "t")
 
@@ -102,27 +89,17 @@ def test_tokens_are_bytes_over_the_estimate_rounded_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"id": "x", "conversations": []}, "empty"),
         ({"id": "x"}, "no conversations"),
         ({"conversations": 3}, "a number, not a list"),
         ([], "its list of conversations is empty"),
         (None, "not an object|no conversation"),
         (7, "not an object|no conversation"),
-        ({"conversations": ["hi"]}, "a message is a string, not an object: message 1"),
-        (
-            {"conversations": [{"from": "human"}]},
-            "no 'value' or 'content' or 'text'",
-        ),
+        (chat() | {"conversations": ["hi"]}, "a message is a string, not an object: message 1"),
+        ({"conversations": [{"from": "human"}]}, "no 'value' or 'content' or 'text'"),
         ({"conversations": [{"value": "x"}]}, "a message has no 'from' or 'role': message 1"),
-        (
-            {"conversations": [{"from": "human", "value": None}]},
-            "the 'value' of a message is null",
-        ),
-        (
-            {"conversations": [{"from": 1, "value": "x"}]},
-            "the 'from' of a message is a number",
-        ),
-        ({"conversations": [{"from": "nobody", "value": "x"}]}, "'nobody', which is no speaker"),
+        (chat(("human", None)), "the 'value' of a message is null"),
+        (chat((1, "x")), "the 'from' of a message is a number"),
+        (chat(("nobody", "x")), "'nobody', which is no speaker"),
         (chat(("human", "hi")), "its last question has no answer"),
         (chat(("gpt", "hi")), "begins with an answer"),
         (chat(("system", "s")), "it has no answer"),
@@ -206,12 +183,9 @@ def test_either_format_may_be_lines_or_array(tmp_path: Path) -> None:
     assert f"(the first: line 2 of {tmp_path / 'trace.json'})" in str(tally.summary())
     requests, _ = read(written(tmp_path, f"[{MOONCAKE},{MOONCAKE}]"))
     assert len(requests) == 2
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     for content in (MOONCAKE, json.dumps([TALK])):
         _, tally = read(written(tmp_path, b"\xef\xbb\xbf" + content.encode()))
-        assert tally.num_skipped == 0
+        assert tally.num_skipped == 0, "a byte order mark is skipped"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +219,9 @@ def test_a_format_may_be_given(tmp_path: Path) -> None:
     requests, tally = read(path, format=Format.MOONCAKE)
     assert (requests, tally.num_skipped) == ([], 1)
     assert "line 1" in str(tally.summary())
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(TraceError, match="not a regular file"):
+        read_trace(tmp_path / "fifo")  # which is not waited for
 
 
 def test_where_a_trace_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,12 +243,6 @@ def test_where_a_trace_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         path.unlink()
     with pytest.raises(TraceError, match=r"without \.json, \.jsonl, \.csv or \.parquet"):
         read_trace()
-
-
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(TraceError, match="not a regular file"):
-        read_trace(tmp_path / "fifo")
 
 
 def test_progress_reaches_the_end_of_the_file(tmp_path: Path) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kit.talks import make_request
 from sglang_tiered_lab.trace import cli
 from sglang_tiered_lab.trace.figures import describe
 from sglang_tiered_lab.trace.forms import Format
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang_tiered_lab.trace.request import TraceRequest
 
 README = (Path(cli.__file__).parent / "README.md").read_text()
 
@@ -38,7 +33,7 @@ def test_every_format_has_a_row() -> None:
     assert sorted(first_cells("format")) == sorted(known.value for known in Format)
 
 
-def test_every_figure_that_is_explained_exists(make_request: Callable[..., TraceRequest]) -> None:
+def test_every_figure_that_is_explained_exists() -> None:
     figures = describe([make_request((1, 2))])
     assert set(first_cells("`stat --json`")) <= figures.keys()
     plain = {"num_requests", "duration_s", "rate_per_s", "block_tokens", "input_tokens"}

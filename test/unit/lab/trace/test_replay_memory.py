@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from kit.talks import make_request
 from sglang_tiered_lab.trace.inputs import Input
+from sglang_tiered_lab.trace.mooncake import encode
 from sglang_tiered_lab.trace.replay.lru import LruTier
 from sglang_tiered_lab.trace.replay.region_log import RegionLog
 from sglang_tiered_lab.trace.replay.runner import Replay, replay
 from sglang_tiered_lab.trace.replay.sizes import TierSizes
 from sglang_tiered_lab.trace.replay.stream import TraceStream
 from sglang_tiered_lab.trace.replay.timing import PROFILES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_UNITS = 100_000
 
@@ -45,16 +43,13 @@ def test_a_unit_takes_some_two_hundred_bytes() -> None:
 @pytest.mark.parametrize("policy", ["lru", "hicache", "tiered", "belady"])
 def test_four_times_the_requests_take_no_more_memory(tmp_path: Path, policy: str) -> None:
     path = tmp_path / "trace.jsonl"
-    lines = (
-        {
-            "timestamp": 100 * i,
-            "input_length": 512 * 6,
-            "output_length": 1,
-            "hash_ids": [0, *range(10 * i, 10 * i + 5)],
-        }
+    requests = [
+        make_request(
+            (0, *range(10 * i, 10 * i + 5)), block_tokens=512, output_length=1, arrival_s=0.1 * i
+        )
         for i in range(1, 401)
-    )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ]
+    path.write_bytes(b"".join(encode(one) + b"\n" for one in requests))
     hardware = PROFILES["8b-h100"]
     nvme_tokens = 512 * 3000
     sizes = TierSizes(

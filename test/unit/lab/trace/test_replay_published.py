@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,6 @@ from sglang_tiered_lab.trace.replay.runner import Replay, replay
 from sglang_tiered_lab.trace.replay.sizes import TierSizes
 from sglang_tiered_lab.trace.replay.stream import TraceStream
 from sglang_tiered_lab.trace.replay.timing import PROFILES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -25,16 +22,8 @@ def test_a_single_cache_hits_what_was_published(
     published: Callable[[str], Path], name: str, ideal: float, curve: dict[float, float]
 ) -> None:
     stream = TraceStream(Input(published(name)))
-    sizes = [
-        TierSizes(
-            device_tokens=int(million * 1e6),
-            host_tokens=0,
-            nvme_tokens=0,
-            nvme_bytes=0,
-            region_bytes=0,
-        )
-        for million in curve
-    ]
+    none = dict.fromkeys(("host_tokens", "nvme_tokens", "nvme_bytes", "region_bytes"), 0)
+    sizes = [TierSizes(device_tokens=int(million * 1e6), **none) for million in curve]
     runs = replay(Replay(stream, PROFILES["8b-h100"], ("lru", "belady", "infinite"), sizes))
     rates = {(run.policy, run.sizes.device_tokens): 100 * run.totals.hit_rate for run in runs}
     for million, wanted in curve.items():

@@ -14,10 +14,7 @@ from sglang_tiered_lab.trace.replay.hicache import HiCacheStack
 from sglang_tiered_lab.trace.replay.lru import LruStack
 from sglang_tiered_lab.trace.replay.server import Request, Server, Stack
 from sglang_tiered_lab.trace.replay.sizes import TierSizes
-from sglang_tiered_lab.trace.replay.tiered import (
-    STALE_AFTER_S,
-    TieredStack,
-)
+from sglang_tiered_lab.trace.replay.tiered import STALE_AFTER_S, TieredStack
 from sglang_tiered_lab.trace.replay.timing import Hardware
 from sglang_tiered_lab.trace.replay.totals import Distribution, Totals
 
@@ -53,6 +50,10 @@ def sizes(device: int, host: int, nvme: int, writes_per_day: int | None = None) 
 
 def request(arrival_s: float, *units: int) -> Request:
     return Request(arrival_s, UNIT * len(units), 1, list(units), returning=False)
+
+
+FILLERS = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
+"""They put a prompt of before out of memory."""
 
 
 def serve(
@@ -95,12 +96,9 @@ def test_a_prefix_is_matched_at_service_not_arrival() -> None:
 
 
 @pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_pages_evicted_from_host_return_from_nvme(
-    kind: type[HiCacheStack | TieredStack],
-) -> None:
-    fillers = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
+def test_pages_evicted_from_host_return_from_nvme(kind: type[HiCacheStack | TieredStack]) -> None:
     totals, _ = serve(
-        kind, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *fillers, request(200, 1, 2, 3, 4)]
+        kind, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *FILLERS, request(200, 1, 2, 3, 4)]
     )
     assert totals.units_hit == {"device": 0, "host": 0, "nvme": 4}
     assert totals.nvme_bytes_loaded >= 4 * UNIT * 1000
@@ -108,9 +106,8 @@ def test_pages_evicted_from_host_return_from_nvme(
 
 
 def test_requests_pass_one_whose_load_is_under_way() -> None:
-    fillers = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
     late = [request(200, 1, 2, 3, 4), request(200.1, 7)]
-    totals, _ = serve(HiCacheStack, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *fillers, *late])
+    totals, _ = serve(HiCacheStack, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *FILLERS, *late])
     assert totals.units_hit["nvme"] == 4
     # The second begins at once, and the first when that is done, 1.1 s after it came.
     assert totals.ttft.sum_s == pytest.approx(4 + 9 * 5 + 1 + (1.1 + 1 / UNIT), rel=1e-3)
@@ -118,8 +115,7 @@ def test_requests_pass_one_whose_load_is_under_way() -> None:
 
 def test_hicache_goes_on_without_pages_after_its_deadline() -> None:
     """One unit of 64 tokens takes 10 s: 1 s and 0.25 s per 1,024 tokens later nothing is there."""
-    fillers = [request(20 * i, *range(100 * i, 100 * i + 9)) for i in range(1, 6)]
-    prompt = [request(0, 1, 2, 3, 4), *fillers, request(200, 1, 2, 3, 4)]
+    prompt = [request(0, 1, 2, 3, 4), *FILLERS, request(200, 1, 2, 3, 4)]
     totals, _ = serve(HiCacheStack, sizes(10, 20, 400), prompt, SLOW_LOADS)
     assert totals.loads_cut_off == 1
     assert totals.units_hit["nvme"] == 0
@@ -208,9 +204,8 @@ def test_a_percentile_is_right_to_a_hundredth() -> None:
     distribution = Distribution()
     for i in range(1, 1001):
         distribution.add(i / 100)
-    assert distribution.quantile(0.5) == pytest.approx(5.0, rel=0.01)
-    assert distribution.quantile(0.99) == pytest.approx(9.9, rel=0.01)
-    assert distribution.quantile(1.0) == pytest.approx(10.0, rel=0.01)
+    for share, seconds in ((0.5, 5.0), (0.99, 9.9), (1.0, 10.0)):
+        assert distribution.quantile(share) == pytest.approx(seconds, rel=0.01)
     assert distribution.curve()[-1][1] == 1.0
     assert distribution.mean_s == pytest.approx(5.005)
 

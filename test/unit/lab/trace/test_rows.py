@@ -82,9 +82,7 @@ def test_a_line_beyond_the_limit_is_skipped() -> None:
     assert found[1].problem == "it is longer than 100 bytes"
 
 
-def test_a_long_row_never_hides_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_row_never_hides_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "_CHUNK_BYTES", 16)
     for length in range(500, 600):
         text = f'[{{"id": "{"x" * length}"}}, {{"id": 2}}, {{"id": 3}}]'

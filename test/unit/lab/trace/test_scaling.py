@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from kit.talks import make_request
 from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace.reader import read_trace
 from sglang_tiered_lab.trace.request import TraceRequest, num_blocks_for
 from sglang_tiered_lab.trace.reuse import measure
 from sglang_tiered_lab.trace.scaling import Scaling, scale
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-MakeRequest = Callable[..., TraceRequest]
-
 
 @pytest.fixture
-def trace(make_request: MakeRequest) -> list[TraceRequest]:
+def trace() -> list[TraceRequest]:
     """Two conversations of two turns that share a system prompt of two blocks."""
     chains = [(0, 1, 2, 3), (0, 1, 9, 8), (0, 1, 2, 3, 4, 5, 6), (0, 1, 9, 8, 7)]
     return [
@@ -62,6 +58,9 @@ def test_sessions_are_inferred_and_drawn_whole(trace: list[TraceRequest]) -> Non
 def test_time_begins_at_zero_and_is_stretched(trace: list[TraceRequest]) -> None:
     scaled = scale(trace, Scaling(time_factor=0.5))
     assert [request.arrival_s for request in scaled] == [0.0, 0.5, 1.0, 1.5]
+    untimed = scale([make_request((1,), arrival_s=None)] * 2, Scaling(time_factor=2))
+    assert [request.arrival_s for request in untimed] == [None, None]
+    assert scale([], Scaling(tokens_max=100)) == []
 
 
 def test_a_given_block_size_leaves_the_longest_out(trace: list[TraceRequest]) -> None:
@@ -86,13 +85,10 @@ def test_what_cannot_be_scaled_is_one_sentence(
     assert str(caught.value).endswith(".")
 
 
-def test_blocks_that_cannot_differ_are_refused(make_request: MakeRequest) -> None:
+def test_blocks_that_cannot_differ_are_refused() -> None:
     trace = [make_request((number,)) for number in range(96)]
     with pytest.raises(TraceError, match="96 blocks cannot all differ with 1 tokens"):
         scale(trace, Scaling(block_tokens=1))
-
-
-def test_mixed_block_sizes_are_refused(make_request: MakeRequest) -> None:
     with pytest.raises(TraceError, match="mixes block sizes"):
         scale([make_request((1,)), make_request((1,), block_tokens=32)], Scaling())
 
@@ -106,15 +102,6 @@ def test_the_conversation_trace_keeps_its_curve(published: Callable[[str], Path]
     for share in (0.05, 0.2, 1.0):
         rates = [reuse.hit_rate(int(share * reuse.num_unique)) for reuse in (before, sample)]
         assert abs(rates[0] - rates[1]) < 0.04, (share, rates)
-
-
-def test_an_empty_trace_stays_empty() -> None:
-    assert scale([], Scaling(tokens_max=100)) == []
-
-
-def test_arrivals_of_a_trace_without_times_stay_unknown(make_request: MakeRequest) -> None:
-    trace = [make_request((1,), arrival_s=None), make_request((1,), arrival_s=None)]
-    assert [request.arrival_s for request in scale(trace, Scaling(time_factor=2))] == [None, None]
 
 
 def test_answers_shrink_by_the_same_factor(trace: list[TraceRequest]) -> None:

@@ -29,17 +29,6 @@ def keys(count: int) -> list[bytes]:
     return [number.to_bytes(32, "little") for number in range(count)]
 
 
-def test_every_message_survives_the_way() -> None:
-    fetch = messages.Fetch(1, NAMESPACE, b"".join(keys(3)), [5, 6, 7], 1000)
-    for message in (fetch, messages.Cancel(3)):
-        assert messages.decode_from_client([VERSION_FRAME, encode(message)]) == message
-    answers = (messages.Found(1, [2**64 - 1, None, 0]), messages.Busy(2), messages.Refuse("no"))
-    for answer in answers:
-        assert messages.decode_from_server([VERSION_FRAME, encode(answer), b"x"]) == answer
-    assert fetch.split_keys() == keys(3)
-    assert fetch.num_bytes == 18
-
-
 def test_largest_request_fits_the_frame_bound() -> None:
     lengths = [MAX_PAGE_BYTES // MAX_REQUEST_PAGES] * MAX_REQUEST_PAGES
     fetch = messages.Fetch(
@@ -119,35 +108,32 @@ def test_oversized_pages_are_not_requested() -> None:
     assert fetch.outcomes == [PageOutcome.LOST, PageOutcome.MISS, PageOutcome.MISS]
 
 
-@pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1:1", "tcp://192.0.2.7:65535", "tcp://[::1]:9000"]
-)
+GOOD_ADDRESSES = ["tcp://127.0.0.1:1", "tcp://192.0.2.7:65535", "tcp://[::1]:9000"]
+BAD_ADDRESSES = [
+    "tcp://",
+    "tcp://127.0.0.1",
+    "tcp://127.0.0.1:0",
+    "tcp://127.0.0.1:65536",
+    "tcp://127.0.0.1:1/x",
+    "tcp://127.0.0.1:*",
+    "tcp://*:9000",
+    "tcp://localhost:9000",
+    "tcp://::1:9000",
+    "tcp://[::g]:9000",
+    "tcp://127.0.0.1.5:9000",
+    "tcp://eth0;127.0.0.1:9000",
+    "ipc:///tmp/x",
+    "inproc://x",
+    "udp://127.0.0.1:9000",
+]
+
+
+@pytest.mark.parametrize("address", GOOD_ADDRESSES)
 def test_ip_and_port_are_accepted(address: str) -> None:
     check_address(address)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "tcp://",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:0",
-        "tcp://127.0.0.1:65536",
-        "tcp://127.0.0.1:1/x",
-        "tcp://127.0.0.1:*",
-        "tcp://*:9000",
-        "tcp://localhost:9000",
-        "tcp://::1:9000",
-        "tcp://[::g]:9000",
-        "tcp://127.0.0.1.5:9000",
-        "tcp://eth0;127.0.0.1:9000",
-        "ipc:///tmp/x",
-        "inproc://x",
-        "udp://127.0.0.1:9000",
-        "tcp://127.0.0.1:9000\n",
-    ],
-)
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:9000\n", *BAD_ADDRESSES])
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(TransferError, match="tcp://IP:PORT"):
         check_address(address)

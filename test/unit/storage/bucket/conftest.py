@@ -48,3 +48,18 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
         engine.check_integrity()
         engine.close()
         assert not [thread.name for thread in engine._workers._threads if thread.is_alive()]
+
+
+@pytest.fixture
+def a(make_engine: MakeEngine) -> BucketEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def b(make_engine: MakeEngine) -> BucketEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def c(make_engine: MakeEngine) -> BucketEngine:
+    return make_engine()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE
+from kit.runs import NAMESPACE, blank, make_run, page_data
+from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket import BucketSettings
@@ -22,21 +23,19 @@ from sglang_tiered.storage.bucket.requests import BucketError, Requests
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.bucket import BucketEngine
 
-MakeEngine = Callable[..., "BucketEngine"]
 Read = Callable[[int, Sequence[Any], int, int], int]
 
 SIZES = [70_000, (3000, 1, 5000), 4096, 9000, (20_000, 20_000), 12_345]
 _preadv = os.preadv
 
 
-def stored(make_engine: MakeEngine, make_run: MakeRun, folder: Path) -> tuple[BucketEngine, Run]:
+def stored(make_engine: Any, folder: Path) -> tuple[BucketEngine, Run]:
     """A run in a directory."""
     engine = make_engine(url=folder.as_uri())
     run = make_run(1, SIZES)
-    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+    store(engine, run)
     return engine, run
 
 
@@ -78,16 +77,13 @@ def offers_nothing(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0)
 )
 @pytest.mark.parametrize("wanted", [range(6), (0, 2, 5), (1, 3, 4)], ids=["run", "gaps", "later"])
 def test_every_page_is_right_however_much_is_cached(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    page_data: PageData,
+    make_engine: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     read: Read,
     wanted: Sequence[int],
 ) -> None:
-    engine, run = stored(make_engine, make_run, tmp_path)
+    engine, run = stored(make_engine, tmp_path)
     part = Run(tuple(run.keys[i] for i in wanted), tuple(run.pages[i] for i in wanted))
     monkeypatch.setattr(os, "preadv", read)
     for _ in range(2):
@@ -97,15 +93,10 @@ def test_every_page_is_right_however_much_is_cached(
 
 
 def test_no_read_that_waits_fills_the_callers_pages(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    blank: Blank,
-    page_data: PageData,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that hangs (a server of a shared directory that went away) past the deadline."""
-    engine, run = stored(make_engine, make_run, tmp_path)
+    engine, run = stored(make_engine, tmp_path)
     reached, opened = threading.Event(), threading.Event()
     hold = holds_up_to(0)
 
@@ -127,11 +118,9 @@ def test_no_read_that_waits_fills_the_callers_pages(
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_a_page_under_another_name_is_refused(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, part: int
-) -> None:
+def test_a_page_under_another_name_is_refused(make_engine: Any, tmp_path: Path, part: int) -> None:
     """Of another key, tenant, namespace, time, or with a later stamp: that is how it was stored."""
-    engine, run = stored(make_engine, make_run, tmp_path)
+    engine, run = stored(make_engine, tmp_path)
     file = object_of(tmp_path, run.keys[3])
     fields = file.name.split("-")
     namespace = b"\x77" * 32 if part == 5 else engine._state.namespace
@@ -222,10 +211,8 @@ def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])
-def test_what_is_no_file_is_a_prompt_miss(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, kind: str
-) -> None:
-    engine, run = stored(make_engine, make_run, tmp_path / "bucket")
+def test_what_is_no_file_is_a_prompt_miss(make_engine: Any, tmp_path: Path, kind: str) -> None:
+    engine, run = stored(make_engine, tmp_path / "bucket")
     file = object_of(tmp_path / "bucket", run.keys[2])
     file.rename(tmp_path / "elsewhere")
     if kind == "link":
@@ -234,7 +221,7 @@ def test_what_is_no_file_is_a_prompt_miss(
         os.mkfifo(file)
     elif kind == "folder":
         file.mkdir()
-    reasons = finished(engine.submit_load(blank(run)))
+    reasons = load(engine, run)
     assert [reason is Reason.OK for reason in reasons] == [True, True, False, True, True, True]
     assert reasons[2] is Reason.MISS
     assert not engine.contains(run.keys[2:3])[0]

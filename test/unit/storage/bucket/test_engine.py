@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import xxhash
 
 from kit.clock import Clock
 from kit.request_hooks import Gate, listed
-from kit.runs import NAMESPACE, make_soft_run, of, soft_encoding
+from kit.runs import NAMESPACE, blank, make_run, make_soft_run, of, page_data, soft_encoding
+from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery
@@ -20,23 +20,18 @@ from sglang_tiered.storage.bucket.names import PageName
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from kit.runs import Blank, MakeRun, PageData
-    from sglang_tiered.storage.bucket import BucketEngine
-
-MakeEngine = Callable[..., "BucketEngine"]
 
 A, B = b"a" * 16, b"b" * 16
 
 
-def test_a_page_is_one_object_and_nothing_else(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_a_page_is_one_object_and_nothing_else(make_engine: Any) -> None:
     engine = make_engine(clocks={"wall_clock": lambda: 1_700_000_000.0})
     engine._requests.modified = lambda _: None  # type: ignore[method-assign]
     run = of(A, make_run(1, [4096, 5000]))
-    assert finished(engine.submit_store(run)) == [Reason.OK] * 2
+    store(engine, run)
     found = listed(engine, engine._state.layout.pages)
     for key, data in zip(run.keys, page_data(run), strict=True):
         (path,) = (path for path in found if key.hex() in path)
@@ -45,7 +40,7 @@ def test_a_page_is_one_object_and_nothing_else(
         assert path == f"{named}{checksum:016x}"
         assert bytes(engine._requests.get(path, len(data))) == data
     assert len(found) == 2
-    assert finished(engine.submit_load(blank(run))) == [Reason.OK] * 2
+    assert load(engine, run) == [Reason.OK] * 2
     stats = engine.object_stats()
     assert (stats.requests["put"], stats.requests["get"]) == (3, 4), "one tells the clock"
     assert stats.bytes_in == 2 * run.num_bytes == 2 * (stats.bytes_out - len(b"clock"))
@@ -54,9 +49,7 @@ def test_a_page_is_one_object_and_nothing_else(
     assert engine.stats().capacity_bytes == sys.maxsize, "there is no cap"
 
 
-def test_a_deadline_does_not_cost_what_already_arrived(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_a_deadline_does_not_cost_what_already_arrived(make_engine: Any) -> None:
     engine = make_engine(num_connections=1)
     first, second = make_run(1, [4096]), make_run(2, [4096])
     for run in (first, second):
@@ -70,54 +63,40 @@ def test_a_deadline_does_not_cost_what_already_arrived(
     assert page_data(target)[0] == page_data(first)[0]
 
 
-def test_the_budgets_of_a_day_reject_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_the_budgets_of_a_day_reject_stores(make_engine: Any) -> None:
     engine = make_engine(writes_per_day=500_000)  # bursts of a tenth
-    assert finished(engine.submit_store(make_run(1, [40_000]))) == [Reason.OK]
+    store(engine, make_run(1, [40_000]))
     assert finished(engine.submit_store(make_run(2, [40_000]))) == [Reason.REJECTED]
     engine = make_engine(requests_per_day=20)
     results = [finished(engine.submit_store(make_run(seed, [100])))[0] for seed in range(10, 14)]
     assert results == [Reason.OK, Reason.OK, Reason.REJECTED, Reason.REJECTED]
 
 
-def test_a_directory_that_cannot_be_made_only_misses(
-    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_a_directory_that_cannot_be_made_only_misses(make_engine: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     engine = make_engine(url=(tmp_path / "file" / "store").as_uri())
     eventually(lambda: engine.stats().health is Health.MISS_ONLY)
     assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.REJECTED]
     (tmp_path / "file").unlink()
     eventually(lambda: engine.stats().health is Health.RUNNING)
-    assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.OK]
+    store(engine, make_run(1, [10]))
     assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
 
 
-def test_pages_past_their_time_to_live_are_misses(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_pages_past_their_time_to_live_are_misses(make_engine: Any) -> None:
     now = [1_000_000.0]
     engine = make_engine(ttl_s=60.0, clocks={"wall_clock": lambda: now[0]})
     old, young = make_run(1, [100]), make_run(2, [100])
     # The first that is stored tells by how much the store's clock differs.
-    assert finished(engine.submit_store(old)) == [Reason.OK]
+    store(engine, old)
     now[0] += 50
-    assert finished(engine.submit_store(young)) == [Reason.OK]
+    store(engine, young)
     now[0] += 20
     assert engine.refresh(TIMEOUT_S)
     assert engine.contains([*old.keys, *young.keys]) == [False, True]
 
 
-def test_a_namespace_of_wrong_length_raises(make_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match="a namespace has 3 bytes"):
-        make_engine(namespace=b"abc")
-    engine = make_engine()
-    with pytest.raises(ValueError, match="a namespace has 3 bytes"):
-        engine.set_namespace(b"abc")
-
-
-def test_stores_under_way_finish_under_the_old_namespace(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_stores_under_way_finish_under_the_old_namespace(make_engine: Any) -> None:
     a = make_engine()
     held, under_way = make_run(1, [100]), make_run(2, [100])
     finished(a.submit_store(held))
@@ -136,9 +115,7 @@ def test_stores_under_way_finish_under_the_old_namespace(
 
 
 @pytest.mark.parametrize("url", ["memory", "directory"])
-def test_encoded_pages_come_back_as_they_were(
-    make_engine: MakeEngine, blank: Blank, page_data: PageData, tmp_path: Path, url: str
-) -> None:
+def test_encoded_pages_come_back_as_they_were(make_engine: Any, tmp_path: Path, url: str) -> None:
     """Beside one that is not encoded, and asked for in the length of no page."""
     place = {} if url == "memory" else {"url": tmp_path.as_uri()}
     encoding = soft_encoding()
@@ -147,33 +124,31 @@ def test_encoded_pages_come_back_as_they_were(
     a, b = make_engine(**place), make_engine(encoding=encoding, **place)
     finished(a.submit_store(Run(run.keys, (*stored, run.pages[2]))))
     assert b.refresh(TIMEOUT_S)
-    target = blank(run)
-    assert finished(b.submit_load(target)) == [Reason.OK] * 3
-    assert page_data(target) == page_data(run)
-    assert finished(a.submit_load(blank(run))) == [Reason.MISS, Reason.MISS, Reason.OK]
+    loads(b, run)
+    assert load(a, run) == [Reason.MISS, Reason.MISS, Reason.OK]
     for num_bytes in (10, 16_385):
         other = Run(run.keys[:1], ((memoryview(bytearray(num_bytes)),),))
         assert finished(b.submit_load(other)) == [Reason.MISS]
     assert b.stats().stored_bytes < run.num_bytes
 
 
-def test_a_clock_that_is_off_hides_no_page(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_a_clock_that_is_off_hides_no_page(make_engine: Any) -> None:
     """Wrong when it starts, or set while it runs: others list from a time on."""
     clock, wall = Clock(1000.0), Clock(time.time() - 3600.0)
     a, reader = make_engine(), make_engine()
-    assert finished(a.submit_store(make_run(1, [100]))) == [Reason.OK]
+    store(a, make_run(1, [100]))
     assert reader.refresh(TIMEOUT_S, full=True)
     off = make_engine(clocks={"wall_clock": wall, "clock": clock})
     for seed in (2, 3):
         run = make_run(seed, [100] * 8)
-        assert finished(off.submit_store(run)) == [Reason.OK] * 8
+        store(off, run)
         assert reader.refresh(TIMEOUT_S)
         assert all(reader.contains(run.keys)), "it waits for the next full listing"
         clock.now += 601.0
         wall.now += 7200.0
 
 
-def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_a_look_for_news_lists_little(make_engine: Any) -> None:
     """Not two minutes of what a fleet stores. And it says when the first is over."""
     a, clock = make_engine(), Clock(1000.0)
     now, layout = int(time.time()), a._state.layout
@@ -198,7 +173,7 @@ def test_a_look_for_news_lists_little(make_engine: MakeEngine, make_run: MakeRun
 
 
 def test_a_full_listing_leaves_lookups_the_lock(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And drops what is gone, and the rest of what was erased."""
     monkeypatch.setattr(discovery, "MAX_STEPS", 3)
@@ -222,10 +197,10 @@ def test_a_full_listing_leaves_lookups_the_lock(
     assert engine.object_stats().num_pages_vanished == 5
 
 
-def test_confirming_ends_in_time(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_confirming_ends_in_time(make_engine: Any) -> None:
     """Whatever the requests under way wait for."""
     engine, run = make_engine(num_connections=1), make_run(1, [100, 200])
-    assert set(finished(engine.submit_store(run))) == {Reason.OK}
+    store(engine, run)
     gate = Gate(engine, "modified", run.keys[1].hex())
     assert engine.confirm(run.keys, 1.0)[1] is False
     gate.opened.set()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,12 @@ from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.erased import BucketErasures, Record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
     from sglang_tiered.storage.bucket import BucketEngine
 
-MakeEngine = Callable[..., "BucketEngine"]
 
 A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 
@@ -111,7 +111,7 @@ def all_killed(engine: BucketEngine, keys: Sequence[bytes]) -> bool:
         return all(engine._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
 
-def test_what_was_read_before_an_error_is_kept(make_engine: MakeEngine) -> None:
+def test_what_was_read_before_an_error_is_kept(make_engine: Any) -> None:
     a, keys = make_engine(), [bytes([n]) * 32 for n in range(20)]
     assert a.refresh(TIMEOUT_S)
     paths = put_records(a, keys)
@@ -122,7 +122,7 @@ def test_what_was_read_before_an_error_is_kept(make_engine: MakeEngine) -> None:
     assert all_killed(a, keys)
 
 
-def test_failing_readers_skip_no_merged_record(make_engine: MakeEngine) -> None:
+def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
     """What is read behind one that a collector merged says nothing of it."""
     a, keys, merges = make_engine(), [bytes([n]) * 32 for n in range(5)], list[bool]()
     assert a.refresh(TIMEOUT_S)
@@ -151,7 +151,7 @@ def merged_path(number: int) -> str:
 
 @pytest.mark.parametrize("num_entries", [8, 1], ids=["many records", "a record of many pages"])
 def test_the_lock_is_let_go_of_between_pieces(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, num_entries: int
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, num_entries: int
 ) -> None:
     """Of one object: as it is read at a start, lookups wait for each of a million pages."""
     monkeypatch.setattr(base, "PIECE_KEYS", 2)
@@ -187,7 +187,7 @@ def test_the_lock_is_let_go_of_between_pieces(
 
 
 @pytest.mark.parametrize("number", [0, 9, 1 << 31])
-def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, number: int) -> None:
+def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int) -> None:
     """As a damaged writer's: the numbers of all later ones would go on from there."""
     a = make_engine()
     entries = [records._RecordEntry(number, b"i" * 16, 0.0, b"k" * 32)]
@@ -199,7 +199,7 @@ def test_a_merged_record_names_none_beyond_its_own(make_engine: MakeEngine, numb
 
 
 @pytest.mark.parametrize("named", ["n" + "0" * 63, "t" + "0" * 31, "m0", "z"])
-def test_a_damaged_name_hides_all_that_is_older(make_engine: MakeEngine, named: str) -> None:
+def test_a_damaged_name_hides_all_that_is_older(make_engine: Any, named: str) -> None:
     """It stops no listing, or erasures of other servers would not be heard of any more."""
     a = make_engine()
     a._requests.put(f"{records.ERASED}/{8:012x}-{'ab' * 16}-{named}", b"")

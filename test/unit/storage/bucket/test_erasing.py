@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.request_hooks import Gate, before, listed, refuse
-from kit.runs import NAMESPACE
+from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
@@ -23,50 +22,43 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.pins import Pin
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
-    from kit.runs import MakeRun
     from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.bucket.directory import Listed
 
-MakeEngine = Callable[..., "BucketEngine"]
 
 A, B, C, N, M = b"a" * 16, b"b" * 16, b"c" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
+RUN = make_run(1, PAGES)
 
 
 def store(engine: BucketEngine, run: Run) -> None:
     assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
 
 
-def one(run: Run, position: int) -> Run:
-    return Run(run.keys[position : position + 1], run.pages[position : position + 1])
-
-
-def test_many_pages_take_several_records(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_pages_take_several_records(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several pieces each, and all of them in one object if they are small."""
     monkeypatch.setattr(base, "RECORD_KEYS", 2)
     monkeypatch.setattr(base, "PIECE_KEYS", 1)
     a, b, told = make_engine(), make_engine(), list[Erasure]()
     b.report_erased(told.extend)
-    run = make_run(1, PAGES)
-    store(a, run)
-    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    store(a, RUN)
+    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert len(listed(a, records.ERASED)) == 1
     assert listed(a, a._state.layout.pages) == []
     assert b.refresh(TIMEOUT_S) and a.refresh(TIMEOUT_S, full=True)
-    assert {what.keys for what in told} == {(key,) for key in run.keys}
-    assert b.contains(run.keys) == [False] * 3
+    assert {what.keys for what in told} == {(key,) for key in RUN.keys}
+    assert b.contains(RUN.keys) == [False] * 3
     for engine in (a, b):
-        store(engine, run)
-        assert all(engine.contains(run.keys)), "it is erased again"
+        store(engine, RUN)
+        assert all(engine.contains(RUN.keys)), "it is erased again"
     assert make_engine().refresh(TIMEOUT_S) and make_engine(namespace=M).refresh(TIMEOUT_S)
 
 
-def test_closing_ends_erasures_that_go_on(make_engine: MakeEngine) -> None:
+def test_closing_ends_erasures_that_go_on(make_engine: Any) -> None:
     """Record after record, each as slow as a request may be."""
     a, other = make_engine(), make_engine()
     gate = Gate(a, "put", "/erased/")
@@ -83,9 +75,8 @@ def test_closing_ends_erasures_that_go_on(make_engine: MakeEngine) -> None:
     assert not listed(other, records.ERASED), "it goes on"
 
 
-def test_a_hundred_forgets_at_once_are_one_record(make_engine: MakeEngine) -> None:
+def test_a_hundred_forgets_at_once_are_one_record(a: BucketEngine, b: BucketEngine) -> None:
     """Or the last waits for the puts of all others. What is stored behind them counts."""
-    a, b = make_engine(), make_engine()
     keys, gate = [bytes([n, n + 1]) * 16 for n in range(100)], Gate(a, "put", "/erased/", 1)
     begun = [a.erase(Erasure(tenant=B))]
     assert gate.reached.wait(TIMEOUT_S)
@@ -102,36 +93,33 @@ def test_a_hundred_forgets_at_once_are_one_record(make_engine: MakeEngine) -> No
 
 
 def test_the_owner_hears_before_anything_counts_as_younger(
-    make_engine: MakeEngine, make_run: MakeRun
+    a: BucketEngine, b: BucketEngine, c: BucketEngine
 ) -> None:
-    a, b, c = make_engine(), make_engine(), make_engine()
-    run = make_run(1, PAGES)
     told: list[Erasure] = []
 
     def hear(whats: Sequence[Erasure]) -> None:
         told.extend(whats)
-        assert finished(b.submit_store(one(run, 0))) == [Reason.OK]  # its NVMe still had it
+        assert finished(b.submit_store(select(RUN, [0]))) == [Reason.OK]  # its NVMe still had it
 
     b.report_erased(hear)
-    store(a, run)
-    assert is_true(a.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
+    store(a, RUN)
+    assert is_true(a.erase(Erasure.of(RUN.keys[:2])), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
-    assert [what.keys for what in told] == [run.keys[:2]]
+    assert [what.keys for what in told] == [RUN.keys[:2]]
     for engine in (a, c):
         assert engine.refresh(TIMEOUT_S, full=True)
-        assert engine.contains(run.keys) == [False, False, True], "it is from before"
-    b._state.index.drop(run.keys[0])
-    store(b, one(run, 0))
+        assert engine.contains(RUN.keys) == [False, False, True], "it is from before"
+    b._state.index.drop(RUN.keys[0])
+    store(b, select(RUN, [0]))
     for engine in (a, c):
         assert engine.refresh(TIMEOUT_S)
-        assert engine.contains(run.keys) == [True, False, True]
-    assert is_true(b.erase(Erasure.of(run.keys)), TIMEOUT_S)
+        assert engine.contains(RUN.keys) == [True, False, True]
+    assert is_true(b.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert len(told) == 1, "its own tier knows what it erased itself"
 
 
-def test_a_start_tells_many_records_at_once(make_engine: MakeEngine) -> None:
-    a, b = make_engine(), make_engine()
+def test_a_start_tells_many_records_at_once(a: BucketEngine, b: BucketEngine) -> None:
     for number in range(20):
         assert is_true(a.erase(Erasure(tenant=bytes([number + 1]) * 16)), TIMEOUT_S)
     told: list[Sequence[Erasure]] = []
@@ -144,46 +132,41 @@ def test_a_start_tells_many_records_at_once(make_engine: MakeEngine) -> None:
     assert sum(map(len, told)) == 20, "they are told again"
 
 
-def test_what_peers_tell_hides_before_its_record(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
-    a, b = make_engine(), make_engine()
-    run = make_run(1, PAGES)
-    what = Erasure.of(run.keys[:2])
-    store(a, run)
+def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngine) -> None:
+    what = Erasure.of(RUN.keys[:2])
+    store(a, RUN)
     assert b.refresh(TIMEOUT_S)
     assert is_true(b.erase(Erasure(what.keys, None, what.id, spread=False)), TIMEOUT_S)
-    assert b.contains(run.keys) == [False, False, True]
+    assert b.contains(RUN.keys) == [False, False, True]
     assert b.refresh(TIMEOUT_S, full=True)
-    assert b.contains(run.keys) == [False, False, True], "the listing brought it back"
+    assert b.contains(RUN.keys) == [False, False, True], "the listing brought it back"
     assert len(listed(b, b._state.layout.pages)) == 3, "nothing is deleted before its record"
     assert is_true(a.erase(what), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
-    store(b, run)
-    assert all(b.contains(run.keys))
+    store(b, RUN)
+    assert all(b.contains(RUN.keys))
 
 
 def test_ever_more_erasures_take_no_more_memory(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "_MAX_HEARD", 3)
-    a, b, run = make_engine(), make_engine(), make_run(1, PAGES)
     wanted = [Erasure(tenant=bytes([n + 1]) * 16) for n in range(10)]
-    wanted.append(Erasure.of(run.keys))
+    wanted.append(Erasure.of(RUN.keys))
     for what in wanted:
         assert is_true(a.erase(what), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     for engine in (a, b):
         assert len(engine._state.heard) == 3
-        store(engine, run)
+        store(engine, RUN)
         engine.erase(replace(wanted[-1], spread=False))
-        assert all(engine.contains(run.keys)), "the last is forgotten"
+        assert all(engine.contains(RUN.keys)), "the last is forgotten"
 
 
-def test_a_late_owner_is_told_before_it_stores(make_engine: MakeEngine, make_run: MakeRun) -> None:
-    a, b, c = make_engine(), make_engine(), make_engine()
-    run = make_run(1, PAGES)
-    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+def test_a_late_owner_is_told_before_it_stores(
+    a: BucketEngine, b: BucketEngine, c: BucketEngine
+) -> None:
+    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     with b._state.lock:
         assert b._state.seen
@@ -194,14 +177,14 @@ def test_a_late_owner_is_told_before_it_stores(make_engine: MakeEngine, make_run
         assert goes_on.wait(TIMEOUT_S)
 
     b.report_erased(hear)
-    store(b, run)
+    store(b, RUN)
     assert told.wait(TIMEOUT_S)
     goes_on.set()
     assert c.refresh(TIMEOUT_S)
-    assert not any(c.contains(run.keys)), "its NVMe had it from before"
+    assert not any(c.contains(RUN.keys)), "its NVMe had it from before"
 
 
-def test_a_number_is_behind_all_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_a_number_is_behind_all_others(make_engine: Any) -> None:
     """Another erasure comes between the look and the record, and a third server hears of that one
     alone: what it stores of this one's pages is from before."""
     a, b, c, d = (make_engine() for _ in range(4))
@@ -223,10 +206,9 @@ def test_a_number_is_behind_all_others(make_engine: MakeEngine, make_run: MakeRu
 
 @pytest.mark.parametrize("number", [1 << 31, (1 << 48) - 1, (1 << 31) - 1])
 def test_a_record_of_an_absurd_number_stops_nothing(
-    make_engine: MakeEngine, make_run: MakeRun, number: int
+    a: BucketEngine, b: BucketEngine, number: int
 ) -> None:
     """As somebody may put one: true is never answered of what no other server can read."""
-    a, b = make_engine(), make_engine()
     run, told = make_run(1, PAGES), list[Erasure]()
     b.report_erased(told.extend)
     a._requests.put(records.record_path(number, Erasure(tenant=B), N), b"")
@@ -244,13 +226,11 @@ def test_a_record_of_an_absurd_number_stops_nothing(
         assert "no number left" in str(a._requests.troubles) or not a.contains(run.keys)[0]
 
 
-def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: MakeRun) -> None:
-    a, b = make_engine(), make_engine()
-    run = make_run(1, PAGES)
+def test_a_pin_behind_an_erasure_is_younger(a: BucketEngine, b: BucketEngine) -> None:
     before(a, "put", refuse, "/erased/")
     gate = Gate(a, "put", "/erased/")
-    begun = a.erase(Erasure.of(run.keys))
-    pinned = a.pin("p", run.keys)
+    begun = a.erase(Erasure.of(RUN.keys))
+    pinned = a.pin("p", RUN.keys)
     gate.opened.set()
     assert not is_true(begun, TIMEOUT_S)
     assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
@@ -261,9 +241,8 @@ def test_a_pin_behind_an_erasure_is_younger(make_engine: MakeEngine, make_run: M
         assert engine.has_pin("p"), "it counts as older than what was erased before"
 
 
-def test_forgetting_pages_lists_no_others(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_forgetting_pages_lists_no_others(a: BucketEngine, b: BucketEngine) -> None:
     """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
-    a, b = make_engine(), make_engine()
     run, unknown = make_run(1, PAGES), make_run(2, PAGES)
     store(a, run)
     store(b, unknown)
@@ -283,16 +262,14 @@ def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
     return len(listed(engine, records.ERASED))
 
 
-def test_many_forgets_are_few_requests_of_a_start(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_many_forgets_are_few_requests_of_a_start(make_engine: Any) -> None:
     a, told, run = make_engine(), list[Erasure](), make_run(1, PAGES)
-    store(a, one(run, 0))
+    store(a, select(run, [0]))
     forgets = [Erasure.of([bytes([n, n + 1]) * 16]) for n in range(120)]
     for number, what in enumerate([*forgets, Erasure.of(run.keys[:2]), Erasure(tenant=B)]):
         a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
     assert a.refresh(TIMEOUT_S)
-    store(a, one(run, 1))
+    store(a, select(run, [1]))
     assert merged(a) == 2, "all but the last, which gives the next its number"
     assert a.refresh(TIMEOUT_S, full=True)
     assert [a.contains(run.keys), merged(a)] == [[False, True, False], 2]
@@ -309,9 +286,8 @@ def test_many_forgets_are_few_requests_of_a_start(
     assert merged(a, after_s=40 * 86_400.0) == 1
 
 
-def test_records_merged_under_a_reader_are_read(make_engine: MakeEngine) -> None:
+def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine) -> None:
     """By two servers at once, one of which dies before it removes anything."""
-    a, b = make_engine(), make_engine()
     keys = [bytes([n, n + 1]) * 16 for n in range(100)]
     for number, key in enumerate(keys):
         what = Erasure.of([key])
@@ -331,7 +307,7 @@ def test_records_merged_under_a_reader_are_read(make_engine: MakeEngine) -> None
         assert all(b._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
 
-def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
     """Of pins that the eraser never heard of, here and in other namespaces, and of late ones."""
     a, b, other = make_engine(), make_engine(), make_engine(namespace=M)
     run, mine = make_run(1, PAGES), make_run(2, PAGES)
@@ -358,9 +334,7 @@ def test_notes_of_pins_go_with_the_pages(make_engine: MakeEngine, make_run: Make
 
 
 @pytest.mark.parametrize("case", ["told before", "over", "refused"])
-def test_no_note_outlives_an_erasure_that_is_true(
-    make_engine: MakeEngine, make_run: MakeRun, case: str
-) -> None:
+def test_no_note_outlives_an_erasure_that_is_true(make_engine: Any, case: str) -> None:
     """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
     now = [time.time()]
     a, run = make_engine(clocks={"wall_clock": lambda: now[0]}), make_run(1, PAGES)
@@ -382,7 +356,7 @@ def test_no_note_outlives_an_erasure_that_is_true(
 @pytest.mark.parametrize("change", ["unpin", "pin"])
 @pytest.mark.parametrize("place", ["memory", "directory"])
 def test_no_erasure_undoes_what_a_pins_owner_did(
-    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path, place: str, change: str
+    make_engine: Any, tmp_path: Path, place: str, change: str
 ) -> None:
     """Between another's read of the pin and its write of it."""
     url = f"memory://{tmp_path}" if place == "memory" else tmp_path.as_uri()
@@ -406,9 +380,7 @@ def test_no_erasure_undoes_what_a_pins_owner_did(
     assert owner.has_pin("p") == (change == "pin")
 
 
-def test_no_collector_deletes_a_pin_renewed_since(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_no_collector_deletes_a_pin_renewed_since(make_engine: Any) -> None:
     """However many others are read beside it, each of which takes long."""
     a, run, now = make_engine(), make_run(1, PAGES), time.time()
     for number in range(20):
@@ -437,35 +409,33 @@ def test_no_collector_deletes_a_pin_renewed_since(
     assert listed(a, a._state.layout.pins) == gone[:1]
 
 
-def test_no_listing_brings_a_pin_back(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     """While the record of what was erased of it is still being written."""
-    a, run = make_engine(), make_run(1, PAGES)
-    assert is_true(a.pin("p", run.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(a.pin("p", RUN.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
 
     def listed_before() -> None:
         assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
     before(a, "put", listed_before)
-    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
 
-def test_hearing_of_a_forget_deletes_nothing(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_hearing_of_a_forget_deletes_nothing(a: BucketEngine, b: BucketEngine) -> None:
     """Or each of all servers deletes each page: a full listing does, which finds it left over."""
-    a, b, run = make_engine(), make_engine(), make_run(1, PAGES)
     for engine in (a, b):
         assert engine.refresh(TIMEOUT_S)
-    store(b, run)
-    assert is_true(a.erase(Erasure.of(run.keys)), TIMEOUT_S)
+    store(b, RUN)
+    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     with b._state.lock:
-        assert not any(b._state.index.holds(run.keys)) and not b._state.doomed
+        assert not any(b._state.index.holds(RUN.keys)) and not b._state.doomed
     assert "delete" not in b.object_stats().requests
     assert b.refresh(TIMEOUT_S, full=True)
     eventually(lambda: not listed(b, b._state.layout.pages))
 
 
-def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_erasures_asked_for_together_list_once(make_engine: Any) -> None:
     """As a purge: of the tenant, and of those whose tenant is unknown."""
     a, second = make_engine(), list["Future[bool]"]()
     store(a, make_run(1, PAGES))
@@ -476,7 +446,7 @@ def test_erasures_asked_for_together_list_once(make_engine: MakeEngine, make_run
     assert folders.count(a._state.layout.pages) == 1
 
 
-def test_forgets_that_keep_coming_are_answered(make_engine: MakeEngine) -> None:
+def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
     a, more, at_first = make_engine(), list["Future[bool]"](), list[int]()
     before(a, "put", lambda: more.append(a.erase(Erasure.of([bytes([len(more)]) * 32]))), times=20)
     first = a.erase(Erasure(tenant=A))
@@ -486,7 +456,7 @@ def test_forgets_that_keep_coming_are_answered(make_engine: MakeEngine) -> None:
     eventually(lambda: len(more) == 20 and all(is_true(each, TIMEOUT_S) for each in more))
 
 
-def test_a_failed_record_fails_no_later_erasure(make_engine: MakeEngine) -> None:
+def test_a_failed_record_fails_no_later_erasure(make_engine: Any) -> None:
     a, later = make_engine(), list["Future[bool]"]()
     before(a, "put", refuse)
     before(a, "put", lambda: later.append(a.erase(Erasure.of([b"k" * 32]))))
@@ -494,22 +464,17 @@ def test_a_failed_record_fails_no_later_erasure(make_engine: MakeEngine) -> None
     assert is_true(later[0], TIMEOUT_S), "it was not tried"
 
 
-class Unsearched(dict[str, int]):
-    """Records that are asked for one at a time, or copied, but not gone through in place."""
+class Unwalked(dict[Any, Any]):
+    """What is asked for one at a time, or copied, but not gone through in place."""
 
     def items(self) -> Any:
-        raise AssertionError("all records were gone through, with lookups waiting")
+        raise AssertionError("all were gone through, with lookups waiting")
+
+    __iter__ = items
 
 
-def test_a_forget_of_others_walks_no_staged_page(
-    make_engine: MakeEngine, make_run: MakeRun
-) -> None:
+def test_a_forget_of_others_walks_no_staged_page(make_engine: Any) -> None:
     """Lookups wait meanwhile."""
-
-    class Unwalked(dict[Any, None]):
-        def __iter__(self) -> Any:
-            raise AssertionError("all staged pages were gone through, with lookups waiting")
-
     a, run = make_engine(num_connections=1), make_run(1, PAGES)
     gate = Gate(a, "put")
     job = a.submit_store(run)
@@ -526,12 +491,11 @@ def test_a_forget_of_others_walks_no_staged_page(
     assert all(is_true(each, TIMEOUT_S) for each in erased)
 
 
-def test_a_record_keeps_lookups_waiting_for_no_walk(make_engine: MakeEngine) -> None:
+def test_a_record_keeps_lookups_waiting_for_no_walk(a: BucketEngine) -> None:
     """Through all records that were ever written."""
-    a = make_engine()
     assert a.refresh(TIMEOUT_S, full=True)
     with a._state.lock:
-        a._state.erased.known = Unsearched(a._state.erased.known)
+        a._state.erased.known = Unwalked(a._state.erased.known)
     for tenant in (A, B):
         assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
     assert len(listed(a, records.ERASED)) == 2

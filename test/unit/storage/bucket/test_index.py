@@ -41,17 +41,6 @@ def held(table: BucketIndex, *numbers: int) -> list[int]:
     return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
 
 
-def test_what_is_held_comes_back() -> None:
-    table = index()
-    put(table, page(3), 77)
-    found = table.get(key(3))
-    assert found is not None and found.length == 77
-    name = page(3)._replace(length=77)
-    assert table.name_of(key(3), found) == name
-    assert table.is_at(name) and not table.is_at(name._replace(stamp=6))
-    assert table.get(key(4)) is None
-
-
 def test_of_two_copies_the_later_counts() -> None:
     table = index()
     put(table, page(1, 50), 100)
@@ -71,15 +60,6 @@ def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
         assert held(table, 999, *range(10)) == [999, 7, 8, 9]
         assert table.num_pages_evicted == 7
         table.check_integrity()
-
-
-def test_a_tenants_share_costs_no_other_tenant() -> None:
-    table = index(max_tenant_bytes=300)
-    put(table, page(1, tenant=B), 100)
-    for number in range(10, 20):
-        put(table, page(number), 100)
-    assert held(table, 1, *range(10, 20)) == [1, 17, 18, 19]
-    table.check_integrity()
 
 
 class Unwalked(dict[bytes, bytes]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.clock import Clock
+from kit.faulty import fail_once
+from kit.runs import blank, make_run
+from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery, transfers
@@ -16,38 +18,16 @@ from sglang_tiered.storage.promises import is_true
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.runs import Blank, MakeRun
-    from sglang_tiered.storage.bucket import BucketEngine
-
-MakeEngine = Callable[..., "BucketEngine"]
-
 
 class Panic(BaseException):
     """As the library's own: none of ``Exception``."""
-
-
-def fail_once(
-    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, error: BaseException
-) -> list[BaseException]:
-    """The next call raises; returns what is still to be raised."""
-    inner, left = getattr(place, name), [error]
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        if left:
-            raise left.pop()
-        return inner(*arguments, **named)
-
-    monkeypatch.setattr(place, name, call)
-    return left
 
 
 @pytest.mark.parametrize("url", ["memory", "directory"])
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
 @pytest.mark.parametrize("name", ["page_checksum", "put", "is_page"])
 def test_an_internal_error_ends_one_job_alone(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    blank: Blank,
+    make_engine: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     url: str,
@@ -62,7 +42,7 @@ def test_an_internal_error_ends_one_job_alone(
     )
     assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
     if name == "is_page":
-        assert finished(engine.submit_store(run)) == [Reason.OK]
+        store(engine, run)
     fail_once(monkeypatch, engine._requests if name == "put" else transfers, name, error)
     submit = engine.submit_load if name == "is_page" else engine.submit_store
     assert finished(submit(blank(run))) == [Reason.IO_ERROR]
@@ -73,16 +53,13 @@ def test_an_internal_error_ends_one_job_alone(
     assert engine.refresh(TIMEOUT_S), "the bucket answers"
     assert engine.health is Health.RUNNING
     assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
-    assert finished(engine.submit_load(blank(run))) == [Reason.OK]
+    assert load(engine, run) == [Reason.OK]
     assert all(thread.is_alive() for thread in engine._workers._threads)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
 def test_the_next_pass_lists_pages_after_internal_errors(
-    make_engine: MakeEngine,
-    make_run: MakeRun,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     run = make_run(1, [4096])
     assert finished(make_engine().submit_store(run)) == [Reason.OK]
@@ -97,11 +74,11 @@ def test_the_next_pass_lists_pages_after_internal_errors(
 
 
 def test_erasures_are_finished_after_internal_errors(
-    make_engine: MakeEngine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
     run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
-    assert finished(engine.submit_store(run)) == [Reason.OK]
+    store(engine, run)
     fail_once(monkeypatch, engine._requests, "folders", MemoryError())
     assert not is_true(engine.erase(Erasure(tenant=run.tenant)), TIMEOUT_S)
     folder = engine._state.layout.pages

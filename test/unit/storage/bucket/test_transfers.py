@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.request_hooks import Gate
+from kit.runs import blank, make_run
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
@@ -16,16 +16,9 @@ from sglang_tiered.storage.promises import is_true
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.runs import Blank, MakeRun
-    from sglang_tiered.storage.bucket import BucketEngine
-
-MakeEngine = Callable[..., "BucketEngine"]
-
 
 @pytest.mark.parametrize("way", ["copy", "in place"])
-def test_a_deadline_waits_for_a_running_copy(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, way: str
-) -> None:
+def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path, way: str) -> None:
     """And what came to its end meanwhile is not said to have arrived."""
     engine = make_engine(**({} if way == "copy" else {"url": tmp_path.as_uri()}))
     run = make_run(1, [4096])
@@ -56,9 +49,7 @@ def test_a_deadline_waits_for_a_running_copy(
 
 
 @pytest.mark.parametrize("url", ["memory", "directory"])
-def test_many_pages_and_a_deadline_finish_once(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank, tmp_path: Path, url: str
-) -> None:
+def test_many_pages_and_a_deadline_finish_once(make_engine: Any, tmp_path: Path, url: str) -> None:
     """However many of them one thread takes."""
     place = {} if url == "memory" else {"url": tmp_path.as_uri()}
     engine, run = make_engine(num_connections=4, **place), make_run(1, [100] * 40)
@@ -71,9 +62,7 @@ def test_many_pages_and_a_deadline_finish_once(
     engine.check_integrity()
 
 
-def test_true_waits_for_loads_of_what_was_erased(
-    make_engine: MakeEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_true_waits_for_loads_of_what_was_erased(make_engine: Any) -> None:
     """A load names no tenant, so any may be of one."""
     engine, run = make_engine(), make_run(1, [100])
     finished(engine.submit_store(Run(run.keys, run.pages, b"a" * 16)))

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.faulty import Fault, FaultyDevice
-from kit.runs import NAMESPACE, Blank, make_run, page_data
+from kit.runs import blank, make_run, of, page_data
+from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from sglang_tiered.storage.region import RegionEngine
+
+    Open = Callable[..., RegionEngine]
 
 PAGE = 4096
 REGION = 64 * PAGE
@@ -29,12 +33,26 @@ A = b"a" * 16
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[RegionEngine]:
-    opened = open_engine(tmp_path)
-    yield opened
-    assert drained(opened, TIMEOUT_S)
-    eventually(lambda: is_whole(opened), "hot pages of what was evicted are written again")
-    opened.close()
+def opens(tmp_path: Path) -> Iterator[Open]:
+    """Opens the store, anew if it is open."""
+    opened: list[RegionEngine] = []
+
+    def open_it(regions: int = 12, **changes: Any) -> RegionEngine:
+        for each in opened:
+            each.close()
+        sizes = {"capacity_bytes": regions * REGION, "region_bytes": REGION}
+        opened.append(open_region(tmp_path, **sizes, **changes))
+        return opened[-1]
+
+    yield open_it
+    assert drained(opened[-1], TIMEOUT_S)
+    eventually(lambda: is_whole(opened[-1]), "hot pages of what was evicted are written again")
+    opened[-1].close()
+
+
+@pytest.fixture
+def engine(opens: Open) -> RegionEngine:
+    return opens()
 
 
 def is_whole(engine: RegionEngine) -> bool:
@@ -44,25 +62,13 @@ def is_whole(engine: RegionEngine) -> bool:
     return False
 
 
-def open_engine(directory: Path, **changes: Any) -> RegionEngine:
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "capacity_bytes": CAPACITY,
-        "region_bytes": REGION,
-        "num_threads": 2,
-    }
-    return RegionEngine(directory, **(options | changes))
+def run_of(number: int, tenant: bytes = NO_TENANT) -> Run:
+    return of(tenant, make_run(number, [PAGE] * PER_REGION))
 
 
-def run_of(number: int, tenant: bytes = bytes(16)) -> Run:
-    run = make_run(number, [PAGE] * PER_REGION)
-    return Run(run.keys, run.pages, tenant)
-
-
-def fill(engine: RegionEngine, numbers: range, tenant: bytes = bytes(16)) -> list[Run]:
+def fill(engine: RegionEngine, numbers: range, tenant: bytes = NO_TENANT) -> list[Run]:
     runs = [run_of(number, tenant) for number in numbers]
-    for run in runs:
-        assert set(finished(engine.submit_store(run))) == {Reason.OK}
+    store(engine, *runs)
     return runs
 
 
@@ -70,17 +76,15 @@ def held(engine: RegionEngine, runs: list[Run]) -> list[int]:
     return [i for i, run in enumerate(runs) if engine.lookup(run.keys).num_hits == len(run.keys)]
 
 
-def shrink(engine: RegionEngine, nbytes: int) -> None:
-    engine.capacity.set(nbytes)
+def shrink(engine: RegionEngine, num_regions: int) -> None:
+    engine.capacity.set(num_regions * REGION)
     eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
 
 
 def test_the_oldest_go_and_the_rest_stays(engine: RegionEngine) -> None:
     runs = fill(engine, range(11))
-    shrink(engine, 6 * REGION)
-    stats = engine.stats()
-    assert stats.capacity_bytes == 6 * REGION
-    assert stats.physical_bytes <= 6 * REGION
+    shrink(engine, 6)
+    assert engine.stats().physical_bytes <= engine.stats().capacity_bytes == 6 * REGION
     kept = held(engine, runs)
     assert kept == list(range(11 - len(kept), 11)) and len(kept) >= 5
     fill(engine, range(100, 120))
@@ -101,78 +105,73 @@ def test_capacity_never_grows_while_it_shrinks(engine: RegionEngine) -> None:
     for job in jobs:
         finished(job)
     assert seen == sorted(seen, reverse=True)
-    assert engine.stats().capacity_bytes == 4 * REGION
-    assert engine.stats().physical_bytes <= 4 * REGION
+    assert engine.stats().physical_bytes <= engine.stats().capacity_bytes == 4 * REGION
 
 
-def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine, blank: Blank) -> None:
+def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:
     runs = fill(engine, range(10))
     for number in (1, 4, 7):
         made = engine.pin(f"pin-{number}", runs[number].keys)
         assert not isinstance(made, PinRefusal) and is_true(made, TIMEOUT_S)
     written = engine.stats().bytes_written
-    shrink(engine, 2 * REGION)
+    shrink(engine, 2)
     room = engine.capacity.room()
     assert 2 * REGION < room.capacity_bytes < CAPACITY
     assert room.keeps_bytes == room.capacity_bytes, "it says what it still holds"
     assert set(held(engine, runs)) >= {1, 4, 7}
-    shrink(engine, 2 * REGION)
+    shrink(engine, 2)
     assert engine.capacity.room().capacity_bytes == room.capacity_bytes
     assert engine.stats().bytes_written - written < 2 * REGION, "pins were written again"
     for number in (1, 4, 7):
         engine.unpin(f"pin-{number}")
     eventually(lambda: engine.capacity.room().keeps_bytes == REGION, "it could give more now")
-    shrink(engine, 2 * REGION)
+    shrink(engine, 2)
     assert engine.stats().capacity_bytes == 2 * REGION
 
 
 def test_the_bound_on_pins_follows_the_capacity(engine: RegionEngine) -> None:
     runs = fill(engine, range(10))
-    shrink(engine, 4 * REGION)
+    shrink(engine, 4)
     keys = [key for run in runs[8:] for key in run.keys]
     assert isinstance(engine.pin("both", keys), PinRefusal)
     engine.capacity.set(CAPACITY)
     assert not isinstance(engine.pin("both", keys), PinRefusal)
 
 
-def test_a_load_under_way_ends_whole(engine: RegionEngine, blank: Blank) -> None:
+def test_a_load_under_way_ends_whole(engine: RegionEngine) -> None:
     runs = fill(engine, range(11))
     targets = [blank(run) for run in runs]
     jobs = [engine.submit_load(target) for target in targets]
-    shrink(engine, 2 * REGION)
+    shrink(engine, 2)
     for run, target, job in zip(runs, targets, jobs, strict=True):
         assert set(finished(job)) == {Reason.OK}
         assert page_data(target) == page_data(run)
     eventually(lambda: engine.stats().physical_bytes <= 2 * REGION, "readers let go")
 
 
-def test_an_erasure_amid_a_shrink_is_durable(tmp_path: Path) -> None:
-    engine = open_engine(tmp_path)
+def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
+    engine = opens()
     runs = fill(engine, range(11))
     engine.capacity.set(5 * REGION)
-    gone = engine.erase(Erasure(runs[10].keys))
-    assert is_true(gone, TIMEOUT_S)
+    assert is_true(engine.erase(Erasure(runs[10].keys)), TIMEOUT_S)
     eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
-    engine.close()
-    again = open_engine(tmp_path, capacity_bytes=5 * REGION)
+    again = opens(5)
     assert again.lookup(runs[10].keys).num_hits == 0
     assert held(again, runs[8:10]) == [0, 1]
-    again.close()
 
 
-def test_a_tenants_share_is_of_today(tmp_path: Path) -> None:
-    engine = open_engine(tmp_path, max_tenant_bytes=CAPACITY // 2)
+def test_a_tenants_share_is_of_today(opens: Open) -> None:
+    engine = opens(max_tenant_bytes=CAPACITY // 2)
     fill(engine, range(4), A)
-    shrink(engine, 4 * REGION)
+    shrink(engine, 4)
     fill(engine, range(10, 16), A)
     (usage,) = [each for each in engine.tenants(9) if each.tenant == A]
     assert usage.physical_bytes <= 2 * REGION
-    engine.close()
 
 
-def test_what_it_wants_and_how_cold_it_is(tmp_path: Path, blank: Blank) -> None:
+def test_what_it_wants_and_how_cold_it_is(opens: Open) -> None:
     now = 100.0
-    engine = open_engine(tmp_path, clock=lambda: now)
+    engine = opens(clock=lambda: now)
     assert engine.capacity.room().wants_bytes == 0, "it is not written to"
     runs = fill(engine, range(12))
     assert engine.capacity.room().wants_bytes >= 3 * REGION
@@ -181,16 +180,19 @@ def test_what_it_wants_and_how_cold_it_is(tmp_path: Path, blank: Blank) -> None:
     assert engine.capacity.room().wants_bytes == 0, "nor is it now"
     first = held(engine, runs)[0]
     assert engine.capacity.room().coldest_s == pytest.approx(70.0)
-    finished(engine.submit_load(blank(runs[first])))
+    load(engine, runs[first])
     assert engine.capacity.room().coldest_s == 0.0
-    engine.close()
 
 
-def test_a_pin_amid_an_eviction_keeps_room(tmp_path: Path) -> None:
+@pytest.fixture
+def device(tmp_path: Path) -> FaultyDevice:
+    return FaultyDevice(FileDevice(tmp_path))
+
+
+def test_a_pin_amid_an_eviction_keeps_room(opens: Open, device: FaultyDevice) -> None:
     """It is allowed by the bound of before, while the writer thread removes a file."""
     made: list[Any] = []
-    device = FaultyDevice(FileDevice(tmp_path))
-    engine = open_engine(tmp_path, capacity_bytes=60 * REGION, device=device)
+    engine = opens(60, device=device)
     runs = fill(engine, range(9))
     keys = [key for run in runs[1:] for key in run.keys]
 
@@ -199,44 +201,39 @@ def test_a_pin_amid_an_eviction_keeps_room(tmp_path: Path) -> None:
             made.append(engine.pin("late", keys))
 
     device.before = pin
-    shrink(engine, 4 * REGION)
+    shrink(engine, 4)
     assert not isinstance(made[0], PinRefusal) and is_true(made[0], TIMEOUT_S)
     assert engine.pinned_bytes <= engine.pin_bound_bytes
     for number in range(100, 104):
         finished(engine.submit_store(run_of(number)))
     assert engine.lookup(keys).num_hits == len(keys)
-    engine.close()
 
 
 def test_saved_pages_are_written_amid_a_shrink(
-    tmp_path: Path, blank: Blank, monkeypatch: pytest.MonkeyPatch
+    opens: Open, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not held in memory, a tenth of all that goes, until it ends."""
     monkeypatch.setattr("sglang_tiered.storage.region.store_worker._MAX_WRITING_BYTES", 8 * PAGE)
     written = []  # of what was saved, whenever a region goes
-    device = FaultyDevice(FileDevice(tmp_path))
-    engine = open_engine(tmp_path, capacity_bytes=40 * REGION, device=device)
-    runs = fill(engine, range(38))
-    for run in runs:
-        finished(engine.submit_load(blank(run)))
+    engine = opens(40, device=device)
+    for run in fill(engine, range(38)):
+        load(engine, run)
 
     def note(operation: str) -> None:
         if operation == "unlink":
             written.append(engine.stats().num_pages_reinserted)
 
     device.before = note
-    shrink(engine, 4 * REGION)
+    shrink(engine, 4)
     assert drained(engine, TIMEOUT_S)
     assert len(written) >= 34
     waiting = [6 * index - pages for index, pages in enumerate(written[:30])]
     assert max(waiting) < PER_REGION // 2
-    engine.close()
 
 
-def test_asking_again_forgets_no_failure(tmp_path: Path) -> None:
+def test_asking_again_forgets_no_failure(opens: Open, device: FaultyDevice) -> None:
     """As each tick does, or a shrink whose victims stay would try all of them."""
-    device = FaultyDevice(FileDevice(tmp_path))
-    engine = open_engine(tmp_path, capacity_bytes=22 * REGION, device=device)
+    engine = opens(22, device=device)
     fill(engine, range(20))
     device.faults = [Fault(0, "unlink", times=1000, error=errno.EIO)]
 
@@ -246,7 +243,6 @@ def test_asking_again_forgets_no_failure(tmp_path: Path) -> None:
 
     device.before = ask
     before = device.calls.count("unlink")
-    shrink(engine, 4 * REGION)
+    shrink(engine, 4)
     assert 1 < device.calls.count("unlink") - before < 10
     device.faults, device.before = [], None
-    engine.close()

@@ -18,59 +18,42 @@ if TYPE_CHECKING:
 
 
 def test_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
-    with DirectoryLock(tmp_path):
+    with DirectoryLock(tmp_path) as lock:
+        assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
         expected = f"in use by process {os.getpid()}; stop it or pass another --tier-dir"
         with pytest.raises(StoreLockedError, match=expected):
             DirectoryLock(tmp_path)
+    lock.release()
     DirectoryLock(tmp_path).release()
 
 
-def test_release_is_idempotent_and_the_file_private(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
-    lock.release()
-    lock.release()
-
-
-def test_waiting_takes_over_when_the_holder_leaves(tmp_path: Path) -> None:
-    first = DirectoryLock(tmp_path)
-    naps: list[float] = []
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_waiting_takes_over_when_the_holder_leaves(tmp_path: Path, is_removed: bool) -> None:
+    """Its last holder may remove it: who waited must not lock what nobody else can find."""
+    first, naps = DirectoryLock(tmp_path), list[float]()
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
         if len(naps) == 3:
+            if is_removed:
+                (tmp_path / LOCK_NAME).unlink()
             first.release()
 
-    DirectoryLock(tmp_path, timeout_s=60.0, sleep=nap).release()
-    assert len(naps) == 3
+    with DirectoryLock(tmp_path, timeout_s=60.0, sleep=nap) as second:
+        assert second.is_held() and len(naps) == 3
+        with pytest.raises(StoreLockedError):
+            DirectoryLock(tmp_path)
 
 
-def test_symlinked_lock_file_is_refused(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / LOCK_NAME).symlink_to(tmp_path / "target")
     with pytest.raises(StoreError, match="cannot be opened"):
         DirectoryLock(tmp_path)
     assert (tmp_path / "target").read_text() == "precious"
-
-
-def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot be opened \(No such file"):
         DirectoryLock(tmp_path / "absent")
-
-
-def test_a_lock_that_was_removed_is_not_taken(tmp_path: Path) -> None:
-    """Its last holder removes it and goes: who waited must not lock what nobody else can find."""
-    first = DirectoryLock(tmp_path)
-
-    def nap(_: float) -> None:
-        (tmp_path / LOCK_NAME).unlink()
-        first.release()
-
-    with DirectoryLock(tmp_path, timeout_s=60.0, sleep=nap) as second:
-        assert second.is_held()
-        with pytest.raises(StoreLockedError):
-            DirectoryLock(tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

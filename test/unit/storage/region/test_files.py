@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import make_run
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -23,8 +24,6 @@ from sglang_tiered.storage.region.pins import PinRefusal, file_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.runs import MakeRun
-
 
 REGION = 64 * 1024
 
@@ -36,7 +35,7 @@ def test_a_note_under_an_unlisted_name_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_file_that_a_store_writes_is_listed(tmp_path: Path, make_run: MakeRun) -> None:
+def test_every_file_that_a_store_writes_is_listed(tmp_path: Path) -> None:
     engine = RegionEngine(
         tmp_path, namespace=b"\x11" * 32, capacity_bytes=4 * REGION, region_bytes=REGION
     )

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.storage.region import format as region_format
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    MAX_EXTENT_HEADER_BYTES,
-    Contents,
-    Extent,
-    RegionHeader,
-    extent_header_bytes,
-    footer_bytes,
-    max_page_bytes,
-    min_region_bytes,
-    other_version,
-    pack_region_header,
-    page_table,
-    parse_region_name,
-    unpack_region_header,
-)
+from sglang_tiered.storage.region import format as form
+from sglang_tiered.storage.region.format import BLOCK_BYTES, Contents, Extent
 
 
 def test_sizes_are_what_the_grammar_says() -> None:
-    assert (extent_header_bytes(90), extent_header_bytes(91)) == (BLOCK_BYTES, 2 * BLOCK_BYTES)
-    assert MAX_EXTENT_HEADER_BYTES == 6 * BLOCK_BYTES
+    assert (form.extent_header_bytes(90), form.extent_header_bytes(91)) == (
+        BLOCK_BYTES,
+        2 * BLOCK_BYTES,
+    )
+    assert form.MAX_EXTENT_HEADER_BYTES == 6 * BLOCK_BYTES
     region_bytes = 16 * BLOCK_BYTES
-    largest = extent_of(BLOCK_BYTES, b"n" * 32, (max_page_bytes(region_bytes),))
-    assert largest.end + footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
+    largest = extent_of(BLOCK_BYTES, b"n" * 32, (form.max_page_bytes(region_bytes),))
+    assert largest.end + form.footer_bytes(1, 1) + BLOCK_BYTES == region_bytes
     for page_bytes in (32 << 20, (32 << 20) + 1, (63 << 20) - 5):
-        region_bytes = min_region_bytes(page_bytes)
+        region_bytes = form.min_region_bytes(page_bytes)
         assert region_bytes % BLOCK_BYTES == 0
-        assert page_bytes <= max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
+        assert page_bytes <= form.max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
 
 
 def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent:
-    return Extent(offset, namespace, page_table((b"k" * 32, length, 0) for length in lengths))
+    return Extent(offset, namespace, form.page_table((b"k" * 32, length, 0) for length in lengths))
 
 
 def test_contents_place_pages_as_their_extents_do() -> None:
@@ -65,13 +53,13 @@ def test_contents_place_pages_as_their_extents_do() -> None:
     ],
 )
 def test_other_names_are_not_ours(name: str) -> None:
-    assert parse_region_name(name) is None
+    assert form.parse_region_name(name) is None
 
 
 def test_another_version_is_told_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_format, "FORMAT_VERSION", 5)
-    block = pack_region_header(RegionHeader(8 * BLOCK_BYTES, 0, b"n" * 16, 0))
+    monkeypatch.setattr(form, "FORMAT_VERSION", 5)
+    block = form.pack_region_header(form.RegionHeader(8 * BLOCK_BYTES, 0, b"n" * 16, 0))
     monkeypatch.undo()
-    assert other_version(block) == 5
-    assert unpack_region_header(block) is None
-    assert other_version(block[:100]) is None
+    assert form.other_version(block) == 5
+    assert form.unpack_region_header(block) is None
+    assert form.other_version(block[:100]) is None

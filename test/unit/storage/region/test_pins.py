@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, Blank, MakeRun, of, page_data
-from kit.waiting import drained, finished
+from kit.runs import make_run, of
+from kit.tiers import close_whole, load, loads, open_region, store
+from kit.waiting import TIMEOUT_S
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine, pins
+from sglang_tiered.storage.region import RegionEngine, pins, state
 from sglang_tiered.storage.region.pins import Pin, PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-TIMEOUT_S = 20.0
 PAGE = 4096
 REGION = 64 * PAGE
 CAPACITY = 8 * REGION
@@ -27,21 +27,8 @@ A, B = b"a" * 16, b"b" * 16
 
 
 def open_engine(directory: Path, **changes: Any) -> RegionEngine:
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "capacity_bytes": CAPACITY,
-        "region_bytes": REGION,
-        "num_threads": 2,
-    }
-    return RegionEngine(directory, **(options | changes))
-
-
-def store(engine: RegionEngine, run: Run) -> list[Reason]:
-    return finished(engine.submit_store(run))
-
-
-def load(engine: RegionEngine, run: Run) -> list[Reason]:
-    return finished(engine.submit_load(run))
+    sizes = {"capacity_bytes": CAPACITY, "region_bytes": REGION}
+    return open_region(directory, **(sizes | changes))
 
 
 def pin(engine: RegionEngine, name: str, keys: Sequence[bytes], **more: Any) -> None:
@@ -50,16 +37,14 @@ def pin(engine: RegionEngine, name: str, keys: Sequence[bytes], **more: Any) -> 
     assert is_true(made, TIMEOUT_S)
 
 
-def close(engine: RegionEngine) -> None:
-    assert drained(engine, TIMEOUT_S)
-    engine.check_integrity()
-    engine.close()
+def refused(engine: RegionEngine, name: str, keys: Sequence[bytes], **more: Any) -> PinRefusal:
+    refusal = engine.pin(name, keys, **more)
+    assert isinstance(refusal, PinRefusal)
+    return refusal
 
 
 @pytest.mark.parametrize("spread", ["dense", "spread", "late"])
-def test_a_full_bound_outlives_ten_capacities(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, spread: str
-) -> None:
+def test_a_full_bound_outlives_ten_capacities(tmp_path: Path, spread: str) -> None:
     """The pinned pages side by side, or a few in every region, or stored after their pin."""
     engine = open_engine(tmp_path / "s")
     assert engine.pin_bound_bytes == BOUND
@@ -69,36 +54,31 @@ def test_a_full_bound_outlives_ten_capacities(
         for number, run in enumerate(kept):
             pin(engine, str(number), run.keys)
     for run, other in zip(kept, loose, strict=True):
-        assert set(store(engine, run)) == {Reason.OK}
-        if spread != "dense":
-            assert set(store(engine, other)) == {Reason.OK}
+        store(engine, run, *([other] if spread != "dense" else []))
     if spread != "late":
         for number, run in enumerate(kept):
             pin(engine, str(number), run.keys)
     before = engine.stats()
     for seed in range(10 * CAPACITY // PAGE // 16):
-        assert set(store(engine, make_run(2000 + seed, [PAGE] * 16))) == {Reason.OK}
+        store(engine, make_run(2000 + seed, [PAGE] * 16))
         assert engine.stats().physical_bytes <= CAPACITY
         if seed % 40 == 0:
             for run in kept:
                 assert engine.lookup(run.keys).num_hits == 8, "a pinned page is no hit meanwhile"
     after = engine.stats()
-    for run in kept:
-        target = blank(run)
-        assert load(engine, target) == [Reason.OK] * 8
-        assert page_data(target) == page_data(run)
+    loads(engine, *kept)
     assert not any(engine.contains([key for run in loose for key in run.keys]))
     written = after.bytes_written - before.bytes_written
     stored = after.bytes_stored - before.bytes_stored
     assert written / stored < 1.6, f"write amplification {written / stored:.2f}"
     assert after.num_pages_reinserted > 0 or spread == "dense"
-    close(engine)
+    close_whole(engine)
 
 
 @pytest.mark.parametrize("num_regions", [3, 4, 5])
 @pytest.mark.parametrize("num_pages", [1, 2, 7])
 def test_large_pages_find_room_beside_pins(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, num_regions: int, num_pages: int
+    tmp_path: Path, num_regions: int, num_pages: int
 ) -> None:
     """Pages that need an empty region, while every region may hold pinned ones."""
     engine = open_engine(tmp_path / "s", capacity_bytes=num_regions * REGION)
@@ -106,96 +86,85 @@ def test_large_pages_find_room_beside_pins(
     kept: list[Run] = []
     for seed in range(6 * num_regions):
         run = make_run(seed, [5 * PAGE])
-        assert store(engine, run) == [Reason.OK]
+        store(engine, run)
         if not isinstance(engine.pin(str(seed), run.keys), PinRefusal):
             kept.append(run)
-        assert set(store(engine, make_run(100 + seed, [large] * num_pages))) == {Reason.OK}
+        store(engine, make_run(100 + seed, [large] * num_pages))
     assert len(kept) == engine.pin_bound_bytes // (5 * PAGE)
-    for run in kept:
-        target = blank(run)
-        assert load(engine, target) == [Reason.OK]
-        assert page_data(target) == page_data(run)
-    close(engine)
+    loads(engine, *kept)
+    close_whole(engine)
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_pages_beyond_todays_regions_stop_no_reclaim(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, is_pinned: bool
-) -> None:
+def test_pages_beyond_todays_regions_stop_no_reclaim(tmp_path: Path, is_pinned: bool) -> None:
     """Though they are loaded, or pinned since regions were larger: none could be written again."""
     engine = open_engine(tmp_path / "s")
     large, small = of(A, make_run(1, [5 * PAGE])), of(A, make_run(2, [PAGE] * 36))
-    assert store(engine, large) + store(engine, small) == [Reason.OK] * 37
+    store(engine, large, small)
     if is_pinned:
         pin(engine, "p", large.keys, tenant=A)
-    close(engine)
+    close_whole(engine)
     share = 2 * REGION if is_pinned else None
     engine = open_engine(tmp_path / "s", region_bytes=8 * PAGE, max_tenant_bytes=share)
-    assert load(engine, blank(large)) == [Reason.MISS]
+    assert load(engine, large) == [Reason.MISS]
     assert engine.lookup(small.keys).num_hits == 36
     for seed in range(100, 100 + 2 * CAPACITY // PAGE // 8):
-        assert set(store(engine, of(A, make_run(seed, [PAGE] * 8)))) == {Reason.OK}
+        store(engine, of(A, make_run(seed, [PAGE] * 8)))
     assert not any(engine.contains(small.keys)), "its region went in its turn"
-    close(engine)
+    close_whole(engine)
 
 
-def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path) -> None:
     engine = open_engine(tmp_path / "s", pin_share=0.25)
     first, second = make_run(1, [PAGE] * 60), make_run(2, [PAGE] * 60)
-    assert set(store(engine, first) + store(engine, second)) == {Reason.OK}
+    store(engine, first, second)
     pin(engine, "first", first.keys)
-    refusal = engine.pin("second", second.keys)
-    assert isinstance(refusal, PinRefusal)
+    refusal = refused(engine, "second", second.keys)
     assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
     assert f"{60 * PAGE} bytes cannot be pinned beside {60 * PAGE}" in refusal.why
     assert [info.name for info in engine.pins()] == ["first"]
     pin(engine, "first", second.keys)  # in the place of the other
-    refusal = engine.pin("first", (*first.keys, *second.keys))
-    assert isinstance(refusal, PinRefusal)
+    refusal = refused(engine, "first", (*first.keys, *second.keys))
     assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
     assert [info.num_pages for info in engine.pins()] == [60], "a refusal changes nothing"
-    close(engine)
+    close_whole(engine)
 
 
-def test_too_small_a_capacity_pins_nothing(tmp_path: Path, make_run: MakeRun) -> None:
+def test_too_small_a_capacity_pins_nothing(tmp_path: Path) -> None:
     engine = open_engine(tmp_path / "s", capacity_bytes=2 * REGION)
-    refusal = engine.pin("p", make_run(1, [PAGE]).keys)
-    assert isinstance(refusal, PinRefusal)
-    assert "three regions" in refusal.why
-    close(engine)
+    assert "three regions" in refused(engine, "p", make_run(1, [PAGE]).keys).why
+    close_whole(engine)
 
 
 def test_too_many_pins_and_keys_are_refused(
-    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_tiered.storage.region import pins, state
-
     engine = open_engine(tmp_path / "s")
     monkeypatch.setattr(state, "MAX_KEYS", 10)
     pin(engine, "a", make_run(1, [PAGE] * 6).keys)
     pin(engine, "b", make_run(1, [PAGE] * 6).keys)  # the same pages
-    refusal = engine.pin("c", make_run(2, [PAGE] * 5).keys)
-    assert isinstance(refusal, PinRefusal)
-    assert "pins would name 11 pages, at most 10" in refusal.why
+    assert (
+        "pins would name 11 pages, at most 10"
+        in refused(engine, "c", make_run(2, [PAGE] * 5).keys).why
+    )
     monkeypatch.setattr(state, "MAX_PINS", 2)
-    refusal = engine.pin("c", make_run(2, [PAGE]).keys)
-    assert isinstance(refusal, PinRefusal)
-    assert "2 pins already" in refusal.why
+    assert "2 pins already" in refused(engine, "c", make_run(2, [PAGE]).keys).why
     monkeypatch.setattr(pins, "MAX_NOTES_BYTES", 100)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"n" * 90)
     pin(engine, "a", make_run(1, [PAGE]).keys, data=b"m" * 100)  # in its place
-    refusal = engine.pin("b", make_run(1, [PAGE]).keys, data=b"n")
-    assert isinstance(refusal, PinRefusal)
-    assert "pins would note 101 bytes, at most 100" in refusal.why
+    assert (
+        "pins would note 101 bytes, at most 100"
+        in refused(engine, "b", make_run(1, [PAGE]).keys, data=b"n").why
+    )
     assert engine.pin_notes(NO_TENANT) == [("b", b""), ("a", b"m" * 100)]
     assert engine.unpin("a").result(TIMEOUT_S)
     pin(engine, "b", make_run(1, [PAGE]).keys, data=b"n")
     assert engine.pinned_bytes == engine.pins()[0].physical_bytes
     pin(engine, "b", make_run(2, [PAGE]).keys)
-    close(engine)
+    close_whole(engine)
 
 
-def test_room_that_an_unpin_frees_is_used(tmp_path: Path, make_run: MakeRun) -> None:
+def test_room_that_an_unpin_frees_is_used(tmp_path: Path) -> None:
     """Pages that came when the bound was reached are pinned once there is room."""
     engine = open_engine(tmp_path / "s", pin_share=0.25)
     early, late = make_run(1, [PAGE] * 90), make_run(2, [PAGE] * 30)
@@ -207,18 +176,17 @@ def test_room_that_an_unpin_frees_is_used(tmp_path: Path, make_run: MakeRun) -> 
     assert 90 * PAGE <= pinned <= engine.pin_bound_bytes
     assert is_true(engine.unpin("early"), TIMEOUT_S)
     assert engine._state.index.pinned_bytes == 30 * PAGE
-    close(engine)
+    close_whole(engine)
 
 
-def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_share_makes_room_beside_its_pins(tmp_path: Path) -> None:
     """A tenant at its share, with pinned pages in each of its regions, still stores."""
     engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
     kept: list[Run] = []
     for seed in range(200):
         small = of(A, make_run(2 * seed, [PAGE] * 4))
         rest = of(A, make_run(2 * seed + 1, [PAGE] * 36))
-        assert set(store(engine, small)) == {Reason.OK}, f"dropped after {seed}"
-        assert set(store(engine, rest)) == {Reason.OK}, f"dropped after {seed}"
+        store(engine, small, rest)
         if len(kept) < 15:  # a quarter of the share
             kept.append(small)
             pin(engine, str(seed), small.keys, tenant=A)
@@ -226,7 +194,7 @@ def test_a_share_makes_room_beside_its_pins(tmp_path: Path, make_run: MakeRun) -
         assert usage.physical_bytes <= 4 * REGION
     for run in kept:
         assert engine.lookup(run.keys).num_hits == 4
-    close(engine)
+    close_whole(engine)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +213,7 @@ def test_what_no_pin_can_be(tmp_path: Path, change: dict[str, Any], message: str
     engine = open_engine(tmp_path / "s")
     with pytest.raises(ValueError, match=message):
         engine.pin(**({"name": "n", "keys": [bytes(32)], "tenant": NO_TENANT} | change))
-    close(engine)
+    close_whole(engine)
 
 
 def test_pages_that_many_pins_share_cost_linear_time() -> None:

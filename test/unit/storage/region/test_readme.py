@@ -6,18 +6,8 @@ import itertools
 from pathlib import Path
 
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    Contents,
-    Extent,
-    RegionHeader,
-    Trailer,
-    pack_extent_header,
-    pack_footer,
-    pack_region_header,
-    pack_trailer,
-    page_table,
-)
+from sglang_tiered.storage.region import format as form
+from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 NONCE = bytes(range(16))
 NAMESPACE = b"\x11" * 32
@@ -27,18 +17,18 @@ REGION_BYTES = 32 * 1024
 
 
 def example_region() -> bytes:
-    pages = page_table(
+    pages = form.page_table(
         (key, len(data), page_checksum(NAMESPACE, key, [data])) for key, data in PAGES
     )
-    extent = Extent(BLOCK_BYTES, NAMESPACE, pages, TENANT)
+    extent = form.Extent(BLOCK_BYTES, NAMESPACE, pages, TENANT)
     region = bytearray(REGION_BYTES)
-    region[:BLOCK_BYTES] = pack_region_header(RegionHeader(REGION_BYTES, 7, NONCE, 1))
-    region[BLOCK_BYTES : 2 * BLOCK_BYTES] = pack_extent_header(extent, NONCE, 0)
+    region[:BLOCK_BYTES] = form.pack_region_header(form.RegionHeader(REGION_BYTES, 7, NONCE, 1))
+    region[BLOCK_BYTES : 2 * BLOCK_BYTES] = form.pack_extent_header(extent, NONCE, 0)
     for offset, (_, data) in zip(extent.page_offsets().tolist(), PAGES, strict=True):
         region[offset : offset + len(data)] = data
-    footer = pack_footer(Contents.of([extent]), NONCE)
+    footer = form.pack_footer(form.Contents.of([extent]), NONCE)
     footer_offset = REGION_BYTES - BLOCK_BYTES - len(footer)
-    trailer = pack_trailer(Trailer(NONCE, 1, footer_offset, len(footer)))
+    trailer = form.pack_trailer(form.Trailer(NONCE, 1, footer_offset, len(footer)))
     region[footer_offset:] = footer + trailer
     return bytes(region)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.faulty import Fault, FaultyDevice
-from kit.runs import NAMESPACE, MakeRun
+from kit.runs import NAMESPACE, make_run
+from kit.tiers import open_region, store
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.region import RegionEngine, recovery
+from sglang_tiered.storage.region import recovery
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -33,20 +34,23 @@ CAPACITY = 8 * REGION
 
 
 @pytest.fixture
-def directory(tmp_path: Path, make_run: MakeRun) -> Path:
+def directory(tmp_path: Path) -> Path:
     """Three sealed regions of three pages each."""
     with_pages = tmp_path / "store"
-    engine = RegionEngine(
-        with_pages, namespace=NAMESPACE, capacity_bytes=CAPACITY, region_bytes=REGION
-    )
-    for seed in range(3):
-        assert engine.submit_store(make_run(seed, [12_288] * 3)).wait(20.0)
-    engine.close()
+    fill(with_pages, 3)
     return with_pages
 
 
-def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryReport:
-    device = FileDevice(directory)
+def fill(directory: Path, num_regions: int) -> None:
+    engine = open_region(directory, capacity_bytes=CAPACITY, region_bytes=REGION)
+    store(engine, *(make_run(seed, [12_288] * 3) for seed in range(num_regions)))
+    engine.close()
+
+
+def run_recovery(
+    directory: Path, namespace: bytes = NAMESPACE, device: FileDevice | None = None
+) -> RecoveryReport:
+    device = device or FileDevice(directory)
     regions, index = RegionTable(), PageIndex()
     report = recover(device, namespace, CAPACITY, regions, index, max_page_bytes=REGION)
     index.check_integrity({region.slot: region.nbytes for region in regions})
@@ -112,10 +116,7 @@ def test_one_unreadable_extent_is_tried_once(directory: Path) -> None:
     for other in ("region-0000000000000000.kv", "region-0000000000000002.kv"):
         (directory / other).unlink()
     device = BadBlock(directory)
-    regions, index = RegionTable(), PageIndex()
-    report = recover(device, NAMESPACE, CAPACITY, regions, index, max_page_bytes=REGION)
-    for region in regions:
-        device.close(region.fd)
+    report = run_recovery(directory, device=device)
     assert (report.num_unread, report.num_pages) == (1, 0)
     assert device.num_failed == 3, "each read is tried three times"
 
@@ -124,25 +125,14 @@ def test_one_unreadable_extent_is_tried_once(directory: Path) -> None:
 def test_errors_of_this_process_cost_no_data(directory: Path, code: int) -> None:
     device = FaultyDevice(FileDevice(directory), [Fault(1, "open", error=code)])
     with pytest.raises(StoreError, match="cannot be used as a store"):
-        RegionEngine(
-            directory,
-            namespace=NAMESPACE,
-            capacity_bytes=CAPACITY,
-            device=device,
-            region_bytes=REGION,
-        )
+        open_region(directory, capacity_bytes=CAPACITY, region_bytes=REGION, device=device)
     assert run_recovery(directory).num_pages == 9
 
 
 def test_contents_of_regions_do_not_pile_up(
-    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = RegionEngine(
-        tmp_path, namespace=NAMESPACE, capacity_bytes=CAPACITY, region_bytes=REGION
-    )
-    for seed in range(7):
-        assert engine.submit_store(make_run(seed, [12_288] * 3)).wait(20.0)
-    engine.close()
+    fill(tmp_path, 7)
     held = []
     index_one = recovery._Recovery._index
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kit.faulty import FaultyDevice
-from kit.runs import NAMESPACE, Blank, MakeRun
-from kit.waiting import drained, finished
-from sglang_tiered.storage.base import Health, Reason, Run
-from sglang_tiered.storage.region import RegionEngine
+from kit.runs import make_run
+from kit.tiers import close_whole, load, loads, open_region, store
+from kit.waiting import TIMEOUT_S, drained
+from sglang_tiered.storage.base import Health, Run
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from sglang_tiered.storage.region import RegionEngine
 
-TIMEOUT_S = 20.0
+
 PAGE = 4096
 REGION = 64 * PAGE
 CAPACITY = 4 * REGION
@@ -29,61 +30,37 @@ CAPACITY = 4 * REGION
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[RegionEngine]:
-    engine = RegionEngine(
-        tmp_path / "s",
-        namespace=NAMESPACE,
-        capacity_bytes=CAPACITY,
-        region_bytes=REGION,
-        num_threads=2,
-    )
+    engine = open_region(tmp_path / "s", capacity_bytes=CAPACITY, region_bytes=REGION)
     yield engine
-    assert drained(engine, TIMEOUT_S)
-    engine.check_integrity()
-    engine.close()
+    close_whole(engine)
 
 
-def store(engine: RegionEngine, run: Run) -> None:
-    assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
-
-
-def load(engine: RegionEngine, run: Run) -> list[Reason]:
-    return finished(engine.submit_load(run))
-
-
-def test_what_is_loaded_outlives_what_is_not(
-    engine: RegionEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_what_is_loaded_outlives_what_is_not(engine: RegionEngine) -> None:
     """And what was loaded once is let go in the end."""
     hot, cold, once = (make_run(seed, [PAGE] * 3) for seed in (0, 1, 99))
     for run in (hot, cold, once):
         store(engine, run)
-    assert load(engine, blank(once)) == [Reason.OK] * 3
+    loads(engine, once)
     for seed in range(2, 42):  # ten times the capacity
         store(engine, make_run(seed, [PAGE] * 50))
-        target = blank(hot)
-        assert load(engine, target) == [Reason.OK] * 3, f"evicted after {seed}"
-        assert [bytes(page[0]) for page in target.pages] == [bytes(page[0]) for page in hot.pages]
+        loads(engine, hot)
     assert engine.lookup(cold.keys).num_hits == engine.lookup(once.keys).num_hits == 0
     stats = engine.stats()
     assert stats.num_pages_reinserted > 3
     assert stats.bytes_reinserted == stats.num_pages_reinserted * PAGE
 
 
-def test_write_amplification_is_bounded_when_everything_is_hot(
-    engine: RegionEngine, make_run: MakeRun, blank: Blank
-) -> None:
+def test_write_amplification_is_bounded_when_everything_is_hot(engine: RegionEngine) -> None:
     for seed in range(60):
         run = make_run(seed, [PAGE] * 50)
         store(engine, run)
-        load(engine, blank(run))
+        load(engine, run)
     assert drained(engine, TIMEOUT_S)
     stats = engine.stats()
     assert 0 < stats.bytes_reinserted <= REINSERTION_SHARE * stats.bytes_written
 
 
-def test_reads_that_fail_now_and_then_pause_nothing(
-    tmp_path: Path, make_run: MakeRun, blank: Blank
-) -> None:
+def test_reads_that_fail_now_and_then_pause_nothing(tmp_path: Path) -> None:
     """Only reclaim reads here, and all but one page of each region verify."""
     num_reads = 0
 
@@ -95,19 +72,12 @@ def test_reads_that_fail_now_and_then_pause_nothing(
                 raise OSError(errno.EIO, "a bad sector")
 
     device = FaultyDevice(FileDevice(tmp_path))
-    engine = RegionEngine(
-        tmp_path,
-        namespace=NAMESPACE,
-        capacity_bytes=3 * CAPACITY,
-        region_bytes=REGION,
-        device=device,
-    )
+    engine = open_region(tmp_path, capacity_bytes=3 * CAPACITY, region_bytes=REGION, device=device)
     for seed in range(10):
         run = make_run(seed, [PAGE] * 50)
         store(engine, run)
         apart = slice(0, 50, 20)  # each is a read of its own
-        wanted = blank(Run(run.keys[apart], run.pages[apart]))
-        assert load(engine, wanted) == [Reason.OK] * 3
+        loads(engine, Run(run.keys[apart], run.pages[apart]))
     device.before = fail
     for seed in range(100, 112):
         store(engine, make_run(seed, [PAGE] * 50))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.clock import Clock
-from kit.waiting import finished
-from sglang_tiered.storage.base import Health, Reason, Run
-from sglang_tiered.storage.region import RegionEngine, sync_worker
+from kit.faulty import fail_once
+from kit.runs import make_run
+from kit.tiers import open_region, store
+from sglang_tiered.storage.base import Health
+from sglang_tiered.storage.region import sync_worker
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kit.runs import MakeRun
+    from sglang_tiered.storage.region import RegionEngine
 
 
 TIMEOUT_S = 10.0
@@ -31,42 +33,18 @@ def clock() -> Clock:
 @pytest.fixture
 def engine(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegionEngine]:
     monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)  # with every sync
-    engine = RegionEngine(
-        tmp_path,
-        namespace=b"\x11" * 32,
-        capacity_bytes=4 * REGION,
-        region_bytes=REGION,
-        sync_interval_s=1000.0,
-        device=FileDevice(tmp_path),
-        clock=clock,
+    sizes = {"capacity_bytes": 4 * REGION, "region_bytes": REGION}
+    engine = open_region(
+        tmp_path, **sizes, sync_interval_s=1000.0, device=FileDevice(tmp_path), clock=clock
     )
     yield engine
     engine.close()
     assert not [thread.name for thread in engine._workers._threads if thread.is_alive()]
 
 
-def store(engine: RegionEngine, run: Run) -> None:
-    assert set(finished(engine.submit_store(run))) == {Reason.OK}
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
-    inner, left = getattr(place, name), [MemoryError()]
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        if left:
-            raise left.pop()
-        return inner(*arguments, **named)
-
-    monkeypatch.setattr(place, name, call)
-
-
 @pytest.mark.parametrize("name", ["sync", "sync_directory"])
 def test_an_internal_error_refuses_only_one_barrier(
-    engine: RegionEngine,
-    make_run: MakeRun,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     store(engine, make_run(1, [4096]))
     fail_once(monkeypatch, engine._device, name)
@@ -82,7 +60,7 @@ def test_an_internal_error_refuses_only_one_barrier(
 
 
 def test_an_internal_error_in_sealing_keeps_the_region(
-    engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker, "write_footer")
     first = make_run(1, [4096] * 10)
@@ -92,15 +70,14 @@ def test_an_internal_error_in_sealing_keeps_the_region(
     engine.flush(TIMEOUT_S)
     clock.now += 100.0
     assert engine.lookup(first.keys).num_hits == 10
-    for seed in range(3, 9):
-        store(engine, make_run(seed, [4096] * 10))
+    store(engine, *(make_run(seed, [4096] * 10) for seed in range(3, 9)))
     assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
     assert engine.flush(TIMEOUT_S)
     engine.check_integrity()
 
 
 def test_an_internal_error_in_checkpoints_costs_no_barrier(
-    engine: RegionEngine, make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, sync_worker, "pack_checkpoint")
     store(engine, make_run(2, [4096]))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.faulty import Fault, FaultyDevice
-from kit.runs import NAMESPACE, MakeRun
-from kit.waiting import eventually
+from kit.runs import make_run
+from kit.tiers import open_region
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Job, Reason, Run
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-TIMEOUT_S = 20.0
 REGION = 16 * BLOCK_BYTES
 HEADER = extent_header_bytes(1)
 
@@ -40,23 +39,14 @@ HEADER = extent_header_bytes(1)
 class Bench:
     """An engine on a device that fails on order, with a clock to wait out its pauses."""
 
-    def __init__(
-        self,
-        directory: Path,
-        make_run: MakeRun,
-        num_regions: int = 4,
-        device: FaultyDevice | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, device: FaultyDevice | None = None) -> None:
         self.directory = directory
-        self.make_run = make_run
         self.now = 0.0
         self.device: Any = device or FaultyDevice(FileDevice(directory))
-        self.engine = RegionEngine(
+        self.engine = open_region(
             directory,
-            namespace=NAMESPACE,
-            capacity_bytes=num_regions * REGION,
+            capacity_bytes=4 * REGION,
             region_bytes=REGION,
-            num_threads=2,
             sync_interval_s=1000.0,
             device=self.device,
             clock=lambda: self.now,
@@ -68,15 +58,14 @@ class Bench:
         self.device.faults = [Fault(at, operation, times, **kind)]
 
     def submit(self, seed: int, count: int = 1, nbytes: int = BLOCK_BYTES) -> tuple[Run, Job]:
-        run = self.make_run(seed, [nbytes] * count)
+        run = make_run(seed, [nbytes] * count)
         return run, self.engine.submit_store(run)
 
     def store(self, seed: int, count: int = 1, nbytes: int = BLOCK_BYTES) -> list[Reason]:
-        _, job = self.submit(seed, count, nbytes)
-        assert job.wait(TIMEOUT_S), "the job did not finish"
+        reasons = finished(self.submit(seed, count, nbytes)[1])
         self.engine.flush(TIMEOUT_S)  # or the jump would make a flush under way look hung
         self.now += 100.0
-        return job.reasons
+        return reasons
 
     def files(self) -> list[Path]:
         return sorted(self.directory.glob("*.kv"))
@@ -95,8 +84,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, make_run: MakeRun) -> Iterator[Bench]:
-    bench = Bench(tmp_path, make_run)
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
     yield bench
     bench.device.faults = []
     bench.engine.check_integrity()
@@ -119,10 +108,7 @@ def test_written_extents_leave_without_the_collector(bench: Bench) -> None:
     gc.disable()
     try:
         assert bench.store(1, 3) == [Reason.OK] * 3
-        eventually(
-            lambda: not [each for each in gc.get_objects() if isinstance(each, ExtentWrite)],
-            timeout_s=TIMEOUT_S,
-        )
+        eventually(lambda: not any(isinstance(each, ExtentWrite) for each in gc.get_objects()))
     finally:
         gc.enable()
 
@@ -140,8 +126,7 @@ def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
     assert entered.wait(TIMEOUT_S)
     jobs += [bench.submit(seed)[1] for seed in range(2, 5)]
     release.set()
-    assert all(job.wait(TIMEOUT_S) for job in jobs)
-    assert [job.reasons for job in jobs] == [[Reason.OK]] * 4
+    assert [finished(job) for job in jobs] == [[Reason.OK]] * 4
     bench.engine.close()
     assert bench.contents(0).extents["num_pages"].tolist() == [4]
 
@@ -155,9 +140,7 @@ def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert len(bench.files()) == 2
 
 
-def test_a_full_readonly_disk_fails_only_the_store(
-    bench: Bench,
-) -> None:
+def test_a_full_readonly_disk_fails_only_the_store(bench: Bench) -> None:
     assert bench.store(1, 12) == [Reason.OK] * 12
     assert bench.store(2) == [Reason.OK]
     calls = bench.device.calls
@@ -176,7 +159,7 @@ def test_full_disk_gives_a_region_for_an_erasure(bench: Bench, code: int, num_ev
     for seed in (1, 2):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     bench.fail("replace_file", error=code)
-    named = Erasure.of([bench.make_run(3, [1]).keys[0]])
+    named = Erasure.of([make_run(3, [1]).keys[0]])
     assert is_true(bench.engine.erase(named), TIMEOUT_S) == (code == errno.ENOSPC)
     assert bench.engine.stats().num_pages_evicted == num_evicted
 
@@ -214,20 +197,18 @@ class StickyDevice(FaultyDevice):
 
 
 def test_an_irremovable_region_does_not_wedge_reclaim(
-    tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It stays in service and is passed over with pauses; an erasure removes those beside it."""
     first = region_name(0)
-    bench = Bench(tmp_path, make_run, device=StickyDevice(tmp_path, first))
+    bench = Bench(tmp_path, device=StickyDevice(tmp_path, first))
     kept, job = bench.submit(0, 12)
-    assert job.wait(TIMEOUT_S)
+    finished(job)
     for seed in range(1, 4):
         assert bench.store(seed, 12) == [Reason.OK] * 12
     before = bench.device.calls.count("unlink")
     for seed in range(4, 8):  # no time passes
-        _, job = bench.submit(seed, 12)
-        assert job.wait(TIMEOUT_S)
-        assert job.reasons == [Reason.OK] * 12
+        assert finished(bench.submit(seed, 12)[1]) == [Reason.OK] * 12
     assert bench.device.calls.count("unlink") - before == 5, "4 victims, and once the stuck one"
     assert bench.engine.lookup(kept.keys).num_hits == 12
     assert bench.engine.stats().num_regions_stuck == 1

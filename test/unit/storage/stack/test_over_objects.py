@@ -3,107 +3,79 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData
-from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
+from kit.request_hooks import listed
+from kit.runs import NAMESPACE, make_run, of
+from kit.tiers import loads, open_region, store
+from kit.waiting import TIMEOUT_S, drained, eventually
+from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-
 TENANT = b"a" * 16
-PAGES = [8192] * 4
+RUN = of(TENANT, make_run(1, [8192] * 4))
+KEYS = RUN.keys
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Callable[[str], TierStack]]:
-    made: list[TierStack] = []
-
+def servers(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     def open_engine(name: str) -> TierStack:
-        nvme = RegionEngine(
-            tmp_path / name,
-            namespace=NAMESPACE,
-            capacity_bytes=1 << 22,
-            region_bytes=1 << 18,
-            num_threads=2,
-        )
-        settings = BucketSettings(
-            url=(tmp_path / "shared").as_uri(),
-            staging_bytes=1 << 22,
-            num_connections=2,
-        )
-        engine = TierStack(nvme, [BucketEngine(settings, namespace=NAMESPACE)])
-        made.append(engine)
-        return engine
+        url = (tmp_path / "shared").as_uri()
+        settings = BucketSettings(url=url, staging_bytes=1 << 22, num_connections=2)
+        bucket = BucketEngine(settings, namespace=NAMESPACE)
+        return TierStack(open_region(tmp_path / name), [bucket])
 
-    yield open_engine
+    made = open_engine("first"), open_engine("second")
+    yield made
     for engine in made:
         assert drained(engine, TIMEOUT_S)
         engine.close()
 
 
-def test_what_one_server_flushed_another_serves_and_keeps(
-    open_engine: Callable[[str], TierStack],
-    make_run: MakeRun,
-    blank: Blank,
-    page_data: PageData,
-) -> None:
-    first, second = open_engine("first"), open_engine("second")
-    run = make_run(1, PAGES)
-    finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
-    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+def test_what_one_server_flushed_another_serves_and_keeps(servers: tuple[Any, Any]) -> None:
+    first, second = servers
+    store(first, RUN)
+    assert first.flush_to_bucket(KEYS, TIMEOUT_S) == [True] * 4
     first.close()
     assert second.bucket.refresh(TIMEOUT_S)
-    assert second.lookup_spans(run.keys) == [Span(Tier.OBJECT, 4)]
-    target = blank(run)
-    assert finished(second.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
-    assert page_data(target) == page_data(run)
+    assert second.lookup_spans(KEYS) == [Span(Tier.OBJECT, 4)]
+    loads(second, RUN, tenant=TENANT)
     eventually(lambda: second.stack_stats().num_promoted == 4, "nothing was promoted")
-    assert second.lookup_spans(run.keys) == [Span(Tier.NVME, 4)]
+    assert second.lookup_spans(KEYS) == [Span(Tier.NVME, 4)]
     assert [usage.tenant for usage in second.nvme.tenants(9)] == [TENANT]
 
 
-def test_what_was_collected_is_not_durable(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun
-) -> None:
+def test_what_was_collected_is_not_durable(servers: tuple[Any, Any]) -> None:
     """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
-    first = open_engine("first")
-    run = make_run(1, PAGES)
-    finished(first.submit_store(Run(run.keys, run.pages, TENANT)))
-    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-    requests, layout = first.bucket._requests, first.bucket._state.layout
-
-    def collected() -> list[str]:
-        paths = [each.path for chunk in requests.listing(layout.pages) for each in chunk]
-        requests.delete(paths)
-        return paths
-
-    assert len(collected()) == 4
-    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-    assert len(collected()) == 4, "what NVMe holds goes up again"
+    first, _ = servers
+    store(first, RUN)
+    assert first.flush_to_bucket(KEYS, TIMEOUT_S) == [True] * 4
+    for _ in range(2):
+        paths = listed(first.bucket, first.bucket._state.layout.pages)
+        assert len(paths) == 4, "what NVMe holds goes up again"
+        first.bucket._requests.delete(paths)
+        assert first.flush_to_bucket(KEYS, TIMEOUT_S) == [True] * 4
+    first.bucket._requests.delete(listed(first.bucket, first.bucket._state.layout.pages))
     assert is_true(first.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    assert first.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
+    assert first.flush_to_bucket(KEYS, TIMEOUT_S) == [False] * 4
 
 
 def test_a_copy_read_before_the_tombstone_stays_up(
-    open_engine: Callable[[str], TierStack], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    servers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = open_engine("first"), open_engine("second")
-    run = make_run(1, PAGES)
+    first, second = servers
     assert second.bucket.refresh(TIMEOUT_S)
     read, told = threading.Event(), threading.Event()
-    demoter = second._demoter
-    read_batch = demoter._read
+    read_batch = second._demoter._read
 
     def slow_read(batch: object) -> object:
         found = read_batch(batch)
@@ -111,13 +83,13 @@ def test_a_copy_read_before_the_tombstone_stays_up(
         assert told.wait(TIMEOUT_S)
         return found
 
-    monkeypatch.setattr(demoter, "_read", slow_read)
-    finished(second.submit_store(Run(run.keys, run.pages, TENANT)))
+    monkeypatch.setattr(second._demoter, "_read", slow_read)
+    store(second, RUN)
     assert read.wait(TIMEOUT_S), "nothing was copied"
-    assert is_true(first.erase(Erasure.of(run.keys[:2])), TIMEOUT_S)
+    assert is_true(first.erase(Erasure.of(KEYS[:2])), TIMEOUT_S)
     assert second.bucket.refresh(TIMEOUT_S)
     told.set()
-    assert second.flush_to_bucket(run.keys, TIMEOUT_S)[2:] == [True, True]
+    assert second.flush_to_bucket(KEYS, TIMEOUT_S)[2:] == [True, True]
     assert first.bucket.refresh(TIMEOUT_S)
-    for engine in (first, second):
-        assert engine.contains(run.keys) == [False, False, True, True]
+    for engine in servers:
+        assert engine.contains(KEYS) == [False, False, True, True]

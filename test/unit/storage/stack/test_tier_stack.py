@@ -7,214 +7,158 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from shared_tier import SharedTier
 
-from kit.runs import of, select
+from kit.faulty import fail_once
+from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
+from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import (
-    Erasure,
-    Health,
-    JobKind,
-    LookupResult,
-    Reason,
-    Stop,
-    Tier,
-)
+from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import promotion
-from sglang_tiered.storage.stack.tiers import Span, StackSettings
+from sglang_tiered.storage.stack.tiers import StackSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.runs import Blank, MakeRun, PageData
     from sglang_tiered.storage.stack import TierStack
-
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
 
 
-def test_a_prefix_over_both_tiers_is_one_hit(
-    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    tiers.bucket.known = False  # nothing is demoted
-    engine = tiers.open()
-    run = of(TENANT, make_run(1, PAGES * 2))
-    finished(engine.submit_store(select(run, [0, 1, 5])))
-    finished(tiers.bucket.submit_store(select(run, [2, 3, 4, 5])))
-    assert engine.lookup_spans(run.keys) == [
-        Span(Tier.NVME, 2),
-        Span(Tier.OBJECT, 3),
-        Span(Tier.NVME, 1),
-    ]
-    assert engine.lookup(run.keys) == LookupResult(6, Stop.MISS)
-    target = blank(run)
-    assert finished(engine.submit_load(target)) == [Reason.OK] * 6 + [Reason.MISS] * 2
-    assert page_data(target)[:6] == page_data(run)[:6]
-    assert page_data(target)[6:] == [b"\xa5" * 8192] * 2
-
-
-def test_a_load_ends_only_when_both_tiers_have(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
-    tiers.bucket.known = False
-    engine = tiers.open()
+def test_a_load_ends_only_when_both_tiers_have(still: TierStack, tiers: Any) -> None:
     run = of(TENANT, make_run(1, PAGES))
-    finished(engine.submit_store(select(run, [0, 1])))
-    finished(tiers.bucket.submit_store(select(run, [2, 3])))
+    store(still, select(run, [0, 1]))
+    store(tiers.bucket, select(run, [2, 3]))
     tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(run))
-    eventually(lambda: engine.nvme.stats().num_pages_loaded == 2, "the part of NVMe was not read")
+    job = still.submit_load(blank(run))
+    eventually(lambda: still.nvme.stats().num_pages_loaded == 2, "the part of NVMe was not read")
     assert not job.done, "buffers were released while the bucket may write into them"
-    assert not drained(engine, 0.0)
+    assert not drained(still, 0.0)
     tiers.bucket.release()
     assert finished(job) == [Reason.OK] * 4
 
 
-def test_a_page_the_disk_lost_comes_from_below(
-    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    tiers.bucket.known = False
-    engine = tiers.open()
+def test_a_page_the_disk_lost_comes_from_below(still: TierStack, tiers: Any) -> None:
     run = of(TENANT, make_run(1, PAGES))
-    finished(engine.submit_store(run))
-    finished(tiers.bucket.submit_store(select(run, [1, 2])))
-    damage(tiers.directory, page_data(run)[1])
-    damage(tiers.directory, page_data(run)[3])
+    store(still, run)
+    store(tiers.bucket, select(run, [1, 2]))
+    for lost in (1, 3):
+        damage(tiers.directory, page_data(run)[lost])
     target = blank(run)
-    reasons = finished(engine.submit_load(target, tenant=TENANT))
+    reasons = finished(still.submit_load(target, tenant=TENANT))
     assert reasons == [Reason.OK, Reason.OK, Reason.OK, Reason.CORRUPT]
     assert page_data(target)[:3] == page_data(run)[:3]
-    assert engine.stack_stats().num_recovered == 1
-    eventually(lambda: engine.stack_stats().num_promoted == 1, "it was not written again")
-    assert engine.nvme.view.contains(run.keys) == [True, True, True, False]
+    assert still.stack_stats().num_recovered == 1
+    tiers.until(num_promoted=1)
+    assert still.nvme.view.contains(run.keys) == [True, True, True, False]
 
 
 def damage(directory: Path, data: bytes) -> None:
     for file in directory.glob("*.kv"):
-        position = file.read_bytes().find(data)
-        if position >= 0:
-            with file.open("r+b") as stream:
-                stream.seek(position)
-                stream.write(bytes([data[0] ^ 1]))
+        file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
 
 
-def test_a_late_bucket_load_is_no_hit(
-    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
-    engine = tiers.open()
+def test_a_late_bucket_load_is_no_hit(engine: TierStack, tiers: Any) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    store(tiers.bucket, of(TENANT, run))
     tiers.bucket.holding = {JobKind.LOAD}
     target = blank(run)
     job = engine.submit_load(target, deadline_s=0.0)
     tiers.bucket.release()
     assert finished(job) == [Reason.CANCELLED] * 4
-    assert page_data(target) == [b"\xa5" * 8192] * 4
+    assert page_data(target) == page_data(blank(run))
     assert tiers.bucket.deadlines == [0.0]
 
 
 # ---- Promotion ----
 
 
-def test_promoted_pages_are_kept_under_their_tenant(
-    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_promoted_pages_are_kept_under_their_tenant(engine: TierStack, tiers: Any) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    store(tiers.bucket, of(TENANT, run))
     target = blank(run)
     finished(engine.submit_load(target, tenant=TENANT))
     for (segment,) in target.pages:
         segment[:] = bytes(segment.nbytes)  # the caller's again: the copy must be another
-    eventually(lambda: engine.stack_stats().num_promoted == 4, "nothing was promoted")
+    tiers.until(num_promoted=4)
     assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
-    again = blank(run)
-    assert finished(engine.nvme.submit_load(again)) == [Reason.OK] * 4
-    assert page_data(again) == page_data(run)
+    loads(engine.nvme, run)
 
 
-def test_pages_of_an_unknown_tenant_are_not_promoted(
-    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
-) -> None:
+def test_pages_of_an_unknown_tenant_are_not_promoted(engine: TierStack, tiers: Any) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
-    finished(engine.submit_load(blank(run)))
+    store(tiers.bucket, of(TENANT, run))
+    loads(engine, run)
     assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
-def test_leading_pages_within_the_promotion_bound_are_kept(
-    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
+@pytest.mark.parametrize(
+    ("num_bytes", "may_promote", "kept"),
+    [(8192 * 3, True, 3), (8191, True, 0), (1 << 20, False, 0)],
+)
+def test_promotion_is_bounded_and_asks_first(
+    tiers: Any, num_bytes: int, may_promote: bool, kept: int
 ) -> None:
+    """The leading pages that fit are kept; the next load brings the next."""
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
-    small = tiers.open(StackSettings(promotion_bytes=8192 * 3))
-    assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    eventually(lambda: small.stack_stats().num_promoted == 3, "what fits was not kept")
-    assert small.stack_stats().num_promotions_dropped == 1
-    assert small.nvme.view.contains(run.keys) == [True] * 3 + [False]
-    target = blank(run)
-    assert finished(small.submit_load(target, tenant=TENANT)) == [Reason.OK] * 4
-    assert page_data(target) == page_data(run)
-    eventually(lambda: small.stack_stats().num_promoted == 4, "the next load brings the next")
-
-
-def test_promotion_is_bounded_and_asks_first(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
-    run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
-    small = tiers.open(StackSettings(promotion_bytes=8191))
-    assert finished(small.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    assert small.stack_stats().num_promotions_dropped == 4
-    small.close()
-    tiers.bucket = SharedTier()
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
-    unwilling = tiers.open(may_promote=False)
-    assert finished(unwilling.submit_load(blank(run), tenant=TENANT)) == [Reason.OK] * 4
-    assert unwilling.stack_stats().num_promotions_dropped == 4
-    assert unwilling.nvme.view.contains(run.keys) == [False] * 4
+    store(tiers.bucket, of(TENANT, run))
+    engine = tiers.open(StackSettings(promotion_bytes=num_bytes), may_promote=lambda: may_promote)
+    loads(engine, run, tenant=TENANT)
+    tiers.until(num_promoted=kept)
+    assert engine.stack_stats().num_promotions_dropped == 4 - kept
+    assert engine.nvme.view.contains(run.keys) == [True] * kept + [False] * (4 - kept)
+    if kept:
+        loads(engine, run, tenant=TENANT)
+        tiers.until(num_promoted=4)
 
 
 def test_a_failed_promotion_gives_its_room_back(
-    tiers: Any, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make_run(1, PAGES), make_run(2, PAGES)
     engine = tiers.open(StackSettings(promotion_bytes=4 * 8192))
-    for run in (first, second):
-        finished(tiers.bucket.submit_store(of(TENANT, run)))
+    store(tiers.bucket, of(TENANT, first), of(TENANT, second))
     with monkeypatch.context() as patch:
         patch.setattr(promotion, "copied", lambda _: 1 // 0)
-        finished(engine.submit_load(blank(first), tenant=TENANT))
+        load(engine, first, tenant=TENANT)
     assert engine.stack_stats().num_promotions_dropped == 4
-    finished(engine.submit_load(blank(second), tenant=TENANT))
+    load(engine, second, tenant=TENANT)
     eventually(lambda: engine.nvme.view.contains(second.keys) == [True] * 4, "no room is left")
 
 
-def test_a_purge_between_load_and_promotion_wins(
-    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank
+ERASURES = {
+    "of others": Erasure(tenant=b"b" * 16),  # what was read before is not trusted
+    "pages, told": Erasure.of(make_run(1, PAGES).keys[:1], spread=False),
+    "tenant, told": Erasure(tenant=TENANT, spread=False),
+}
+
+
+@pytest.mark.parametrize("what", ERASURES.values(), ids=ERASURES)
+@pytest.mark.parametrize("tier", [Tier.PEER, Tier.OBJECT])
+def test_what_was_read_before_an_erasure_stays_down(
+    three: TierStack, tiers: Any, what: Erasure, tier: Tier
 ) -> None:
-    run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
-    tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(run), tenant=TENANT)
-    purge = engine.erase(
-        Erasure(tenant=b"b" * 16)
-    )  # of anybody: what was read before is not trusted
-    tiers.bucket.release()
+    run, source = make_run(1, PAGES), three.remote[tier]
+    store(source, of(TENANT, run))
+    source.holding = {JobKind.LOAD}  # type: ignore[attr-defined]
+    job = three.submit_load(blank(run), tenant=TENANT)
+    erased = three.erase(what)
+    source.hidden.clear()  # type: ignore[attr-defined]  # it was read before
+    source.release()  # type: ignore[attr-defined]
     assert finished(job) == [Reason.OK] * 4
-    assert is_true(purge, TIMEOUT_S)
-    assert drained(engine, TIMEOUT_S)
-    assert engine.stack_stats().num_promotions_dropped == 4
-    assert engine.nvme.view.contains(run.keys) == [False] * 4
+    assert is_true(erased, TIMEOUT_S)
+    assert drained(three, TIMEOUT_S) and drained(three.nvme, TIMEOUT_S)
+    assert three.remote_stats(tier).num_promotions_dropped == 4
+    assert three.nvme.view.contains(run.keys) == [False] * 4
 
 
 def test_pages_read_while_a_purge_begins_stay_down(
-    engine: TierStack,
-    tiers: Any,
-    make_run: MakeRun,
-    blank: Blank,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, run)))
+    store(tiers.bucket, of(TENANT, run))
     erase, jobs = engine.nvme.erase, []
 
     def erase_behind_a_read(what: Erasure) -> object:
@@ -232,29 +176,22 @@ def test_pages_read_while_a_purge_begins_stay_down(
 # ---- Demotion ----
 
 
-def test_reads_to_be_copied_are_not_loads(
-    engine: TierStack, make_run: MakeRun, blank: Blank
-) -> None:
+def test_reads_to_be_copied_are_not_loads(engine: TierStack, tiers: Any) -> None:
     """Nobody times them, so a speed of loaded bytes over busy seconds would have no bound."""
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "not everything was demoted")
-    stats = engine.nvme.stats()
-    assert (stats.num_pages_loaded, stats.bytes_loaded) == (0, 0)
-    assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
-    finished(engine.submit_load(blank(run)))
-    stats = engine.nvme.stats()
-    assert (stats.num_pages_loaded, stats.bytes_loaded) == (4, run.num_bytes)
-    assert stats.num_pages_copied == 4
+    store(engine, run)
+    tiers.until(num_demoted=4)
+    for loaded in (0, 4):
+        stats = engine.nvme.stats()
+        assert (stats.num_pages_loaded, stats.bytes_loaded) == (loaded, 8192 * loaded)
+        assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
+        load(engine, run)
 
 
-def test_stores_go_down_in_order_under_their_tenant(
-    engine: TierStack, tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_stores_go_down_in_order_under_their_tenant(engine: TierStack, tiers: Any) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
-    for run in runs:
-        finished(engine.submit_store(run))
-    eventually(lambda: engine.stack_stats().num_demoted == 20, "not everything was demoted")
+    store(engine, *runs)
+    tiers.until(num_demoted=20)
     assert engine.stack_stats().demote_backlog == 0
     stored = [key for run in tiers.bucket.stored_runs for key in run.keys]
     assert sorted(stored) == sorted(key for run in runs for key in run.keys)
@@ -262,143 +199,115 @@ def test_stores_go_down_in_order_under_their_tenant(
     for run in runs:
         at = stored.index(run.keys[0])
         assert stored[at : at + 4] == list(run.keys), "a chain was torn apart"
-        target = blank(run)
-        assert finished(tiers.bucket.submit_load(target)) == [Reason.OK] * 4
-        assert page_data(target) == page_data(run)
+    loads(tiers.bucket, *runs)
 
 
-def test_a_copy_to_the_bucket_is_no_use(engine: TierStack, make_run: MakeRun, blank: Blank) -> None:
+def test_a_copy_to_the_bucket_is_no_use(engine: TierStack, tiers: Any) -> None:
     copied, wanted = (of(TENANT, make_run(seed, PAGES)) for seed in range(2))
-    for run in (copied, wanted):
-        finished(engine.submit_store(run))
-    eventually(lambda: engine.stack_stats().num_demoted == 8, "not everything was demoted")
-    finished(engine.submit_load(blank(wanted)))
+    store(engine, copied, wanted)
+    tiers.until(num_demoted=8)
+    load(engine, wanted)
     behind = engine.nvme.view.pages_behind(-1)
     assert behind is not None
     assert {page.key for page in behind[1] if page.is_used} == set(wanted.keys)
 
 
-def test_a_restart_finds_what_was_never_copied(tiers: Any, make_run: MakeRun) -> None:
-    tiers.bucket.known = False
-    first = tiers.open()
+def test_a_restart_finds_what_was_never_copied(still: TierStack, tiers: Any) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(6)]
-    for run in runs:
-        finished(first.submit_store(run))
-    assert first.stack_stats().num_demoted == 0
-    first.nvme.close()
+    store(still, *runs)
+    assert still.stack_stats().num_demoted == 0
+    still.nvme.close()
     tiers.bucket.known = True
-    finished(tiers.bucket.submit_store(runs[0]))  # by another server, say
-    second = tiers.open()
-    eventually(lambda: second.stack_stats().num_demoted == 20, "not everything was demoted")
+    store(tiers.bucket, runs[0])  # by another server, say
+    tiers.open()
+    tiers.until(num_demoted=20)
     assert all(all(tiers.bucket.contains(run.keys)) for run in runs)
     order = [run.keys[0] for run in tiers.bucket.stored_runs]
     assert order.index(runs[1].keys[0]) == 1, "the oldest is the next to be reclaimed"
 
 
-def test_nothing_is_copied_while_a_load_runs(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
-    tiers.bucket.known = False
-    engine = tiers.open()
+def test_nothing_is_copied_while_a_load_runs(still: TierStack, tiers: Any) -> None:
     wanted = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(of(TENANT, wanted)))
+    store(tiers.bucket, of(TENANT, wanted))
     tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(wanted))
+    job = still.submit_load(blank(wanted))
     tiers.bucket.known = True
-    finished(engine.submit_store(make_run(2, PAGES)))
+    store(still, make_run(2, PAGES))
     # It looks at the tier first: a step that began after the store had ended found nothing to do.
     looks = tiers.bucket.num_looks
     eventually(lambda: tiers.bucket.num_looks >= looks + 2, "it does not look")
-    assert engine.stack_stats().num_demoted == 0
+    assert still.stack_stats().num_demoted == 0
     tiers.bucket.release()
     finished(job)
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it never went on")
+    tiers.until("it never went on", num_demoted=4)
 
 
-def test_an_unreachable_bucket_is_filled_when_it_returns(
-    tiers: Any, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_an_unreachable_bucket_is_filled_when_it_returns(engine: TierStack, tiers: Any) -> None:
     tiers.bucket.sick = True
-    engine = tiers.open()
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
-    target = blank(run)
-    assert finished(engine.submit_load(target)) == [Reason.OK] * 4
-    assert page_data(target) == page_data(run)
+    store(engine, run)
+    loads(engine, run)
     assert engine.stats().health is Health.RUNNING
     assert engine.stack_stats().demote_backlog == 4
     tiers.bucket.sick = False
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not filled")
+    tiers.until(num_demoted=4)
 
 
-def test_failed_copies_are_retried_then_dropped(
-    engine: TierStack, tiers: Any, make_run: MakeRun
-) -> None:
+def test_failed_copies_are_retried_then_dropped(engine: TierStack, tiers: Any) -> None:
     tiers.bucket.refuse = Reason.IO_ERROR
-    run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
-    eventually(lambda: engine.stack_stats().demote_backlog == 4, "nothing waits for its next turn")
+    store(engine, make_run(1, PAGES))
+    tiers.until("nothing waits for its next turn", demote_backlog=4)
     tiers.bucket.refuse = None
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
+    tiers.until("it was not tried again", num_demoted=4)
     tiers.bucket.refuse = Reason.NO_SPACE
-    finished(engine.submit_store(make_run(2, PAGES)))
-    eventually(lambda: engine.stack_stats().num_demotions_dropped == 4, "it was not dropped")
+    store(engine, make_run(2, PAGES))
+    tiers.until("it was not dropped", num_demotions_dropped=4)
     assert engine.stack_stats().demote_backlog == 0
 
 
-def test_what_the_bucket_rejects_is_no_try(tiers: Any, make_run: MakeRun) -> None:
+def test_what_the_bucket_rejects_is_no_try(tiers: Any) -> None:
     """A daily budget that is used up for hours costs no page its copy."""
     tiers.bucket.refuse = Reason.REJECTED
     engine = tiers.open(StackSettings(retry_s=0.0, max_tries=2))
-    finished(engine.submit_store(make_run(1, PAGES)))
+    store(engine, make_run(1, PAGES))
     eventually(lambda: engine.nvme.stats().num_pages_copied >= 5 * len(PAGES), "it was dropped")
     tiers.bucket.refuse = None
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was dropped")
+    tiers.until("it was dropped", num_demoted=4)
 
 
-def test_nothing_is_read_that_the_bucket_takes_not(tiers: Any, make_run: MakeRun) -> None:
+def test_nothing_is_read_that_the_bucket_takes_not(tiers: Any) -> None:
     """What failed too often until it takes stores again, a walk finds."""
     tiers.bucket.refuse = Reason.IO_ERROR
     engine = tiers.open(StackSettings(retry_s=0.0, max_tries=1))
-    finished(engine.submit_store(make_run(1, PAGES)))
-    eventually(lambda: engine.stack_stats().num_demotions_dropped == 4)
+    store(engine, make_run(1, PAGES))
+    tiers.until(num_demotions_dropped=4)
     tiers.bucket.takes_stores, tiers.bucket.refuse = False, None
     num_looks, num_read = tiers.bucket.num_looks, engine.nvme.stats().num_pages_copied
-    finished(engine.submit_store(make_run(2, PAGES)))
+    store(engine, make_run(2, PAGES))
     eventually(lambda: tiers.bucket.num_looks > num_looks + 2)
     assert engine.nvme.stats().num_pages_copied == num_read
     tiers.bucket.takes_stores = True
-    eventually(lambda: engine.stack_stats().num_demoted == 8, "what was dropped is lost")
+    tiers.until("what was dropped is lost", num_demoted=8)
 
 
 def test_internal_errors_cost_no_copy(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiers.open()
-    find, fails = engine.nvme.view.find, [MemoryError("no memory")]
-
-    def fail_once(keys: Any) -> Any:
-        if fails:
-            raise fails.pop()
-        return find(keys)
-
-    monkeypatch.setattr(engine.nvme.view, "find", fail_once)
-    finished(engine.submit_store(make_run(1, PAGES)))
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it was not tried again")
+    fail_once(monkeypatch, engine.nvme.view, "find")  # type: ignore[attr-defined]
+    store(engine, make_run(1, PAGES))
+    tiers.until("it was not tried again", num_demoted=4)
 
 
-def test_a_scan_finds_what_a_full_queue_refused(tiers: Any, make_run: MakeRun) -> None:
+def test_a_scan_finds_what_a_full_queue_refused(tiers: Any) -> None:
     tiers.bucket.sick = True
     engine = tiers.open(StackSettings(max_queued_keys=8, retry_s=0.01))
-    runs = [make_run(seed, PAGES) for seed in range(10)]
-    for run in runs:
-        finished(engine.submit_store(run))
+    store(engine, *(make_run(seed, PAGES) for seed in range(10)))
     assert engine.stack_stats().demote_backlog == 8
     tiers.bucket.sick = False
-    eventually(lambda: engine.stack_stats().num_demoted == 40, "what was refused was lost")
+    tiers.until("what was refused was lost", num_demoted=40)
 
 
-def test_a_purge_during_a_copy_leaves_no_pages(
-    engine: TierStack, tiers: Any, make_run: MakeRun
-) -> None:
+def test_a_purge_during_a_copy_leaves_no_pages(engine: TierStack, tiers: Any) -> None:
     for turn in range(8):
         runs = [of(TENANT, make_run(100 * turn + i, PAGES)) for i in range(4)]
         jobs = [engine.submit_store(run) for run in runs]
@@ -414,79 +323,67 @@ def test_a_purge_during_a_copy_leaves_no_pages(
 
 @pytest.mark.parametrize("takes_all", [True, False])
 def test_no_copy_of_pages_read_before_an_erasure(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, takes_all: bool
+    still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch, takes_all: bool
 ) -> None:
     """Which costs the others nothing."""
-    tiers.bucket.known = False  # nothing is copied yet
-    engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
-    finished(engine.submit_store(run))
-    erase = engine.nvme.erase
+    store(still, run)
+    erase = still.nvme.erase
 
     def erase_behind_a_read(what: Erasure) -> object:
         tiers.bucket.known = True
-        eventually(
-            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
-        )
+        eventually(lambda: still.nvme.stats().num_pages_copied == 4, "nothing was read")
         return erase(what)
 
-    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
+    monkeypatch.setattr(still.nvme, "erase", erase_behind_a_read)
     what = Erasure(tenant=TENANT) if takes_all else Erasure.of(run.keys[1:2])
-    assert is_true(engine.erase(what), TIMEOUT_S)
-    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
+    assert is_true(still.erase(what), TIMEOUT_S)
+    tiers.until("the copy did not end", demote_backlog=0)
     left = [not takes_all and page != 1 for page in range(4)]
-    assert engine.contains(run.keys) == tiers.bucket.contains(run.keys) == left
-    assert engine.stack_stats().num_demotions_gone == left.count(False)
+    assert still.contains(run.keys) == tiers.bucket.contains(run.keys) == left
+    assert still.stack_stats().num_demotions_gone == left.count(False)
 
 
-def test_a_new_namespace_is_not_copied_down(
-    engine: TierStack, tiers: Any, make_run: MakeRun
-) -> None:
-    engine.set_namespace(b"\x22" * 32)
+def test_a_new_namespace_is_not_copied_down(engine: TierStack) -> None:
+    engine.set_namespace(OTHER_NAMESPACE)
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
+    store(engine, run)
     assert engine.stack_stats().demote_backlog == 0
     assert engine.lookup(run.keys).num_hits == 4
 
 
-def test_nothing_is_copied_before_the_bucket_is_listed(tiers: Any, make_run: MakeRun) -> None:
+def test_nothing_is_copied_before_the_bucket_is_listed(still: TierStack, tiers: Any) -> None:
     """However long its first listing takes: all that is there would be copied again."""
-    tiers.bucket.known = False
-    engine = tiers.open()
-    finished(engine.submit_store(of(TENANT, make_run(1, PAGES))))
-    assert engine.stack_stats().demote_backlog == 4
-    assert engine.stack_stats().num_demoted == 0
+    store(still, of(TENANT, make_run(1, PAGES)))
+    assert still.stack_stats().demote_backlog == 4
+    assert still.stack_stats().num_demoted == 0
     tiers.bucket.known = True
-    eventually(lambda: engine.stack_stats().num_demoted == 4, "it never begins")
+    tiers.until("it never begins", num_demoted=4)
 
 
 def test_no_copy_into_a_namespace_changed_while_reading(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers.bucket.known = False  # nothing is copied but by ``flush``
-    engine = tiers.open()
     run = of(TENANT, make_run(1, PAGES))
-    finished(engine.submit_store(run))
-    flush = threading.Thread(target=engine.flush_to_bucket, args=(run.keys, TIMEOUT_S))
+    store(still, run)
+    flush = threading.Thread(target=still.flush_to_bucket, args=(run.keys, TIMEOUT_S))
     change = tiers.bucket.set_namespace
 
     def change_behind_a_read(namespace: bytes) -> None:
         flush.start()
-        eventually(
-            lambda: engine.nvme.stats().num_pages_copied == 4, "nothing was read to be copied"
-        )
+        eventually(lambda: still.nvme.stats().num_pages_copied == 4, "nothing was read")
         change(namespace)
 
     monkeypatch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
-    engine.set_namespace(b"\x22" * 32)
+    still.set_namespace(OTHER_NAMESPACE)
     flush.join(TIMEOUT_S)
     assert not flush.is_alive()
-    eventually(lambda: engine.stack_stats().demote_backlog == 0, "the copy did not end")
-    assert engine.lookup(run.keys).num_hits == 0
+    tiers.until("the copy did not end", demote_backlog=0)
+    assert still.lookup(run.keys).num_hits == 0
 
 
 def test_staging_is_bounded_and_awaited_without_a_lock(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches land under the lock of the bucket, so it must not be called under the demoter's."""
     tiers.bucket.holding = {JobKind.STORE}
@@ -500,8 +397,7 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
         looked.release()
         return stats()
 
-    for seed in range(3):
-        finished(engine.submit_store(make_run(seed, PAGES)))
+    store(engine, *(make_run(seed, PAGES) for seed in range(3)))
     eventually(lambda: tiers.bucket.num_held == 1, "nothing was demoted")
     monkeypatch.setattr(tiers.bucket, "stats", watched)
     for _ in range(2):
@@ -509,29 +405,23 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
     assert tiers.bucket.num_held == 1, "more lies between the tiers than may"
     assert not any(owned)
     tiers.bucket.release()
-    eventually(lambda: engine.stack_stats().num_demoted == 12, "it never went on")
+    tiers.until("it never went on", num_demoted=12)
 
 
 # ---- Flush ----
 
 
-def test_flush_goes_first_and_says_what_is_durable(
-    tiers: Any, make_run: MakeRun, blank: Blank
-) -> None:
-    tiers.bucket.known = False  # nothing is copied unless asked for
-    engine = tiers.open()
+def test_flush_goes_first_and_says_what_is_durable(still: TierStack, tiers: Any) -> None:
     run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
-    finished(engine.submit_store(select(run, [0, 1, 2])))
-    finished(engine.submit_store(other))
-    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
+    store(still, select(run, [0, 1, 2]), other)
+    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
     assert tiers.bucket.contains(other.keys) == [False] * 4
 
 
-def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Any, make_run: MakeRun) -> None:
+def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any) -> None:
     tiers.bucket.sick = True
-    engine = tiers.open()
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
+    store(engine, run)
     begun = time.monotonic()
     assert engine.flush_to_bucket(run.keys, 0.2) == [False] * 4
     assert time.monotonic() - begun < 5
@@ -539,23 +429,23 @@ def test_flush_to_an_unreachable_tier_ends_in_time(tiers: Any, make_run: MakeRun
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
-def test_flush_outlasts_a_pause_of_nvme(tiers: Any, make_run: MakeRun) -> None:
-    tiers.bucket.known = False  # nothing is copied unless asked for
-    engine = tiers.open()
+def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
-    assert isinstance(engine.nvme, RegionEngine)
-    engine.nvme._health.fault("a test")  # for a second
-    assert engine.nvme.health is not Health.RUNNING
-    assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    store(still, run)
+    assert isinstance(still.nvme, RegionEngine)
+    still.nvme._health.fault("a test")  # for a second
+    assert still.nvme.health is not Health.RUNNING
+    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+
+
+# ---- Closing and erasing ----
 
 
 def test_nvme_is_closed_whatever_its_bucket_does(
-    tiers: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiers.open()
     run = make_run(1, PAGES)
-    finished(engine.submit_store(run))
+    store(engine, run)
 
     def close() -> None:
         raise OSError("the bucket does not answer")
@@ -567,10 +457,9 @@ def test_nvme_is_closed_whatever_its_bucket_does(
     assert tiers.open().lookup(run.keys).num_hits == 4
 
 
-def test_jobs_end_when_their_engine_is_closed(tiers: Any, make_run: MakeRun, blank: Blank) -> None:
-    engine = tiers.open()
+def test_jobs_end_when_their_engine_is_closed(engine: TierStack, tiers: Any) -> None:
     run = make_run(1, PAGES)
-    finished(tiers.bucket.submit_store(run))
+    store(tiers.bucket, run)
     tiers.bucket.holding = {JobKind.LOAD}
     job = engine.submit_load(blank(run))
     closer = threading.Thread(target=engine.close)
@@ -579,4 +468,16 @@ def test_jobs_end_when_their_engine_is_closed(tiers: Any, make_run: MakeRun, bla
     assert job.wait(TIMEOUT_S)
     closer.join(TIMEOUT_S)
     assert not closer.is_alive()
-    assert finished(engine.submit_load(blank(run))) == [Reason.CANCELLED] * 4
+    assert load(engine, run) == [Reason.CANCELLED] * 4
+
+
+def test_a_forgotten_page_leaves_both_tiers(engine: TierStack, tiers: Any) -> None:
+    run = of(TENANT, make_run(1, PAGES))
+    store(engine, run)
+    tiers.until(num_demoted=4)
+    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
+    for tier in (engine, engine.nvme, tiers.bucket):
+        assert tier.contains(run.keys) == [True, False, True, True]
+    store(engine, select(run, [1]))
+    eventually(lambda: all(tiers.bucket.contains(run.keys)), "what was stored again is not copied")
+    assert engine.nvme.contains(run.keys) == [True] * 4

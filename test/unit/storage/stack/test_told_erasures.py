@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.runs import NAMESPACE
+from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, eventually
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import all_true, ended, is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from pathlib import Path
-
 
 TENANT = b"t" * 16
 MANY = tuple(number.to_bytes(32, "big") for number in range(2 * PIECE_KEYS + 1))
 
 
+class Store:
+    """A store that opens anew, and what it is asked to erase."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.nvme = open_region(directory)
+        self.asked: list[Erasure] = []
+        self.answer: Future[bool] | None = None
+
+    def reopen(self) -> None:
+        self.nvme.close()
+        self.nvme = open_region(self.directory)
+
+    def told(self, what: Erasure) -> bool:
+        return is_true(self.nvme.erase_told(what, self._erase), TIMEOUT_S)
+
+    def _erase(self, what: Erasure) -> Future[bool]:
+        self.asked.append(what)
+        return self.answer or self.nvme.erase(what)
+
+
 @pytest.fixture
-def open_nvme(tmp_path: Path) -> Iterator[Callable[[], RegionEngine]]:
-    opened: list[RegionEngine] = []
-
-    def open_nvme() -> RegionEngine:
-        for engine in opened:
-            engine.close()
-        opened.append(
-            RegionEngine(
-                tmp_path / "store",
-                namespace=NAMESPACE,
-                capacity_bytes=1 << 22,
-                region_bytes=1 << 18,
-            )
-        )
-        return opened[-1]
-
-    yield open_nvme
-    opened[-1].close()
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path / "store")
+    yield made
+    made.nvme.close()
 
 
 def test_no_piece_has_the_id_of_the_whole() -> None:
@@ -56,49 +62,31 @@ def test_no_piece_has_the_id_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("what", [Erasure(MANY[:1]), Erasure(None, TENANT), Erasure(MANY)])
-def test_each_is_applied_once(open_nvme: Callable[[], RegionEngine], what: Erasure) -> None:
-    nvme, asked = open_nvme(), list[Erasure]()
-
-    def erase(each: Erasure) -> Future[bool]:
-        asked.append(each)
-        return nvme.erase(each)
-
+def test_each_is_applied_once(store: Store, what: Erasure) -> None:
     for _ in range(2):
         for _ in range(2):
-            assert is_true(nvme.erase_told(what, erase), TIMEOUT_S)
-        nvme = open_nvme()
-    assert [each.id for each in asked] == [what.id]
+            assert store.told(what)
+        store.reopen()
+    assert [each.id for each in store.asked] == [what.id]
 
 
-def test_only_the_pieces_not_known_are_erased(open_nvme: Callable[[], RegionEngine]) -> None:
-    nvme, asked, what = open_nvme(), list[Erasure](), Erasure(MANY)
-    assert is_true(nvme.erase(what.pieces[1]), TIMEOUT_S)
-
-    def erase(each: Erasure) -> Future[bool]:
-        asked.append(each)
-        return nvme.erase(each)
-
-    assert is_true(nvme.erase_told(what, erase), TIMEOUT_S)
-    assert [each.id for each in asked] == [what.pieces[0].id, what.pieces[2].id]
+def test_only_the_pieces_not_known_are_erased(store: Store) -> None:
+    what = Erasure(MANY)
+    assert is_true(store.nvme.erase(what.pieces[1]), TIMEOUT_S)
+    assert store.told(what)
+    assert [each.id for each in store.asked] == [what.pieces[0].id, what.pieces[2].id]
 
 
-def test_what_did_not_last_is_applied_again(open_nvme: Callable[[], RegionEngine]) -> None:
-    nvme, asked, what = open_nvme(), list[Erasure](), Erasure(None, TENANT)
-
-    def erase(each: Erasure) -> Future[bool]:
-        asked.append(each)
-        return ended(False)
-
-    for _ in range(2):
-        assert not is_true(nvme.erase_told(what, erase), TIMEOUT_S)
-    assert len(asked) == 2
+def test_what_did_not_last_is_applied_again(store: Store) -> None:
+    store.answer, what = ended(False), Erasure(None, TENANT)
+    assert not store.told(what) and not store.told(what)
+    assert len(store.asked) == 2
 
 
-def test_a_start_writes_its_notes_together(open_nvme: Callable[[], RegionEngine]) -> None:
+def test_a_start_writes_its_notes_together(store: Store) -> None:
     """For each of thousands it would wait, while NVMe serves what they speak of."""
-    nvme = open_nvme()
+    nvme, many = store.nvme, [Erasure((key,)) for key in MANY[:50]]
     before = nvme.stats().bytes_written
-    many = [Erasure((key,)) for key in MANY[:50]]
     assert is_true(all_true([nvme.erase_told(each, nvme.erase) for each in many]), TIMEOUT_S)
     assert nvme.stats().bytes_written - before <= 5 * 4096
 
@@ -109,17 +97,13 @@ def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
     other = BucketEngine(settings, namespace=NAMESPACE)
     assert is_true(other.erase(Erasure(None, TENANT)), TIMEOUT_S)
     other.close()
-    nvme = RegionEngine(
-        tmp_path / "nvme", namespace=NAMESPACE, capacity_bytes=1 << 22, region_bytes=1 << 18
-    )
     bucket = BucketEngine(settings, namespace=NAMESPACE)
     assert bucket.refresh(TIMEOUT_S)
-    heard: list[bytes | None] = []
-
-    def erase(what: Erasure) -> Future[bool]:
-        heard.append(what.tenant)
-        return ended(True)
-
-    stack = TierStack(nvme, [bucket], on_told=erase)
+    heard: list[Any] = []
+    stack = TierStack(
+        open_region(tmp_path / "nvme"),
+        [bucket],
+        on_told=lambda what: heard.append(what.tenant) or ended(True),  # type: ignore[func-returns-value]
+    )
     eventually(lambda: heard == [TENANT], "memory did not hear of it")
     stack.close()

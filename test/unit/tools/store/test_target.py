@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
 from sglang_tiered.tools.store import target
 from sglang_tiered.tools.store.target import Holder, find_holder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_holder_is_named_and_keeps_his_lock(tmp_path: Path) -> None:
@@ -76,13 +73,3 @@ def test_waiters_and_volumes_of_two_devices_are_understood(
     assert find_holder(tmp_path).held is False
     locks.write_text(f"1: FLOCK  ADVISORY  WRITE 7 00:2b:{inode} 0 EOF\n")
     assert find_holder(tmp_path) == Holder(True, 7)
-
-
-def test_the_device_of_the_kernels_lists_is_found(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).touch()
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        found = target._filesystem_device(fd)
-    finally:
-        os.close(fd)
-    assert found is not None

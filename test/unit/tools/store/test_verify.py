@@ -6,21 +6,23 @@ import errno
 import itertools
 import json
 import os
-import random
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.region import RegionEngine, sync_worker
+from kit.commands import Cli
+from kit.runs import make_run
+from kit.stores import REGION, SIZES, flip, open_engine, store
+from sglang_tiered.storage.region import sync_worker
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
+    RegionHeader,
     Trailer,
     pack_footer,
     pack_region_header,
@@ -33,17 +35,8 @@ from sglang_tiered.storage.region.walk import Problem
 from sglang_tiered.tools.store import scan
 from sglang_tiered.tools.store.scan import ReadOnlyDevice
 
-if TYPE_CHECKING:
-    from kit.runs import MakeRun
-
-REGION = 64 * 1024
 FIRST = region_name(0)
-
-Cli = Callable[..., Any]
-Flip = Callable[[Path, int], None]
-Digest = Callable[[Path], dict[str, object]]
-Open = Callable[..., RegionEngine]
-Store = Callable[[RegionEngine, Run], None]
+Forge = Callable[[bytearray, RegionHeader], None]
 
 
 def verify(cli: Cli, path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -85,7 +78,7 @@ def test_an_intact_store_is_fine(cli: Cli, tier: Path) -> None:
     ],
 )
 def test_a_flipped_bit_is_found_where_it_is(
-    cli: Cli, tier: Path, shard: Path, flip: Flip, offset: int, part: str
+    cli: Cli, tier: Path, shard: Path, offset: int, part: str
 ) -> None:
     flip(shard / FIRST, offset)
     code, report = verify(cli, tier)
@@ -93,53 +86,16 @@ def test_a_flipped_bit_is_found_where_it_is(
     assert problems(report) == [(FIRST, part)]
     (problem,) = report["shards"][0]["problems"]
     assert problem["offset"] <= offset < problem["offset"] + problem["length"]
+    if part == "page":
+        page = 0 if offset == 2 * BLOCK_BYTES else 1
+        about = make_run(0, SIZES).keys[page].hex(), "11" * 32, 0, 0, SIZES[page]
+        names = ("key", "namespace", "region", "extent", "length")
+        assert tuple(problem[name] for name in names) == about
+        assert (report["total"]["damaged_pages"], report["total"]["pages"]) == (1, 9)
     outcome = cli("verify", tier)
     assert outcome.code == 1
     assert FIRST in outcome.out
     assert "damaged: 1 of 3 regions" in outcome.out
-
-
-def test_a_damaged_page_is_named_and_placed(
-    cli: Cli, tier: Path, shard: Path, flip: Flip, make_run: MakeRun
-) -> None:
-    flip(shard / region_name(1), 5 * BLOCK_BYTES + 100)
-    _, report = verify(cli, tier)
-    (problem,) = report["shards"][0]["problems"]
-    assert problem["key"] == make_run(1, [12_288, 12_000, 9_000]).keys[1].hex()
-    assert problem["namespace"] == "11" * 32
-    place = [problem[name] for name in ("region", "extent", "offset", "length")]
-    assert place == [1, 0, 5 * BLOCK_BYTES, 12_000]
-    assert report["total"]["damaged_pages"] == 1
-    assert report["total"]["pages"] == 9
-
-
-def test_no_flipped_bit_in_use_goes_unseen(cli: Cli, tier: Path, shard: Path, flip: Flip) -> None:
-    source = random.Random(5)
-    pages = [(8192, 12_288), (20_480, 12_000), (32_768, 9_000)]
-    used = [(0, 8192), *((start, start + size) for start, size in pages), (REGION - 8192, REGION)]
-    for _ in range(40):
-        start, stop = source.choice(used)
-        offset = source.randrange(start, stop)
-        flip(shard / FIRST, offset)
-        code, _ = verify(cli, shard, "--region", "0")
-        assert code == 1, f"a flipped bit at {offset} was not seen"
-        flip(shard / FIRST, offset)
-    assert verify(cli, shard)[0] == 0
-
-
-def reseal(file: Path, change: Callable[[Contents], Contents]) -> None:
-    """Replace the footer by another that verifies."""
-    data = bytearray(file.read_bytes())
-    header = unpack_region_header(data[:BLOCK_BYTES])
-    assert header is not None
-    contents = unpack_footer(data[-2 * BLOCK_BYTES : -BLOCK_BYTES], header.nonce)
-    assert contents is not None
-    contents = change(contents)
-    footer = pack_footer(contents, header.nonce)
-    offset = REGION - BLOCK_BYTES - len(footer)
-    trailer = Trailer(header.nonce, len(contents.extents), offset, len(footer))
-    data[offset:] = footer + pack_trailer(trailer)
-    file.write_bytes(data)
 
 
 def other_checksum(contents: Contents) -> Contents:
@@ -152,87 +108,68 @@ def other_offset(contents: Contents) -> Contents:
     return contents
 
 
-def nothing(_: Contents) -> Contents:
-    return Contents.of([])
-
-
 def empty_extent(contents: Contents) -> Contents:
     contents.extents["num_pages"] = 0
     return Contents(contents.extents, contents.pages[:0])
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (other_checksum, "disagrees with the header of extent 0"),
-        (other_offset, "lists no extent at 4096"),
-        (nothing, "does not list the extent at 4096"),
-        (empty_extent, "does not verify"),
-    ],
-)
-def test_a_footer_that_verifies_and_disagrees_is_damage(
-    cli: Cli, tier: Path, shard: Path, change: Callable[[Contents], Contents], what: str
-) -> None:
-    reseal(shard / FIRST, change)
-    code, report = verify(cli, tier)
-    assert code == 1
-    found = [p["problem"] for p in report["shards"][0]["problems"] if p["part"] == "footer"]
-    assert len(found) == 1
-    assert what in found[0]
+def reseal(change: Callable[[Contents], Contents]) -> Forge:
+    """Replace the footer by another that verifies."""
+
+    def forge(data: bytearray, header: RegionHeader) -> None:
+        contents = unpack_footer(data[-2 * BLOCK_BYTES : -BLOCK_BYTES], header.nonce)
+        assert contents is not None
+        contents = change(contents)
+        footer = pack_footer(contents, header.nonce)
+        offset = REGION - BLOCK_BYTES - len(footer)
+        trailer = Trailer(header.nonce, len(contents.extents), offset, len(footer))
+        data[offset:] = footer + pack_trailer(trailer)
+
+    return forge
 
 
-def forge_footer_size(data: bytearray, nonce: bytes) -> None:
-    data[-BLOCK_BYTES:] = pack_trailer(Trailer(nonce, 1, REGION - BLOCK_BYTES, 0))
+def footer_at(offset: int, size: int) -> Forge:
+    def forge(data: bytearray, header: RegionHeader) -> None:
+        data[-BLOCK_BYTES:] = pack_trailer(Trailer(header.nonce, 1, offset, size))
+
+    return forge
 
 
-def forge_whole_region_as_footer(data: bytearray, nonce: bytes) -> None:
-    data[-BLOCK_BYTES:] = pack_trailer(Trailer(nonce, 1, 0, REGION - BLOCK_BYTES))
-
-
-def forge_region_size(data: bytearray, _: bytes) -> None:
-    header = unpack_region_header(data[:BLOCK_BYTES])
-    assert header is not None
+def huge_region(data: bytearray, header: RegionHeader) -> None:
     data[:BLOCK_BYTES] = pack_region_header(header._replace(nbytes=(1 << 64) - BLOCK_BYTES))
 
 
-def forge_extent_size(data: bytearray, _: bytes) -> None:
+def huge_extent(data: bytearray, _: RegionHeader) -> None:
     data[BLOCK_BYTES + 12 : BLOCK_BYTES + 16] = (0xFFFFF000).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize(
     ("forge", "what"),
     [
-        (forge_footer_size, "trailer does not verify"),
-        (forge_whole_region_as_footer, "trailer is impossible"),
-        (forge_region_size, "header does not verify"),
-        (forge_extent_size, "extent header is missing"),
+        (reseal(other_checksum), "footer disagrees with the header of extent 0"),
+        (reseal(other_offset), "footer lists no extent at 4096"),
+        (reseal(lambda _: Contents.of([])), "footer does not list the extent at 4096"),
+        (reseal(empty_extent), "footer does not verify"),
+        (footer_at(REGION - BLOCK_BYTES, 0), "trailer does not verify"),
+        (footer_at(0, REGION - BLOCK_BYTES), "trailer is impossible"),
+        (huge_region, "header does not verify"),
+        (huge_extent, "extent header is missing"),
     ],
 )
-def test_impossible_sizes_are_damage_and_no_allocation(
-    cli: Cli, tier: Path, shard: Path, forge: Callable[[bytearray, bytes], None], what: str
+def test_what_was_forged_is_damage_and_no_allocation(
+    cli: Cli, tier: Path, shard: Path, forge: Forge, what: str
 ) -> None:
     data = bytearray((shard / FIRST).read_bytes())
     header = unpack_region_header(data[:BLOCK_BYTES])
     assert header is not None
-    forge(data, header.nonce)
+    forge(data, header)
     (shard / FIRST).write_bytes(data)
     code, report = verify(cli, tier)
     assert code == 1
     assert {file for file, _ in problems(report)} == {FIRST}
-    found = report["shards"][0]["problems"]
-    assert what in [f"{problem['part']} {problem['problem']}" for problem in found]
-
-
-def plant_link(path: Path) -> None:
-    path.symlink_to(path.parent / region_name(1))
-
-
-def plant_garbage(path: Path) -> None:
-    path.write_bytes(b"x" * REGION)
-
-
-def plant_copy(path: Path) -> None:
-    shutil.copy(path.parent / region_name(1), path)
+    found = [f"{one['part']} {one['problem']}" for one in report["shards"][0]["problems"]]
+    assert len([one for one in found if what in one]) == 1
+    assert sum(one.startswith("footer") for one in found) == what.startswith("footer")
 
 
 def plant_cut(path: Path) -> None:
@@ -243,13 +180,16 @@ def plant_cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "what"),
     [
-        (plant_link, "a symbolic link"),
+        (lambda path: path.symlink_to(path.parent / region_name(1)), "a symbolic link"),
         (os.mkfifo, "a FIFO"),
         (os.mkdir, "a directory"),
         (Path.touch, "is empty"),
         (plant_cut, "has only 100 bytes"),
-        (plant_garbage, "does not verify"),
-        (plant_copy, f"belongs to {region_name(1)}"),
+        (lambda path: path.write_bytes(b"x" * REGION), "does not verify"),
+        (
+            lambda path: shutil.copy(path.parent / region_name(1), path),
+            f"belongs to {region_name(1)}",
+        ),
     ],
 )
 def test_a_file_named_like_a_region_is_reported(
@@ -263,18 +203,14 @@ def test_a_file_named_like_a_region_is_reported(
     assert (problem["file"], problem["region"]) == (name, 16)
     assert what in problem["problem"]
     assert report["total"]["pages"] == 9
-
-
-def test_a_region_cut_short_names_lost_pages(cli: Cli, tier: Path, shard: Path) -> None:
     os.truncate(shard / region_name(2), 6 * BLOCK_BYTES)
-    code, report = verify(cli, tier)
-    assert code == 1
-    found = report["shards"][0]["problems"]
-    assert [p["part"] for p in found] == ["file", "page", "page"]
+    every = verify(cli, tier)[1]["shards"][0]["problems"]
+    found = [one for one in every if one["file"] == region_name(2)]
+    assert [one["part"] for one in found] == ["file", "page", "page"], "the pages that are lost"
     assert "has 24576 bytes, should 65536" in found[0]["problem"]
 
 
-def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path, flip: Flip) -> None:
+def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path) -> None:
     flip(shard / CHECKPOINT_NAME, 10)
     code, report = verify(cli, tier)
     assert code == 0
@@ -285,13 +221,7 @@ def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path, flip:
 
 
 @pytest.fixture
-def crashed(
-    tmp_path: Path,
-    open_engine: Open,
-    make_run: MakeRun,
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[Path, int]:
+def crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
     """A shard as a crash leaves it, one region open with three extents; and how far it was synced:
     the first two."""
     monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)
@@ -305,9 +235,7 @@ def crashed(
     return tmp_path / "shard-0", BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
 
 
-def test_an_open_regions_torn_end_is_a_note(
-    cli: Cli, crashed: tuple[Path, int], flip: Flip
-) -> None:
+def test_an_open_regions_torn_end_is_a_note(cli: Cli, crashed: tuple[Path, int]) -> None:
     shard, synced = crashed
     code, report = verify(cli, shard)
     assert (code, report["total"]["pages"], report["total"]["open_regions"]) == (0, 3, 1)
@@ -321,7 +249,7 @@ def test_an_open_regions_torn_end_is_a_note(
 
 @pytest.mark.parametrize(("offset", "part"), [(BLOCK_BYTES + 7, "extent"), (9000, "page")])
 def test_damage_in_an_open_regions_synced_part_shows(
-    cli: Cli, crashed: tuple[Path, int], flip: Flip, offset: int, part: str
+    cli: Cli, crashed: tuple[Path, int], offset: int, part: str
 ) -> None:
     shard, _ = crashed
     flip(shard / FIRST, offset)
@@ -329,9 +257,7 @@ def test_damage_in_an_open_regions_synced_part_shows(
     assert (code, problems(report)) == (1, [(FIRST, part)])
 
 
-def test_a_running_servers_open_region_is_no_damage(
-    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun, store: Store
-) -> None:
+def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
     engine = open_engine(shard)
     store(engine, make_run(9, [8192]))
     code, report = verify(cli, tier)
@@ -341,11 +267,14 @@ def test_a_running_servers_open_region_is_no_damage(
     assert "is open: the server writes to it" in report["notes"][0]
     assert f"in use by process {os.getpid()}" in cli("verify", tier).out
     engine.check_integrity()
+    (shard / region_name(7)).write_bytes(bytes(REGION))
+    assert verify(cli, tier)[0] == 0, "it is being created"
+    engine.close()
+    code, report = verify(cli, tier)
+    assert (code, problems(report)) == (1, [(region_name(7), "header")])
 
 
-def test_a_store_reclaimed_all_the_time_is_fine(
-    cli: Cli, tier: Path, shard: Path, open_engine: Open, make_run: MakeRun
-) -> None:
+def test_a_store_reclaimed_all_the_time_is_fine(cli: Cli, tier: Path, shard: Path) -> None:
     engine = open_engine(shard)  # holds 32 regions: every run beyond takes one away
     stop = threading.Event()
 
@@ -367,19 +296,8 @@ def test_a_store_reclaimed_all_the_time_is_fine(
     engine.check_integrity()
 
 
-def test_a_file_being_created_is_no_damage(
-    cli: Cli, tier: Path, shard: Path, open_engine: Open
-) -> None:
-    engine = open_engine(shard)
-    (shard / region_name(7)).write_bytes(bytes(REGION))
-    assert verify(cli, tier)[0] == 0
-    engine.close()
-    code, report = verify(cli, tier)
-    assert (code, problems(report)) == (1, [(region_name(7), "header")])
-
-
 def test_pages_right_at_second_look_are_undamaged(
-    cli: Cli, tier: Path, shard: Path, open_engine: Open, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_engine(shard)
     inspect_region = scan.inspect_region
@@ -400,13 +318,7 @@ def test_pages_right_at_second_look_are_undamaged(
 @pytest.mark.parametrize("when", ["before", "while"])
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_region_reclaimed_meanwhile_is_no_damage(
-    cli: Cli,
-    tier: Path,
-    shard: Path,
-    flip: Flip,
-    monkeypatch: pytest.MonkeyPatch,
-    when: str,
-    damaged: bool,
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, when: str, damaged: bool
 ) -> None:
     if damaged:
         flip(shard / FIRST, 9000)
@@ -443,27 +355,10 @@ def test_a_bad_sector_costs_only_its_pages(
     assert [(p["part"], p["offset"]) for p in report["shards"][0]["problems"]] == [("page", bad)]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EMFILE])
 def test_a_region_we_may_not_open_is_reported(
     cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    fail_opening(monkeypatch, code)
-    outcome, report = verify(cli, tier)
-    assert outcome == 1
-    assert os.strerror(code) in report["shards"][0]["problems"][0]["problem"]
-
-
-def test_too_many_open_files_is_one_sentence(
-    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_opening(monkeypatch, errno.EMFILE)
-    outcome = cli("verify", tier)
-    assert outcome.code == 2
-    assert outcome.err.count("\n") == 1
-    assert os.strerror(errno.EMFILE) in outcome.err
-
-
-def fail_opening(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     original = ReadOnlyDevice.open
 
     def fail(self: ReadOnlyDevice, name: str) -> int:
@@ -472,10 +367,16 @@ def fail_opening(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         return original(self, name)
 
     monkeypatch.setattr(ReadOnlyDevice, "open", fail)
+    if code == errno.EMFILE:  # too many open files are no damage
+        assert os.strerror(code) in cli("verify", tier).refusal
+    else:
+        outcome, report = verify(cli, tier)
+        assert outcome == 1
+        assert os.strerror(code) in report["shards"][0]["problems"][0]["problem"]
 
 
 def test_without_direct_io_all_is_found_as_well(
-    cli: Cli, tier: Path, shard: Path, flip: Flip, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = []
     monkeypatch.setattr("sglang_tiered.tools.store.scan._DIRECT", 0)
@@ -486,14 +387,15 @@ def test_without_direct_io_all_is_found_as_well(
     assert verify(cli, tier)[0] == 1
 
 
-def test_one_region_by_number_or_name(cli: Cli, tier: Path, shard: Path, flip: Flip) -> None:
+def test_one_region_by_number_or_name(cli: Cli, tier: Path, shard: Path) -> None:
     flip(shard / region_name(1), 9000)
     for region, expected in (("0", 0), ("1", 1), ("0x1", 1), (region_name(1), 1)):
         code, report = verify(cli, tier, "--region", region)
         assert (code, report["total"]["regions"]) == (expected, 1)
-    outcome = cli("verify", tier, "--region", "17")
-    assert outcome.code == 2
-    assert f"--region 17 ({region_name(17)}) is not in" in outcome.err
+    assert (
+        f"--region 17 ({region_name(17)}) is not in"
+        in cli("verify", tier, "--region", "17").refusal
+    )
 
 
 def test_the_bar_shows_on_stderr_when_told_to(cli: Cli, tier: Path) -> None:
@@ -502,10 +404,3 @@ def test_the_bar_shows_on_stderr_when_told_to(cli: Cli, tier: Path) -> None:
     assert "verifying" in outcome.err
     assert json.loads(outcome.out)["ok"]
     assert cli("verify", tier, "--no-progress").err == ""
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_nothing_is_changed(cli: Cli, tier: Path, digest: Digest, jobs: int) -> None:
-    before = digest(tier)
-    assert cli("verify", tier, "--jobs", jobs).code == 0
-    assert digest(tier) == before

@@ -24,25 +24,20 @@ from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang_tiered.transfer.prefill.send_queue import Parcel
 
 PAGE_BYTES = 4 * 512
 
 
+POOL = Pool(Shape(), 1)  # kept: its memories only know addresses
+
+
 @pytest.fixture
-def queue() -> Iterator[SendQueue]:
-    pool = Pool(Shape(), 1)  # kept: its memories only know addresses
-    pairs = pair_buffers(pool.layout, pool.layout)
-    yield SendQueue(
-        pool.memories,
-        pairs,
-        4,
-        Tagger(b""),
-        SlabBuffers(pool.memories.kv.new_buffer),
-        10 * SMALL_SLAB_BYTES,  # each slab takes that, however short
-    )
+def queue() -> SendQueue:
+    buffers = SlabBuffers(POOL.memories.kv.new_buffer)
+    pairs = pair_buffers(POOL.layout, POOL.layout)
+    credit = 10 * SMALL_SLAB_BYTES  # each slab takes that, however short
+    return SendQueue(POOL.memories, pairs, 4, Tagger(b""), buffers, credit)
 
 
 def opened(room: int = 1, num_pages: int = 4) -> Open:
@@ -60,6 +55,11 @@ def post(queue: SendQueue, now: float = 0.0) -> Parcel:
     assert parcel is not None
     queue.mark_sent(parcel, now)
     return parcel
+
+
+def post_all(queue: SendQueue) -> None:
+    while (parcel := queue.next_parcel()) is not None:
+        queue.mark_sent(parcel, 0.0)
 
 
 def test_credit_is_taken_and_comes_back_once(queue: SendQueue) -> None:
@@ -83,8 +83,7 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     """Short slabs lie in long buffers: these are bounded, not what is in them."""
     for room in range(30):
         add(queue, [1, 2, 3, 4], room=room)
-    while (parcel := queue.next_parcel()) is not None:
-        queue.mark_sent(parcel, 0.0)
+    post_all(queue)
     assert queue.credit_bytes == 0
     held = [parcel.buffer for parcel in queue.unconfirmed.values() if parcel.buffer is not None]
     assert sum(buffer.nbytes for buffer in held) == 10 * SMALL_SLAB_BYTES
@@ -93,8 +92,7 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
 def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
     for room in range(MAX_UNCONFIRMED + 10):
         add(queue, [], room=room)
-    while (parcel := queue.next_parcel()) is not None:
-        queue.mark_sent(parcel, 0.0)
+    post_all(queue)
     assert len(queue.unconfirmed) == MAX_UNCONFIRMED
     queue.confirm((0, 7, 0), 0.0)
     assert queue.next_parcel() is not None
@@ -126,9 +124,7 @@ def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
     assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
 
 
-def test_dropped_room_returns_its_credit(
-    queue: SendQueue,
-) -> None:
+def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
     add(queue, [1, 2], is_last=False)
     add(queue, [3], start=2)
     add(queue, [5], room=2)
@@ -158,8 +154,7 @@ def test_a_rooms_end_does_not_search_the_others(queue: SendQueue) -> None:
     queue.unconfirmed = Unsearched()
     for room in range(50):
         add(queue, [1], room=room)
-    while (parcel := queue.next_parcel()) is not None:
-        queue.mark_sent(parcel, 0.0)
+    post_all(queue)
     for room in range(50):
         queue.drop_room(room)
     assert not queue.rooms
@@ -175,30 +170,26 @@ def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
         assert queue.next_parcel() is None
 
 
-def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue) -> None:
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: bool) -> None:
+    """Unless its pages are another's by now."""
     queue.pull_tagger = Tagger(b"k")
     fence = Fence()
     add(queue, [1, 2], fence, is_last=False)
     pull = post(queue)
     assert pull.buffer is None
-    assert queue.resend(pull.key, 0.0)
+    if is_freed:
+        fence.close()
+    assert queue.resend(pull.key, 0.0) != is_freed
+    if is_freed:
+        assert not queue.unconfirmed and queue.credit_bytes == 10 * SMALL_SLAB_BYTES
+        return
     slab = post(queue)
     assert slab.key == pull.key
     assert slab.frames[3].nbytes == 2 * PAGE_BYTES
     assert queue.pull_tagger is None
     add(queue, [3], fence, start=2, is_last=False)
     assert post(queue).buffer is not None
-
-
-def test_failed_pull_of_freed_pages_is_not_resent(queue: SendQueue) -> None:
-    queue.pull_tagger = Tagger(b"k")
-    fence = Fence()
-    add(queue, [1, 2], fence, is_last=False)
-    pull = post(queue)
-    fence.close()
-    assert not queue.resend(pull.key, 0.0)
-    assert not queue.unconfirmed
-    assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
 
 
 def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:

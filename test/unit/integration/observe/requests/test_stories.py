@@ -47,6 +47,13 @@ def arrives(world: CacheWorld, name: str, tokens: array[int], **of: Any) -> Req:
     return req
 
 
+def admitted(world: CacheWorld, req: Req, num_loaded: int = 0) -> None:
+    """Its turn comes."""
+    cache, handle = world.cache, req.cache_request_handle
+    world.until(lambda: cache.check_prefetch_progress(handle))
+    cache.finish_storage_prefetch_admission(handle, num_loaded, None)
+
+
 def runs(world: CacheWorld, req: Req, *, num_loaded: int = 0) -> None:
     """From its turn to its end, as a batch of its own."""
     cache, handle = world.cache, req.cache_request_handle
@@ -95,8 +102,7 @@ def test_prefills_of_others_before_first_token_are_told(world: CacheWorld, path:
     cache, notes = world.cache, world.cache.tiering.notes
     first, second = arrives(world, "first", HELD), arrives(world, "second", COLD)
     notes.batch_ran([second], [(len(COLD), 0)], 9.0, copies_beside=False)  # before it was admitted
-    world.until(lambda: cache.check_prefetch_progress(first.cache_request_handle))
-    cache.finish_storage_prefetch_admission(first.cache_request_handle, 0, None)
+    admitted(world, first)
     notes.batch_ran([first], [(len(HELD), 0)], 0.5, copies_beside=False)
     notes.batch_ran([second], [(len(COLD), 0)], 21.0, copies_beside=False)
     first.time_stats.prefill_finished_time = notes.clock()
@@ -188,10 +194,8 @@ def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
 def test_line_waits_for_the_time_of_its_batch(world: CacheWorld, path: Path) -> None:
     """On an accelerator a batch is timed after SGLang has released what ended with it."""
     req = arrives(world, "r", HELD)
-    cache, handle = world.cache, req.cache_request_handle
-    world.until(lambda: cache.check_prefetch_progress(handle))
-    cache.finish_storage_prefetch_admission(handle, len(HELD), None)
-    notes = cache.tiering.notes
+    admitted(world, req, len(HELD))
+    cache, notes = world.cache, world.cache.tiering.notes
     with pytest.raises(RuntimeError, match="of SGLang"), notes.until_timed():
         req.output_ids.append(1)
         req.finished_reason = FINISH_LENGTH(1)
@@ -216,11 +220,9 @@ def test_flush_of_a_paused_server_keeps_what_waits(world: CacheWorld, path: Path
 
 
 def test_load_after_retraction_leaves_first_ones_figures(world: CacheWorld) -> None:
-    cache, notes = world.cache, world.cache.tiering.notes
-    req = arrives(world, "r", HELD)
+    notes, req = world.cache.tiering.notes, arrives(world, "r", HELD)
+    admitted(world, req, len(HELD))
     handle = req.cache_request_handle
-    world.until(lambda: cache.check_prefetch_progress(handle))
-    cache.finish_storage_prefetch_admission(handle, len(HELD), None)
     story = notes._stories[handle]
     before = story.load_ended_at, story.num_loaded, story.given_up
     notes.begun(handle)  # retracted, it was looked up once more

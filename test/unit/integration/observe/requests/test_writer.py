@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import stat
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,9 +20,9 @@ from sglang_tiered.integration.observe.requests.writer import CLOSE_S, LineWrite
 from sglang_tiered.request_log import open_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-HERE = Path(__file__).parent
+
 LARGE = 1 << 30
 
 
@@ -80,70 +78,42 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
     assert rids(path) == ["first", *(f"r{number}" for number in range(10))]
 
 
-class Child:
-    """``refusing_disk.py``, as a process."""
-
-    def __init__(self, path: Path, limit: int = 0) -> None:
-        folders = filter(None, sys.path)
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "refusing_disk.py"), str(path), str(limit)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        )
-
-    def tell(self, order: str) -> list[str]:
-        """Write the line of a request; return what it logged, and what was dropped so far."""
-        self.order(order)
-        said = []
-        while not said or not said[-1].startswith("dropped"):
-            line = self.process.stdout.readline()  # type: ignore[union-attr]
-            assert line, "the process ended"
-            said.append(line.strip())
-        return said
-
-    def order(self, order: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(order + "\n")
-        self.process.stdin.flush()
-
-
-@pytest.fixture
-def children() -> Iterator[list[Child]]:
-    started: list[Child] = []
-    yield started
-    for child in started:
-        child.process.kill()
-        child.process.communicate(timeout=60)
-
-
-def test_full_disk_leaves_no_half_line(path: Path, children: list[Child]) -> None:
+def test_full_disk_leaves_no_half_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The kernel takes a part of what would outgrow its limit, and refuses the rest."""
-    child = Child(path, limit=2000)
-    children.append(child)
-    said = [child.tell(f"r{number}") for number in range(20)]
-    told = [line for lines in said for line in lines if not line.startswith("dropped")]
-    assert len(told) == 1 and "cannot be written" in told[0] and "are dropped" in told[0]
+    writer = LineWriter(path, max_bytes=LARGE)
+
+    def num_told() -> int:
+        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        return writer.num_dropped + lines
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        for number in range(20):
+            writer.put(*ended(f"r{number}"))
+            eventually(lambda number=number: num_told() == number + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (said,) = caplog.messages
+    assert "cannot be written" in said and "are dropped" in said
     kept = rids(path)
     assert kept == [f"r{number}" for number in range(len(kept))]
-    assert 0 < len(kept) < 20 and said[-1] == [f"dropped {20 - len(kept)}"]
-    child.order("grow")
-    assert child.tell("after") == said[-1], "it recovers by itself"
+    assert 0 < len(kept) < 20
+    writer.put(*ended("after"))
+    writer.close()
+    assert writer.num_dropped == 20 - len(kept), "it recovers by itself"
     assert rids(path) == [*kept, "after"]
 
 
-def test_killed_server_loses_no_line_before(path: Path, children: list[Child]) -> None:
-    child = Child(path)
-    children.append(child)
-    child.tell("before")
-    child.process.kill()
-    child.process.wait(60)
+def test_killed_server_loses_no_line_before(path: Path) -> None:
+    killed, writer = LineWriter(path, max_bytes=LARGE), LineWriter(path, max_bytes=LARGE)
+    killed.put(*ended("before"))  # which the kernel has, though nothing is closed
+    eventually(lambda: path.exists() and path.read_bytes().endswith(b"\n"))
     with path.open("ab") as file:
         file.write(b'{"v":1,"rid":"half')  # as a kill in the middle of a write leaves it
-    writer = LineWriter(path, max_bytes=LARGE)
     writer.put(*ended("next"))
     writer.close()
+    killed.close()
     first, half, last = path.read_bytes().splitlines()
     assert half == b'{"v":1,"rid":"half'
     assert [json.loads(line)["rid"] for line in (first, last)] == ["before", "next"]
