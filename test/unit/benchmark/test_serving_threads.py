@@ -43,12 +43,12 @@ def test_a_server_thread_tells_the_kernel_its_name() -> None:
     program = (
         "import threading, sys\n"
         "def backup_thread():\n"
-        "    print('ready', flush=True)\n"
+        "    print('ready\\n', end='', flush=True)\n"
         "    sys.stdin.read()\n"
         "threads = [threading.Thread(target=backup_thread),\n"
         "           threading.Thread(target=sys.stdin.read, name='tier-reader-0')]\n"
         "for thread in threads: thread.start()\n"
-        "print('started', flush=True)\n"
+        "print('started\\n', end='', flush=True)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],

@@ -110,25 +110,27 @@ class Directory:
             os.close(fd)
         return room[:filled]
 
-    def read_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
+    def open_cached(self, path: str) -> int | None:
+        """Open a file for ``read_cached``, which may wait for storage, as closing it may; None
+        where it cannot be opened."""
+        try:
+            return self._open_file(path)
+        except OSError:
+            return None
+
+    def read_cached(self, fd: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers with what the page cache holds of a file, up to the first byte that would
         have to be waited for; returns how many bytes. Never raises: any error is 0, and so are file
         systems that do not offer it (NFS, FUSE)."""
-        if not self.offers_cached:
-            return 0
         assert _NO_WAIT is not None
         filled = 0
         try:
-            fd = self._open_file(path)
-            try:
-                for at in range(0, len(buffers), _MAX_BUFFERS):
-                    part = buffers[at : at + _MAX_BUFFERS]
-                    num_read = os.preadv(fd, part, filled, _NO_WAIT)
-                    filled += num_read
-                    if num_read < sum(buffer.nbytes for buffer in part):
-                        break
-            finally:
-                os.close(fd)
+            for at in range(0, len(buffers), _MAX_BUFFERS):
+                part = buffers[at : at + _MAX_BUFFERS]
+                num_read = os.preadv(fd, part, filled, _NO_WAIT)
+                filled += num_read
+                if num_read < sum(buffer.nbytes for buffer in part):
+                    break
         except OSError as error:
             if error.errno in NOT_OFFERED_ERRNOS:
                 self.offers_cached = False

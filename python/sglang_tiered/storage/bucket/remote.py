@@ -30,7 +30,7 @@ except ImportError:  # the tier is optional: only opening it asks for the librar
     obstore = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from sglang_tiered.storage.bucket.settings import BucketSettings
 
@@ -82,9 +82,6 @@ class Remote:
     def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return the first bytes of an object, in memory of the library's own."""
         return memoryview(obstore.get_range(self._store, path, start=0, end=nbytes))
-
-    def read_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
-        return 0
 
     def modified(self, path: str) -> float:
         """Return when an object was written, by the store's clock."""

@@ -155,7 +155,7 @@ class Requests:
 
     @property
     def reads_in_place(self) -> bool:
-        """Return whether ``get_cached`` may find anything."""
+        """Return whether ``read_cached`` may find anything."""
         return isinstance(self._place, Directory) and self._place.offers_cached
 
     @property
@@ -190,10 +190,16 @@ class Requests:
             self.bytes_in += len(data)
         return data
 
-    def get_cached(self, path: str, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers with what memory holds of a directory's file; returns how many bytes, and 0
-        for anything amiss. Never waits for storage."""
-        num_read = self._place.read_cached(path, buffers)
+    def open_cached(self, path: str) -> int | None:
+        """Open a directory's file, which may wait for storage; None for anything amiss."""
+        assert isinstance(self._place, Directory)
+        return self._place.open_cached(path)
+
+    def read_cached(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with what memory holds of a file; returns how many bytes, and 0 for anything
+        amiss. Never waits for storage."""
+        assert isinstance(self._place, Directory)
+        num_read = self._place.read_cached(fd, buffers)
         if num_read:
             with self._lock:
                 self._requests["get"] += 1

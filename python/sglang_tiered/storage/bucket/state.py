@@ -168,7 +168,6 @@ class BucketState:
         # Loads
         self.loads: deque[PageLoad] = deque()
         self.open_loads: dict[BucketLoad, None] = {}
-        self.untouched = threading.Condition(self.lock)
         self.skipped: OrderedDict[str, None] = OrderedDict()  # pages that are damaged
         # Erasures
         self.erased = BucketErasures()
@@ -369,9 +368,7 @@ class BucketState:
         self.jobs.finish(job)
 
     def expire(self, load: BucketLoad) -> None:
-        """Finish a load before its pages are done, once no thread touches them, which takes no
-        longer than the copy of one."""
-        if load.is_open:
-            load.is_open = False
-            self.untouched.wait_for(lambda: not load.num_touching)
+        """Finish a load before its pages are done: now, or with the last touch of its buffers."""
+        load.is_open = False
+        if load in self.open_loads and not load.num_touching:
             self.finish_load(load)

@@ -7,9 +7,9 @@ buffers once it is over: at its last page, or at its deadline. A store is a hit 
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -23,8 +23,6 @@ from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang_tiered.storage.base import Job, Page, Run
     from sglang_tiered.storage.bucket.limits import Breaker
     from sglang_tiered.storage.bucket.requests import Requests
@@ -132,18 +130,12 @@ class Transfers:
         while page.in_place and num_left and state.loads[0].in_place and room > 0:
             pages.append(state.loads.popleft())
             num_left, room = num_left - 1, room - pages[-1].name.length
-        for page in pages:
-            page.load.num_touching += page.in_place  # a deadline waits for it
         return pages, None
 
     def _settle(self, page: PageLoad, reason: Reason | None) -> None:
         """Say what became of a page; with None it is read by way of other memory. Needs the state's
         lock."""
         state, load = self._state, page.load
-        if page.in_place:
-            load.num_touching -= 1
-            if not load.is_open:
-                state.untouched.notify_all()
         if reason is None:
             state.loads.appendleft(page._replace(in_place=False))
             state.transfer_ready.notify()
@@ -157,24 +149,35 @@ class Transfers:
     def _read_in_place(self, page: PageLoad) -> Reason | None:
         """Fill a page with what memory holds of a file; None where that is not all."""
         path = page.path
-        if self._requests.get_cached(path, page.page) < page.name.length:
+        fd = self._requests.open_cached(path)
+        if fd is None:
             return None
-        return Reason.OK if is_page(path, page.name.checksum, page.page) else self._corrupt(page)
-
-    @contextlib.contextmanager
-    def _touching(self, load: BucketLoad) -> Iterator[bool]:
-        """Guard a touch of the buffers; false when it must not be."""
-        state = self._state
-        with state.lock:
-            load.num_touching += 1
-            allowed = load.is_open
         try:
-            yield allowed
+            if not self._touch(page.load):
+                return Reason.IO_ERROR
+            try:
+                if self._requests.read_cached(fd, page.page) < page.name.length:
+                    return None
+                is_right = is_page(path, page.name.checksum, page.page)
+            finally:
+                self._end_touch(page.load)
         finally:
-            with state.lock:
-                load.num_touching -= 1
-                if not load.is_open:
-                    state.untouched.notify_all()
+            os.close(fd)
+        return Reason.OK if is_right else self._corrupt(page)
+
+    def _touch(self, load: BucketLoad) -> bool:
+        """Begin to touch a load's buffers, for no longer than a copy takes; false where it is
+        over."""
+        with self._state.lock:
+            load.num_touching += load.is_open
+            return load.is_open
+
+    def _end_touch(self, load: BucketLoad) -> None:
+        """The last one finishes a load that is over."""
+        with self._state.lock:
+            load.num_touching -= 1
+            if not load.is_open:
+                self._state.expire(load)
 
     def _load(self, page: PageLoad, room: memoryview | None) -> Reason:
         """Return what became of a page."""
@@ -195,8 +198,12 @@ class Transfers:
             encoding.note_read(Tier.OBJECT, took_s, len(stored), asked_bytes)
         if len(stored) < page.name.length or not is_page(path, page.name.checksum, (stored,)):
             return self._corrupt(page)
-        with self._touching(page.load) as allowed:
-            reason = self._deliver(stored, page.page) if allowed else Reason.IO_ERROR
+        if not self._touch(page.load):
+            return Reason.IO_ERROR
+        try:
+            reason = self._deliver(stored, page.page)
+        finally:
+            self._end_touch(page.load)
         return self._corrupt(page) if reason is Reason.CORRUPT else reason
 
     def _deliver(self, stored: memoryview, page: Page) -> Reason:

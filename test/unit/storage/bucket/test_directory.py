@@ -15,7 +15,7 @@ from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.bucket import BucketSettings
+from sglang_tiered.storage.bucket import BucketSettings, directory
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
 from sglang_tiered.storage.bucket.directory import STAGED, Directory
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
@@ -31,9 +31,9 @@ SIZES = [70_000, (3000, 1, 5000), 4096, 9000, (20_000, 20_000), 12_345]
 _preadv = os.preadv
 
 
-def stored(make_engine: Any, folder: Path) -> tuple[BucketEngine, Run]:
+def stored(make_engine: Any, folder: Path, **changes: Any) -> tuple[BucketEngine, Run]:
     """A run in a directory."""
-    engine = make_engine(url=folder.as_uri())
+    engine = make_engine(url=folder.as_uri(), **changes)
     run = make_run(1, SIZES)
     store(engine, run)
     return engine, run
@@ -115,6 +115,40 @@ def test_no_read_that_waits_fills_the_callers_pages(
     again = blank(run)
     assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * run.num_pages
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
+
+
+def test_an_open_that_hangs_holds_no_load(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor another load's deadline, nor closing: metadata takes as long as a read may."""
+    engine, run = stored(make_engine, tmp_path, num_connections=4, request_timeout_s=0.2)
+    reached, opened, inner = threading.Event(), threading.Event(), directory._open
+
+    def hangs(name: str, flags: int, folder: int) -> int:
+        if run.keys[0].hex() in name:
+            reached.set()
+            assert opened.wait(TIMEOUT_S)
+        return inner(name, flags, folder)
+
+    monkeypatch.setattr(directory, "_open", hangs)
+    target = blank(run)
+    try:
+        late = engine.submit_load(target, deadline_s=0.05)
+        assert reached.wait(TIMEOUT_S)
+        assert finished(late)[0] is Reason.IO_ERROR
+        filled = page_data(target)
+        other = Run(run.keys[1:], run.pages[1:])
+        finished(engine.submit_load(blank(other), deadline_s=0.05))
+        left = engine.submit_load(blank(run))
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(TIMEOUT_S)
+        assert not closing.is_alive()
+        assert left.done
+    finally:
+        opened.set()
+    assert engine._workers.join(TIMEOUT_S)
+    assert page_data(target) == filled, "a buffer was touched after its job"
 
 
 @pytest.mark.parametrize("part", range(6))

@@ -35,7 +35,7 @@ def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path, w
 
         engine._transfers._deliver = slowly  # type: ignore[method-assign]
     else:
-        gate = Gate(engine, "get_cached")
+        gate = Gate(engine, "read_cached")
         copying, goes_on = gate.reached, gate.opened
     target = blank(run)
     job = engine.submit_load(target, deadline_s=0.01)
