@@ -4,6 +4,9 @@ and what arrives late touches nothing."""
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +21,7 @@ from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from object_proxy import FaultProxy
     from object_server import ObjectServer
@@ -160,3 +164,42 @@ def test_a_host_that_stalls_with_its_connections_open(
             object_server.resume()
         eventually(lambda: engine.refresh(TIMEOUT_S) and is_held(engine, run_of(1)), "it is back")
         assert load(engine, run_of(1)) == OK
+
+
+HANGING_PROCESS = """
+import sys, threading
+from bucket_engines import TIMEOUT_S, open_engine, run_of, store
+from sglang_tiered.storage.bucket import directory
+from sglang_tiered.storage.promises import is_true
+
+url, keys = sys.argv[1], run_of(1).keys
+asking = open_engine(url, request_timeout_s=0.2)
+assert asking.refresh(TIMEOUT_S)
+store(asking, run_of(1))
+assert is_true(asking.pin("a", keys), TIMEOUT_S)
+reached, inner = threading.Semaphore(0), directory._open
+
+def hangs(*arguments):
+    if not threading.current_thread().name.startswith("bucket-"):
+        reached.release()
+        threading.Event().wait()
+    return inner(*arguments)
+
+directory._open = hangs
+reading = open_engine(url, request_timeout_s=0.2)
+assert reached.acquire(timeout=TIMEOUT_S), "no pin was read"
+assert asking.confirm(keys, 0.2) == [False] * 4
+assert reached.acquire(timeout=TIMEOUT_S), "no page was asked for"
+asking.close()
+reading.close()
+"""
+
+
+def test_a_hung_directory_keeps_no_process_alive(tmp_path: Path) -> None:
+    """Which has closed its engines, and ends."""
+    subprocess.run(
+        [sys.executable, "-c", HANGING_PROCESS, tmp_path.as_uri()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=2 * TIMEOUT_S,
+        check=True,
+    )

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.pins import Pin
-from sglang_tiered.storage.workers import Workers
+from sglang_tiered.storage.workers import Workers, call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -192,13 +192,10 @@ class BucketEngine(TierEngine):
                     state.num_pages_vanished += state.index.drop(name.key)
             return False
 
-        pool = ThreadPoolExecutor(self._settings.num_connections)
-        try:
-            asked = [pool.submit(is_there, name) for name in names]
-            wait(asked, timeout_s)
-            return [each.done() and each.result() for each in asked]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # requests end with their own timeout
+        asked = call_each(is_there, names, self._settings.num_connections)
+        wait(asked, timeout_s)
+        # What is still asked ends with its own timeout.
+        return [not each.cancel() and each.done() and each.result() for each in asked]
 
     def some_keys(self, limit: int) -> list[bytes]:
         if self._state.closed or self._breaker.is_open:

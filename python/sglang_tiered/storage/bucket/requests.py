@@ -12,7 +12,7 @@ import itertools
 import re
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed
 from sglang_tiered.storage.bucket.remote import REMOTE, Remote, require_library
+from sglang_tiered.storage.workers import call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -178,9 +179,10 @@ class Requests:
         """Call for some items at a time, as many as may be asked for together; yields what was
         returned, in their order."""
         rest = iter(items)
-        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:  # its threads begin with the first item
-            while some := list(itertools.islice(rest, _NUM_AT_ONCE)):
-                yield from pool.map(call, some)
+        while some := list(itertools.islice(rest, _NUM_AT_ONCE)):
+            found = call_each(call, some, _NUM_AT_ONCE)
+            wait(found)
+            yield from (each.result() for each in found)
 
     def get(self, path: str, nbytes: int, *, into: memoryview | None = None) -> memoryview:
         """Return the first ``nbytes`` of an object, or all where it is shorter; of a directory in
