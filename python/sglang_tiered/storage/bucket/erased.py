@@ -204,7 +204,7 @@ def _unpack(
     if all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries):
         for entry in entries:
             split = range(0, len(entry.keys), KEY_BYTES)
-            keys = tuple(entry.keys[at : at + KEY_BYTES] for at in split)
+            keys = tuple(dict.fromkeys(entry.keys[at : at + KEY_BYTES] for at in split))
             yield entry.number, Erasure(keys, None, entry.id, spread=False), entry.unix_s
 
 

@@ -198,6 +198,16 @@ def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
 
 
+def test_a_page_named_twice_is_erased_once(make_engine: MakeEngine) -> None:
+    """Other tiers are told of it, and count what goes."""
+    a, key, told = make_engine(), b"k" * 32, list[Erasure]()
+    what = Erasure((key, key))
+    a._requests.put(records.record_path(1, what, N), records.record_data(what))
+    a.report_erased(told.extend)
+    assert a.refresh(TIMEOUT_S)
+    assert [each.keys for each in told] == [(key,)]
+
+
 @pytest.mark.parametrize("named", ["n" + "0" * 63, "t" + "0" * 31, "m0", "z"])
 def test_a_damaged_name_hides_all_that_is_older(make_engine: Any, named: str) -> None:
     """It stops no listing, or erasures of other servers would not be heard of any more."""
