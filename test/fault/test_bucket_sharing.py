@@ -13,6 +13,8 @@ from object_proxy import expire, hang, status
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
+from sglang_tiered.storage.bucket import BucketSettings
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -165,6 +167,18 @@ def test_without_bulk_deletes_all_are_single(
         assert not engine.object_stats().trouble
         assert len(objects_of(object_server, s3_url, "pages")) == 4
         assert load(engine, theirs) == OK
+
+
+def test_a_throttled_bulk_delete_stays_in_bulk(s3_url: str, proxy: FaultProxy) -> None:
+    requests = Requests(BucketSettings(url=s3_url))
+    throttled = proxy.add("POST", "delete", status(503, "SlowDown"))
+    with pytest.raises(BucketError, match="503"):
+        requests.delete(["a", "b"])
+    assert throttled.hit.is_set()
+    proxy.clear()
+    seen = proxy.seen["delete"]
+    requests.delete(["a", "b"])
+    assert proxy.seen["delete"] == seen + 1
 
 
 def test_bulk_reads_hold_up_no_discovery(s3_url: str, proxy: FaultProxy) -> None:

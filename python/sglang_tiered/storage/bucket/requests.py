@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "BucketError", "Requests", "explain"]
 
 _DELETED_AT_ONCE = 1000  # by a bulk delete
+_NOT_OFFERED = (400, 405, 501)  # answers to a bulk delete
 _NUM_AT_ONCE = 8  # requests under way of those that are asked for together
 
 _Item = TypeVar("_Item")
@@ -44,12 +45,14 @@ class Failure(enum.Enum):
 
 
 class BucketError(Exception):
-    """A request that failed after its retries; ``clause`` may be shown to anyone."""
+    """A request that failed after its retries; ``clause`` may be shown to anyone. ``status``: what
+    it was answered with."""
 
-    def __init__(self, failure: Failure, clause: str) -> None:
+    def __init__(self, failure: Failure, clause: str, status: int | None = None) -> None:
         super().__init__(clause)
         self.failure = failure
         self.clause = clause
+        self.status = status
 
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -68,7 +71,7 @@ def explain(error: BaseException, kind: str) -> BucketError:
     status = int(match[1]) if match else None
 
     def said(failure: Failure, what: str) -> BucketError:
-        return BucketError(failure, f"{kind} {what}")
+        return BucketError(failure, f"{kind} {what}", status)
 
     if "NoSuchBucket" in text:
         return said(Failure.DENIED, "found no such bucket")
@@ -257,18 +260,16 @@ class Requests:
         self._write("delete", lambda: self._place.remove(path), missing_is_fine=True)
 
     def _delete_in_bulk(self, place: Remote, paths: list[str]) -> list[str]:
-        """Delete some by one request: where it fails and a single delete does not, all are single
-        from then on. Returns the others."""
+        """Delete some by one request; where that is not offered, all are single from then on.
+        Returns the others."""
         some, rest = paths[:_DELETED_AT_ONCE], paths[_DELETED_AT_ONCE:]
         try:
             self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
         except BucketError as error:
-            try:
-                self._delete_one(some[0])
-            except BucketError:
-                raise error from None
+            if error.status not in _NOT_OFFERED:
+                raise
             place.deletes_in_bulk = False
-            return paths[1:]
+            return paths
         return rest
 
     def _read(self, kind: str, request: Callable[[], Any]) -> Any:
