@@ -173,7 +173,8 @@ class Discovery:
                         self._learn(each, name, layout, full=full)
         if full:
             self._sweep(epoch)
-        return newest_s
+        # A time to come, as of a file that was touched, says nothing of what is stored until then.
+        return min(newest_s, state.wall_clock() + state.skew_s)
 
     def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> None:
         """Enter a page that is alive and whole."""

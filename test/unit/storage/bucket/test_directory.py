@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,21 @@ def test_an_open_that_hangs_holds_no_load(
         opened.set()
     assert engine._workers.join(TIMEOUT_S)
     assert page_data(target) == filled, "a buffer was touched after its job"
+
+
+def test_a_file_of_tomorrow_hides_no_later_page(
+    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """As one that was restored or touched: others list from the newest time on."""
+    engine, run = stored(make_engine, make_run, tmp_path)
+    tomorrow = time.time() + 86_400.0
+    os.utime(object_of(tmp_path, run.keys[0]), (tomorrow, tomorrow))
+    reader = make_engine(url=tmp_path.as_uri())
+    assert reader.refresh(TIMEOUT_S)
+    later = make_run(2, [100])
+    assert finished(engine.submit_store(later)) == [Reason.OK]
+    assert reader.refresh(TIMEOUT_S)
+    assert reader.contains(later.keys) == [True]
 
 
 @pytest.mark.parametrize("part", range(6))
