@@ -12,6 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, read_pin
@@ -57,23 +58,30 @@ class Discovery:
         self._newest_s = 0.0  # by the store's clock
         self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
+        self._pause = Backoff()  # behind a pass that failed
 
     def run(self) -> None:
         state = self._state
         while True:
-            orders = self._await_work()
-            if orders is None:
-                return
+            orders: list[tuple[bool, Future[bool]]] | None = []
             started = time.monotonic()
             succeeded = False
             try:
+                orders = self._await_work()
+                if orders is None:
+                    return
+                started = time.monotonic()
                 self._pass(any(full for full, _ in orders))
                 succeeded = True
-            except (BucketError, _PassOver):
-                pass  # counted by the client; the breaker knows
+                self._pause.succeed()
+            except _PassOver:
+                pass
+            except BucketError:  # counted by the client; the breaker knows
+                self._pause.fail(state.clock())
             except BaseException:  # a panic of the library is no Exception
+                self._pause.fail(state.clock())
                 logger.exception("internal error while listing pages; known ones stay")
-            for _, future in orders:
+            for _, future in orders or ():
                 keep(future, succeeded)
             with state.lock:
                 state.num_passes += 1
@@ -84,8 +92,10 @@ class Discovery:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            self._sweep()
-            self._records.tell()  # an owner that came late
+            paused_s = self._pause.wait_s(state.clock())
+            if not paused_s:
+                self._sweep()
+                self._records.tell()  # an owner that came late
             with state.lock:
                 if state.closed:
                     return None
@@ -94,6 +104,7 @@ class Discovery:
                     wait_s = self._breaker.wait_s()
                 elif self._epoch != state.epoch:
                     wait_s = 0.0
+                wait_s = max(wait_s, paused_s)
                 if state.refreshes or wait_s <= 0:
                     orders, state.refreshes = state.refreshes, []
                     return orders

@@ -73,6 +73,48 @@ def test_the_next_pass_lists_pages_after_internal_errors(
     assert all(thread.is_alive() for thread in other._workers._threads)
 
 
+def test_an_owner_that_fails_ends_no_discovery(make_engine: MakeEngine, make_run: MakeRun) -> None:
+    """As one whose disk or memory is full for a moment, when it is told what was erased."""
+    run, fails = make_run(1, [100]), [MemoryError(), MemoryError()]
+    a, clock = make_engine(), Clock(1000.0)
+    b = make_engine(clocks={"clock": clock})
+    assert b.refresh(TIMEOUT_S)
+
+    def told(_: object) -> None:
+        if fails:
+            raise fails.pop()
+
+    b.report_erased(told)
+    assert is_true(a.erase(Erasure.of([b"k" * 32])), TIMEOUT_S)
+    assert not b.refresh(TIMEOUT_S)
+    clock.now += 1.5
+    b._wake_discovery()
+    eventually(lambda: not fails, "it tells again by itself")
+    assert finished(a.submit_store(run)) == [Reason.OK]
+    assert b.refresh(TIMEOUT_S)
+    assert b.contains(run.keys) == [True]
+
+
+def test_a_first_pass_that_fails_is_paused(make_engine: MakeEngine) -> None:
+    clock, seen = Clock(1000.0), list[None]()
+    engine = make_engine(clocks={"clock": clock})
+    assert engine.refresh(TIMEOUT_S)
+
+    def fail(*_: object) -> None:
+        seen.append(None)
+        raise RuntimeError
+
+    engine._requests.each = fail  # type: ignore[method-assign, assignment]
+    engine.set_namespace(b"\x22" * 32)
+    eventually(lambda: seen, "it looks at the new one")
+    assert not engine.refresh(TIMEOUT_S)
+    assert not engine.refresh(TIMEOUT_S)
+    assert len(seen) == 3, "it spins"
+    clock.now += 1.5
+    engine._wake_discovery()
+    eventually(lambda: len(seen) == 4, "it gave up")
+
+
 def test_erasures_are_finished_after_internal_errors(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
