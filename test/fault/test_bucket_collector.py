@@ -113,6 +113,20 @@ def test_erasures_are_remembered_the_last_for_ever(url: str) -> None:
             assert max(records(fresh)) > last
 
 
+def test_no_page_outlives_what_erased_it(url: str) -> None:
+    """In a namespace that no server uses, and keeps as long as its pages may be used."""
+    run, ttl_s = run_of(1), 90 * DAY
+    with opened(url, namespace=b"\x66" * 32, ttl_s=ttl_s) as old:
+        assert store(old, run) == OK
+    with opened(url, ttl_s=ttl_s) as engine:
+        for keys in (run.keys, run_of(2).keys):  # the last record stays anyhow
+            assert is_true(engine.erase(Erasure.of(keys)), TIMEOUT_S)
+        collect(engine, 31 * DAY, ttl_s=ttl_s)
+    later = {"wall_clock": lambda: time.time() + 31 * DAY, "ttl_s": ttl_s}
+    with opened(url, namespace=b"\x66" * 32, **later) as back:
+        assert not any(back.contains(run.keys))
+
+
 def test_a_record_that_cannot_be_read_deletes_nothing(url: str) -> None:
     with opened(url) as engine:
         assert store(engine, run_of(1)) == OK

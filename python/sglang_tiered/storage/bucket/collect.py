@@ -53,7 +53,8 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     where that is longer."""
 
     record_s: float = 30 * _DAY_S
-    """An erasure is remembered so long: a server that was off for longer may still hold pages."""
+    """An erasure is remembered so long, or as long as a namespace is kept, where that is longer: a
+    server that was off for longer may still hold pages."""
 
     staged_s: float = 6 * 3600.0
     """Files of a directory whose writer died go after this."""
@@ -186,6 +187,7 @@ class _CollectorRun:
         self.now = 0.0
         self._requests = collector.requests
         self._settings = collector.settings
+        self._unused_s = max(self._settings.unused_s, self._settings.ttl_s or 0.0)
         self._budget = budget
         self._delete = delete
         self._erased = BucketErasures()
@@ -307,7 +309,8 @@ class _CollectorRun:
         for record in records:
             if record.path not in lasts and (record.what is None or not record.what.is_empty):
                 times[record.path] = max(times.get(record.path, 0.0), record.modified)
-        oldest_s = self.now - self._settings.record_s
+        # No page may outlive the record of its erasure, in a namespace that is not used either.
+        oldest_s = self.now - max(self._settings.record_s, self._unused_s)
         for path in [path for path, at in times.items() if at < oldest_s]:
             del times[path]
             self._remove(path, "erasure", 0, "every server has applied it")
@@ -321,16 +324,15 @@ class _CollectorRun:
 
     def _remove_old_namespaces(self) -> None:
         """Remove what no server has written to, or collected, for long."""
-        unused_s = max(self._settings.unused_s, self._settings.ttl_s or 0.0)
         for folder in self._requests.folders(ROOT):
             namespace = namespace_of(folder)
             if namespace in (None, self.layout.namespace):
                 continue
             collected = self._requests.modified(Layout(namespace or b"").collected)
-            if collected is not None and self.now - collected <= unused_s:
+            if collected is not None and self.now - collected <= self._unused_s:
                 continue
             found = [(each.path, each.size, each.modified) for each in self._listing(folder)]
-            if found and self.now - max(modified for _, _, modified in found) > unused_s:
+            if found and self.now - max(modified for _, _, modified in found) > self._unused_s:
                 for path, nbytes, _ in found:
                     self._remove(path, "old namespace", nbytes, "no server uses its namespace")
 
