@@ -181,9 +181,12 @@ def test_only_stale_partial_files_go(tmp_path: Path) -> None:
         folder = (tmp_path / paths(engine)[0]).parent
         for name in (f"x{STAGED}1", "notes.txt", "0" * 64):
             (folder / name).write_bytes(b"?")
+        for other in (tmp_path / ERASED, folder.parents[1] / "pins"):
+            other.mkdir(exist_ok=True)
+            (other / f"x{STAGED}1").write_bytes(b"?")
         assert collect(engine, 5 * 3600.0).num_removed == 0
         report = collect(engine, 7 * 3600.0)
-        assert [removal.kind for removal in report.removals] == ["staged file"]
+        assert [removal.kind for removal in report.removals] == ["staged file"] * 3
         assert report.num_foreign == 2
         assert sorted(os.listdir(folder))[-1] == "notes.txt"
 

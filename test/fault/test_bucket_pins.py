@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from object_proxy import status
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
+from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.promises import is_true
 
 if TYPE_CHECKING:
@@ -160,6 +162,26 @@ def test_a_pin_holds_while_the_bucket_refuses(s3_url: str, proxy: FaultProxy) ->
         assert names(fresh(second)) == set()
         proxy.clear()
         eventually(lambda: first.refresh(TIMEOUT_S) and names(fresh(second)) == {"a"})
+
+
+def test_a_listing_of_half_a_pin_drops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows the file before it is renamed; had its writer died there, none could unpin it."""
+    url, replace, seen = tmp_path.as_uri(), os.replace, list[set[str]]()
+    with opened(url) as first, opened(url) as second:
+        assert store(first, run_of(1)) == OK
+
+        def look(source: Any, target: Any, **named: Any) -> None:
+            if STAGED in str(source):
+                seen.append(names(fresh(second)))
+            replace(source, target, **named)
+
+        monkeypatch.setattr(os, "replace", look)
+        pinned(first, "a", run_of(1))
+        assert seen == [set()], "of which nobody was told"
+        for _ in range(2):
+            assert names(fresh(second)) == {"a"}
 
 
 def test_a_damaged_pin_is_left_alone(tmp_path: Path) -> None:

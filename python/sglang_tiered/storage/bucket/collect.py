@@ -19,7 +19,14 @@ import msgspec
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records, mergeable
-from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT, Layout, namespace_of, parse_page
+from sglang_tiered.storage.bucket.names import (
+    ERASED,
+    OLD_ROOTS,
+    ROOT,
+    Layout,
+    namespace_of,
+    parse_page,
+)
 from sglang_tiered.storage.bucket.pins import alive, pin_share, read_pin, write_changed
 
 if TYPE_CHECKING:
@@ -214,6 +221,16 @@ class _CollectorRun:
     def _listing(self, folder: str) -> Iterator[Listed]:
         return itertools.chain.from_iterable(self._requests.listing(folder))
 
+    def _finished(self, folder: str) -> Iterator[Listed]:
+        """Yield what is in a folder, but for what its writers never finished, which goes."""
+        for listed in self._listing(folder):
+            if STAGED in listed.path and self.now - listed.modified > self._settings.staged_s:
+                self._remove(
+                    listed.path, "staged file", listed.size, "its writer never finished it"
+                )
+            else:
+                yield listed
+
     def _records(self) -> list[Record]:
         """Learn what was erased. What cannot be read says nothing of what to delete."""
         records = all_records(self._requests)
@@ -229,7 +246,7 @@ class _CollectorRun:
         before its owner changes it."""
 
         def clean(listed: Listed) -> tuple[Listed, Pin | None, Pin | None]:
-            found = read_pin(self._requests, listed)
+            found = read_pin(self._requests, self.layout, listed)
             if found is None:
                 return listed, None, None
             pin = alive(*found, self._erased, self.layout.namespace)
@@ -239,7 +256,7 @@ class _CollectorRun:
                 write_changed(self._requests, listed, found, pin)
             return listed, found[0], pin
 
-        for listed, found, pin in self._requests.each(clean, self._listing(self.layout.pins)):
+        for listed, found, pin in self._requests.each(clean, self._finished(self.layout.pins)):
             if found is None:
                 self.report.num_unreadable += 1
             elif pin is not None:
@@ -263,14 +280,11 @@ class _CollectorRun:
         report, ttl_s = self.report, self._settings.ttl_s
         self._left_bytes = pin_share(self._settings.capacity_bytes)
         num_left = 0
-        for path, nbytes, modified, _ in self._listing(self.layout.pages):
+        for path, nbytes, modified, _ in self._finished(self.layout.pages):
             age_s = self.now - modified
             name = parse_page(path)
             if name is None:
-                if STAGED in path and age_s > self._settings.staged_s:
-                    self._remove(path, "staged file", nbytes, "its writer never finished it")
-                else:
-                    report.num_foreign += 1
+                report.num_foreign += 1
                 continue
             report.num_pages += 1
             report.page_bytes += nbytes
@@ -303,6 +317,8 @@ class _CollectorRun:
     def _remove_records(self, records: list[Record]) -> None:
         """Remove old records, and merge many into one, but never the last: its number is where the
         next goes on from. Whoever dies between leaves some twice, which harms nothing."""
+        for _ in self._finished(ERASED):  # nobody's yet, and read as no record
+            pass
         last = max((record.number for record in records), default=0)
         lasts = {record.path for record in records if record.number == last}
         times: dict[str, float] = {}  # of the youngest in each object

@@ -210,7 +210,7 @@ class Discovery:
             pins.ours = set(pins.unsettled)
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
         news = [e for e in listed.values() if pins.found.get(e.path, ("", ""))[0] != e.tag]
-        read = self._requests.each(lambda each: read_pin(self._requests, each), news)
+        read = self._requests.each(lambda each: read_pin(self._requests, layout, each), news)
         found_by_path = dict(zip((each.path for each in news), read, strict=True))
         with state.lock:
             self._check(epoch)

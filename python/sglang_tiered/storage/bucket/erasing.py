@@ -284,7 +284,7 @@ class Keeper:
 
     def _clean_pin(self, layout: Layout, listed: Listed) -> bool:
         """Return whether nobody changed it meanwhile."""
-        state, found = self._state, read_pin(self._requests, listed)
+        state, found = self._state, read_pin(self._requests, layout, listed)
         if found is None:
             return True
         with state.lock:

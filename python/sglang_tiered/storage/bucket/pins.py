@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erased import BucketErasures
     from sglang_tiered.storage.bucket.index import BucketIndex
+    from sglang_tiered.storage.bucket.names import Layout
     from sglang_tiered.storage.bucket.requests import Requests
 
 __all__ = [
@@ -77,13 +78,14 @@ def unpack_pin(data: bytes) -> tuple[Pin, int] | None:
         return None
 
 
-def read_pin(requests: Requests, listed: Listed) -> tuple[Pin, int] | None:
-    """Return a pin and its stamp; None where it is gone or does not verify. Raises
-    ``BucketError``."""
+def read_pin(requests: Requests, layout: Layout, listed: Listed) -> tuple[Pin, int] | None:
+    """Return a pin and its stamp; None where it is gone or does not verify. A file that is not at
+    the path of its pin's name, as one still being written, is none. Raises ``BucketError``."""
     if listed.size > MAX_PIN_BYTES:
         return None
     try:
-        return unpack_pin(bytes(requests.get(listed.path, max(listed.size, 1))))
+        found = unpack_pin(bytes(requests.get(listed.path, max(listed.size, 1))))
+        return found if found and listed.path == layout.pin(found[0].name) else None
     except BucketError as error:
         if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
             return None
