@@ -57,16 +57,6 @@ def is_untouched(run: Run) -> bool:
     return all(set(page[0]) == {0xA5} for page in run.pages)
 
 
-def test_keys_held_by_both_serve_for_measuring(own: Sharer, near: Sharer) -> None:
-    assert own.tier.some_keys(5) == []
-    run = stored_run(SEED, SIZE, COUNT)
-    own.store(run)
-    own.finds(run.keys)
-    found = own.tier.some_keys(5)
-    assert len(found) == 5
-    assert set(found) <= set(run.keys)
-
-
 def test_the_holder_is_killed_in_the_middle(
     own: Sharer, roster: list[Target], tmp_path: Path
 ) -> None:
@@ -102,7 +92,6 @@ def test_the_only_other_server_goes_and_comes_back(
     eventually(lambda: own.tier.health is Health.MISS_ONLY)
     assert own.tier.lookup(run.keys) == LookupResult(0, Stop.UNHEALTHY)
     assert own.tier.contains(run.keys) == [False] * COUNT
-    assert own.tier.some_keys(3) == []
     assert own.load(run) == [Reason.MISS] * COUNT
     assert str(port) in own.tier.stats().health_reason
     assert own.tier.stats().is_discovering

@@ -5,7 +5,6 @@ Template for new tiers, and a double. Jobs finish inside ``submit_*``.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -61,10 +60,6 @@ class MemoryEngine(TierEngine):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
             return [not self._closed and key in self._pages for key in keys]
-
-    def some_keys(self, limit: int) -> list[bytes]:
-        with self._lock:
-            return [] if self._closed else list(itertools.islice(self._pages, limit))
 
     def submit_store(self, run: Run) -> Job:
         return self._serve(self._open(JobKind.STORE, run))

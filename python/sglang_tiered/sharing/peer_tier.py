@@ -8,7 +8,6 @@ to other servers. It stores nothing: the caller keeps the pages that it fetched.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["PeerStats", "PeerTier"]
 
 logger = logging.getLogger(__name__)
-
-_MANY_KEYS = 8  # own keys looked up for each that is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,6 @@ class PeerTier(TierEngine):
         if settings.keys_directory is not None:
             keys = load_keys(Path(settings.keys_directory), PEER)
         pages = PageSettings(connect_timeout_s=1.0)
-        self._region = region
         self._host = settings.listen_host
         self._namespace = namespace
         self._closed = False
@@ -198,12 +194,6 @@ class PeerTier(TierEngine):
         if self._closed:
             return [False] * len(keys)
         return [peer is not None for peer in self._sync.mirror.find(keys)]
-
-    def some_keys(self, limit: int) -> list[bytes]:
-        """Keys that the own store holds too, as of others no whole keys are known."""
-        own = self._region.some_keys(_MANY_KEYS * limit)
-        held = zip(own, self.contains(own), strict=True)
-        return list(itertools.islice((key for key, is_held in held if is_held), limit))
 
     # ---- Loads ----
 

@@ -418,7 +418,8 @@ class TierEngine(ABC):
         return LookupResult(num_hits, Stop.END if num_hits == len(keys) else Stop.MISS)
 
     def some_keys(self, limit: int) -> list[bytes]:
-        """Return at most ``limit`` keys that a load could serve now, to measure the tier with."""
+        """Return at most ``limit`` keys that a load could serve now, to measure the tier with;
+        NVMe alone is asked."""
         return []
 
     # ---- Jobs ----

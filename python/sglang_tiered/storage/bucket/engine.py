@@ -197,12 +197,6 @@ class BucketEngine(TierEngine):
         # What is still asked ends with its own timeout.
         return [not each.cancel() and each.done() and each.result() for each in asked]
 
-    def some_keys(self, limit: int) -> list[bytes]:
-        if self._state.closed or self._breaker.is_open:
-            return []
-        with self._state.lock:
-            return self._state.index.some_keys(limit)
-
     # ---- Jobs ----
 
     def submit_store(self, run: Run) -> Job:

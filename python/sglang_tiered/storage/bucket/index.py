@@ -91,15 +91,6 @@ class BucketIndex:
         held = self.holds(keys)
         return held.index(False) if False in held else len(keys)
 
-    def some_keys(self, limit: int) -> list[bytes]:
-        found: list[bytes] = []
-        for key in self._rows:
-            if len(found) == limit:
-                break
-            if not self.num_dead or self.get(key) is not None:
-                found.append(key)
-        return found
-
     def keys(self) -> list[bytes]:
         """Return all keys, those of dead rows too. Of the table itself no part can be looked at: a
         copy of a million takes some ten milliseconds."""

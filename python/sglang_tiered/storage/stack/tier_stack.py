@@ -209,10 +209,6 @@ class TierStack(TierEngine):
         """Return whether the bucket holds each key. Memory only."""
         return [False] * len(keys) if self.bucket is None else self.bucket.contains(keys)
 
-    def some_keys(self, limit: int) -> list[bytes]:
-        found = (tier.some_keys(limit) for tier in self._all)
-        return next(filter(None, found), [])
-
     # ---- Jobs ----
 
     def submit_store(self, run: Run) -> Job:
