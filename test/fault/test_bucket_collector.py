@@ -28,7 +28,7 @@ from kit.runs import NAMESPACE
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket import BucketSettings
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
@@ -161,18 +161,6 @@ def test_namespaces_that_nobody_uses_go(url: str, monkeypatch: pytest.MonkeyPatc
         assert len(paths(engine)) == len(paths(other)) == 4
         with opened(url, namespace=old) as again:
             assert not paths(again)
-
-
-def test_what_earlier_formats_wrote_goes_when_asked(url: str) -> None:
-    with opened(url) as engine:
-        assert store(engine, run_of(1)) == OK
-        for name in ("objects/1", "manifests/1", "graves/1"):
-            engine._requests.put(f"v1/{NAMESPACE.hex()}/{name}", b"old")
-        assert collect(engine, 9 * DAY).num_removed == 0, "only where somebody asks"
-        assert len(old_objects(engine._requests, delete=False)) == 3
-        assert len(old_objects(engine._requests, delete=True)) == 3
-        assert old_objects(engine._requests, delete=True) == []
-        assert load(engine, run_of(1)) == OK
 
 
 def test_only_stale_partial_files_go(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records, mergeable
 from sglang_tiered.storage.bucket.names import (
     ERASED,
-    OLD_ROOTS,
     ROOT,
     Layout,
     namespace_of,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.region.pins import Pin
 
-__all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal", "old_objects"]
+__all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Removal(msgspec.Struct):
     path: str
-    kind: str  # page, pin, erasure, staged file, old namespace, old format
+    kind: str  # page, pin, erasure, staged file, old namespace
     nbytes: int
     reason: str
     is_done: bool = False
@@ -372,19 +371,3 @@ class _CollectorRun:
             removal.is_done = True
             self.report.num_removed += 1
             self.report.removed_bytes += removal.nbytes
-
-
-def old_objects(requests: Requests, *, delete: bool) -> list[Removal]:
-    """Return what earlier formats wrote, which nothing reads any more; with ``delete`` it is gone.
-    Raises ``RequestError``."""
-    removals = [
-        Removal(each.path, "old format", each.size, "nothing reads its format any more")
-        for root in OLD_ROOTS
-        for chunk in requests.listing(root)
-        for each in chunk
-    ]
-    if delete:
-        requests.delete([removal.path for removal in removals])
-        for removal in removals:
-            removal.is_done = True
-    return removals

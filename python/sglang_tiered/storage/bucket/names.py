@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ERASED",
     "NAMESPACE_BYTES",
-    "OLD_ROOTS",
     "ROOT",
     "Layout",
     "PageName",
@@ -40,7 +39,6 @@ __all__ = [
 ]
 
 ROOT = "v2"
-OLD_ROOTS = ("v1",)  # of formats that nothing reads any more
 ERASED = f"{ROOT}/erased"
 NAMESPACE_BYTES = 32
 

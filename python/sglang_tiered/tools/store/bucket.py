@@ -18,11 +18,10 @@ import msgspec
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.flags import parse_bytes, parse_duration
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings, old_objects
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
     ERASED,
-    OLD_ROOTS,
     ROOT,
     Layout,
     PageName,
@@ -293,7 +292,6 @@ def gc(arguments: argparse.Namespace) -> int:
     collector = Collector(target.requests, settings, clock=time.time)
     reports = {}
     with _requests_end(target.url):
-        old = old_objects(target.requests, delete=arguments.delete)
         # Of the namespaces the one that was used last stays, however long ago that is.
         used = {name: _last_used(target.requests, name) for name in target.namespaces}
         for name in target.namespaces:
@@ -310,7 +308,6 @@ def gc(arguments: argparse.Namespace) -> int:
         "namespaces": [
             {"namespace": name, **msgspec.to_builtins(found)} for name, found in reports.items()
         ],
-        "old_format": msgspec.to_builtins(old),
         "notes": target.notes,
     }
     return finish(arguments, report, _show_gc)
@@ -327,8 +324,7 @@ def _show_gc(report: dict[str, Any]) -> None:
         f"{format_bytes(entry['page_bytes'])}"
         for entry in report["namespaces"]
     )
-    of_namespaces = [each for entry in report["namespaces"] for each in entry["removals"]]
-    removals = [*of_namespaces, *report["old_format"]]
+    removals = [each for entry in report["namespaces"] for each in entry["removals"]]
     if removals:
         print_table(
             ["what", "path", "why", "bytes"],
@@ -376,11 +372,8 @@ def _open(url: str) -> _Bucket:
                 namespaces.append(namespace)
             elif folder.rstrip("/") != ERASED:
                 notes.append(f"{folder!a} does not belong to the store and is left alone")
-        is_old = any(requests.folders(root) for root in OLD_ROOTS)
-    if not namespaces and not is_old:
+    if not namespaces:
         raise StoreError(f"{url} holds nothing of an object tier; {_WAY_OUT}")
-    if is_old:
-        notes.append("an earlier version wrote objects there, which nothing reads; gc removes them")
     return _Bucket(url, requests, sorted(namespaces), notes)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
-from sglang_tiered.storage.bucket.names import OLD_ROOTS, ROOT
+from sglang_tiered.storage.bucket.names import ROOT
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
 
@@ -128,10 +128,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _is_bucket(directory: Path) -> bool:
     """Whether a directory is an object tier, which a server takes by its path."""
-    for root in (ROOT, *OLD_ROOTS):
-        with contextlib.suppress(OSError):
-            if any(_NAMESPACE.fullmatch(name) for name in os.listdir(directory / root)):
-                return True
+    with contextlib.suppress(OSError):
+        return any(_NAMESPACE.fullmatch(name) for name in os.listdir(directory / ROOT))
     return False
 
 

@@ -157,19 +157,13 @@ def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Pa
     assert "nothing to give back" in cli("gc", url, *limit).out
 
 
-def test_gc_by_age_of_old_namespaces_and_formats(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None:
     fill(url, 1)
     fill(url, 2, namespace=OTHER)
     root = tmp_path / "bucket"
     (root / "v2" / NAMESPACE.hex() / "collected").touch()
     for file in (root / "v2" / OTHER.hex()).rglob("*"):
         os.utime(file, (1e9, 1e9))
-    old = root / "v1" / NAMESPACE.hex() / "manifests" / "018bcfe56800-deadbeef-000007-276d2001"
-    old.parent.mkdir(parents=True)
-    old.write_bytes(b"of a commit before")
-    assert "an earlier version wrote objects there" in cli("stat", url).out
-    plan = answer(cli, "gc", url)
-    assert len(plan["old_format"]) == 1
     assert answer(cli, "gc", url, "--delete")["deleted"]
     left = [path for path in root.rglob("*") if path.is_file()]
     assert len(left) == 6
