@@ -152,11 +152,9 @@ def test_an_open_that_hangs_holds_no_load(
     assert page_data(target) == filled, "a buffer was touched after its job"
 
 
-def test_a_file_of_tomorrow_hides_no_later_page(
-    make_engine: MakeEngine, make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_a_file_of_tomorrow_hides_no_later_page(make_engine: Any, tmp_path: Path) -> None:
     """As one that was restored or touched: others list from the newest time on."""
-    engine, run = stored(make_engine, make_run, tmp_path)
+    engine, run = stored(make_engine, tmp_path)
     tomorrow = time.time() + 86_400.0
     os.utime(object_of(tmp_path, run.keys[0]), (tomorrow, tomorrow))
     reader = make_engine(url=tmp_path.as_uri())

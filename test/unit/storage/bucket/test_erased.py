@@ -198,7 +198,7 @@ def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
 
 
-def test_a_page_named_twice_is_erased_once(make_engine: MakeEngine) -> None:
+def test_a_page_named_twice_is_erased_once(make_engine: Any) -> None:
     """Other tiers are told of it, and count what goes."""
     a, key, told = make_engine(), b"k" * 32, list[Erasure]()
     what = Erasure((key, key))

@@ -73,7 +73,7 @@ def test_the_next_pass_lists_pages_after_internal_errors(
     assert all(thread.is_alive() for thread in other._workers._threads)
 
 
-def test_an_owner_that_fails_ends_no_discovery(make_engine: MakeEngine, make_run: MakeRun) -> None:
+def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     """As one whose disk or memory is full for a moment, when it is told what was erased."""
     run, fails = make_run(1, [100]), [MemoryError(), MemoryError()]
     a, clock = make_engine(), Clock(1000.0)
@@ -95,7 +95,7 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: MakeEngine, make_run
     assert b.contains(run.keys) == [True]
 
 
-def test_a_first_pass_that_fails_is_paused(make_engine: MakeEngine) -> None:
+def test_a_first_pass_that_fails_is_paused(make_engine: Any) -> None:
     clock, seen = Clock(1000.0), list[None]()
     engine = make_engine(clocks={"clock": clock})
     assert engine.refresh(TIMEOUT_S)
