@@ -47,6 +47,12 @@ def test_servers_stay_when_their_redis_is_gone(
         assert [row["url"] for row in front.servers() if row["ready"]] == [mocks[0].url]
         redis_server.start()  # it has forgotten
         name_in(redis_server, mocks[1])
+        front.wait_until_ready(2)
+        assert {row["url"] for row in front.servers()} == {mocks[0].url, mocks[1].url}
+        mocks.run(mocks[0].die())
         eventually(lambda: [row["url"] for row in front.servers()] == [mocks[1].url])
+        redis_server.client.flushall()
+        eventually(lambda: "names no server" in front.log)
+        assert [row["url"] for row in front.servers() if row["ready"]] == [mocks[1].url]
     finally:
         front.close()

@@ -185,7 +185,10 @@ class Fleet:
                 now_read = self._source.read()
                 if now_read != last or self._clock() >= due:
                     last, due = now_read, self._clock() + RESOLVE_S
-                    self._follow(await self._source.resolved())
+                    found = await self._source.resolved()
+                    if self._source.is_redis:  # it forgets in seconds where it takes no writes
+                        found = self._forgotten(found) | found
+                    self._follow(found)
             except Exception as error:  # a file, the DNS or a Redis that fails may come back
                 problem = f"the servers stay as they are: {error}"
             if problem and problem != told:
@@ -261,6 +264,12 @@ class Fleet:
         prefill.abandoned.append((self._clock() + ABANDONED_S, room))
 
     # ---- Who there is ----
+
+    def _forgotten(self, found: dict[str, str]) -> dict[str, str]:
+        """Return those that are named no more, neither here nor at another address, and serve."""
+        since_s, named = self._clock() - MAYBE_S, set(found.values())
+        serving = (one for one in self.members.values() if one.is_up and one.seen_s > since_s)
+        return {one.address: one.url for one in serving if one.url not in named}
 
     def _follow(self, found: dict[str, str]) -> None:
         for address in self.members.keys() - found.keys():

@@ -27,8 +27,8 @@ class Source:
     def __init__(self, text: str) -> None:
         self._text = text
         self._name = re.fullmatch(r"dns://([^/:\s]+):(\d{1,5})", text)
-        self._shown, self._is_redis = text, text.partition("://")[0] in REDIS
-        if self._is_redis:
+        self._shown, self.is_redis = text, text.partition("://")[0] in REDIS
+        if self.is_redis:
             require("--servers redis://", "redis")
             from sglang_tiered.sharing.index_url import parse_index_url
 
@@ -44,7 +44,7 @@ class Source:
 
     def read(self) -> list[str] | None:
         """Return the URLs in the file; None for what ``resolved`` asks."""
-        if self._name is not None or self._is_redis:
+        if self._name is not None or self.is_redis:
             return None
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -58,31 +58,34 @@ class Source:
 
     async def resolved(self) -> dict[str, str]:
         """Return URLs by ``IP:PORT``. A name that cannot be resolved now keeps the address that it
-        had, and is missing without one. Raises ``ConfigError``, ``OSError`` for a name of
-        ``dns://``, and ``MembershipFailure`` for a Redis."""
+        had, and is missing without one. Raises ``ConfigError``, also where nobody is named,
+        ``OSError`` for a name of ``dns://``, and ``MembershipFailure`` for a Redis."""
         return await asyncio.to_thread(self._resolved)
 
     def _resolved(self) -> dict[str, str]:
         if self._name is not None:
             found = [_address(host, int(self._name[2])) for host in resolve(self._name[1])]
             return {address: f"http://{address}" for address in found}
-        if self._is_redis:
+        if self.is_redis:
             from sglang_tiered.sharing.membership import read_servings
 
             found = [serving.url for serving in read_servings(self._text, REDIS_S)]
             urls = [url for url in found if url.startswith("http://")]
         else:
             urls = self.read() or []
-        known, self._known = self._known, {}
+        known: dict[str, str] = {}
         for url in dict.fromkeys(urls):
             try:
                 parts = urlsplit(_checked(url, self._shown))
-                self._known[url] = _address(resolve(parts.hostname or "")[0], parts.port or 0)
+                known[url] = _address(resolve(parts.hostname or "")[0], parts.port or 0)
             except OSError as error:
-                if url in known:
-                    self._known[url] = known[url]
+                if url in self._known:
+                    known[url] = self._known[url]
                 logger.warning("%s cannot be resolved: %s", url, error.strerror)
-        return {address: url for url, address in self._known.items()}
+        if not known:  # half written, or a Redis that has forgotten
+            raise ConfigError(f"--servers {self._shown} names no server; name one there.")
+        self._known = known
+        return {address: url for url, address in known.items()}
 
 
 def _checked(url: str, source: str) -> str:

@@ -289,3 +289,20 @@ def test_tokens_are_asked_of_whoever_answers(tmp_path: Path) -> None:
         assert counts[0] > 0 and counts[1] == 20, "another is first each time"
     finally:
         followed.close()
+
+
+def test_emptied_file_takes_no_server_away(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An editor writes it anew in two steps; without servers every request fails."""
+    (followed.folder / "servers").write_text("")
+    eventually(lambda: "the servers stay as they are" in caplog.text)
+    assert followed.member.is_up
+
+
+def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
+    fleet, server = followed.fleet, followed.server
+    assert fleet._forgotten({}) == {server.address: server.url}
+    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
+    followed.member.is_up = False
+    assert fleet._forgotten({}) == {}
