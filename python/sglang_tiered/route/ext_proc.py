@@ -69,7 +69,7 @@ class Decider:
     ) -> Picked | Refused:
         """Read a prompt and pick. ``headers`` with names in lower case."""
         started = time.perf_counter()
-        path = headers.get(":path", "/v1/chat/completions")
+        path = headers.get(":path", "/v1/chat/completions").partition("?")[0]
         klass = self._classes.of(headers)
         # A server that is asked for tokens has work: where they decide nothing nobody waits for it.
         matters = (

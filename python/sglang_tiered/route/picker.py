@@ -269,8 +269,8 @@ class Picker:
         return picked.prefill or picked.targets[0]
 
     def answered(self, picked: Picked, is_good: bool, served: str) -> None:
-        """Learn from the head of an answer: it comes with the first token of a stream of OpenAI's
-        calls. ``served``: who sent it, if that is known."""
+        """Learn from the head of an answer: it comes with the first token of the stream of a chat
+        or completion. ``served``: who sent it, if that is known."""
         if picked.is_open:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)

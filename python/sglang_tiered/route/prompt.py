@@ -34,6 +34,9 @@ __all__ = [
     "stored_keys",
 ]
 
+STREAMS = ("/v1/chat/completions", "/v1/completions")
+"""Calls of which the head of a stream comes with the first token, of all others at once. Theirs and
+``/generate``'s are the texts that are made tokens; those of others hold more than is read here."""
 BYTES_PER_TOKEN = 4
 """Of a prompt whose tokens are not known."""
 MAX_NAMED_PAGES = 1 << 14
@@ -107,10 +110,10 @@ def parse_body(data: bytes) -> Body:
         raise ValueError(str(error)) from error
 
 
-def ask_of(body: Body) -> dict[str, Any] | None:
+def ask_of(body: Body, path: str = "/generate") -> dict[str, Any] | None:
     """Return what ``POST /v1/tokenize`` is asked for this prompt, of a batch its first; None where
     it holds tokens, or nothing that call takes."""
-    if body.input_ids is not None:
+    if body.input_ids is not None or path not in (*STREAMS, "/generate"):
         return None
     model = body.model if isinstance(body.model, str) else "default"
     if isinstance(body.messages, list):
@@ -148,8 +151,7 @@ def prompt_of(body: Body, num_bytes: int, path: str, ids: Sequence[int] | None =
         if isinstance(bound, int) and bound > 0:
             prompt.max_new = bound
             break
-    # Of ``/generate`` the head comes at once, and of what is no stream with the last token.
-    prompt.is_stream = body.stream is True and path.startswith("/v1/")
+    prompt.is_stream = body.stream is True and path in STREAMS
     return prompt
 
 

@@ -185,7 +185,7 @@ class TokenReader:
     ) -> Prompt | tuple[Body, dict[str, Any]]:
         """Return the prompt, or what a server is to be asked for it."""
         body, ids = parse_body(data), None
-        asked = ask_of(body) if len(data) <= MAX_TEXT_BYTES else None
+        asked = ask_of(body, path) if len(data) <= MAX_TEXT_BYTES else None
         if asked is not None:
             if self._tokenizer is None:
                 return body, asked

@@ -133,3 +133,19 @@ def test_first_pages_are_named_in_the_thread() -> None:
     body = json.dumps({"prompt": [1] * (1 << 20) + [2] * 64}).encode()
     (prompt,), _ = read(Asked(), body)
     assert len(prompt._named[64][1]) == 1 << 14 and prompt.num_tokens == (1 << 20) + 64
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_other_calls_teach_no_half_prompt(folder: Path, path: str) -> None:
+    """Their text stands in more fields than a chat's, and their heads come at once."""
+    body = {"system": "s", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+    async def run() -> Prompt:
+        reader = TokenReader(LocalTokenizer(folder), Asked(), 5.0)
+        try:
+            return await reader.read(json.dumps(body).encode(), path)
+        finally:
+            reader.close()
+
+    prompt = asyncio.run(run())
+    assert prompt.ids is None and not prompt.is_stream
