@@ -40,8 +40,8 @@ __all__ = ["Picked", "Picker", "Refused"]
 
 NUM_TARGETS = 3
 RANK, ROOM = "x-override-routed-dp-rank", "x-override-bootstrap-room"
-MAX_TRIED = 4096
-"""Requests of which it is remembered where they were sent."""
+MAX_TRIED, MAX_ID = 4096, 128
+"""Requests of which it is remembered where they were sent, and characters of their ids."""
 
 
 @dataclass(slots=True)
@@ -131,9 +131,11 @@ class Picker:
         """Choose for a request. ``request`` is its id: where it was sent is passed over at a retry.
         ``subset`` are the addresses to choose from, if any are given. Unless ``is_awaited``, nobody
         will say when it was answered."""
-        now = self._clock()
+        now, request = self._clock(), request[:MAX_ID]
         among = [one for one in self._fleet.members.values() if not subset or one.address in subset]
-        tried = self._tried.get(request, set()) if is_retry else set()
+        if not is_retry:  # an id that a client uses again
+            self._tried.pop(request, None)
+        tried = self._tried.get(request, set())
         whole, prefills, decodes = (_ready(among, role, tried, now) for role in ROLES)
         can_pair = bool(prefills and decodes)
         if not whole or (can_pair and (whole[0].address in tried or not whole[0].is_ready(now))):

@@ -346,3 +346,14 @@ def test_a_half_that_is_late_is_picked(world: World, late: str) -> None:
         member.seen_s -= 10.0
     picked = world.pick(prompt_of())
     assert (picked.prefill, picked.targets) == (prefill, [decode])
+
+
+@pytest.mark.parametrize("request_id", ["mine", "long" * 15_000])
+def test_id_used_again_keeps_its_failover(world: World, request_id: str) -> None:
+    """A client that sends its id with every request had each retried where it had just failed."""
+    idle, busy = world.add(), world.add(queue_wait_s=9.0)
+    for _ in range(2):
+        assert world.pick(prompt_of(), request=request_id).targets[0] is idle
+        retried = world.pick(prompt_of(), request=request_id, is_retry=True)
+        assert retried.targets[0] is busy
+    assert sum(map(len, world.picker._tried)) <= 128
