@@ -19,6 +19,8 @@ from route_mocks import Mocks
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.route.envoy import OWN_HEADERS
+from sglang_tiered.route.launcher import program_of
+from sglang_tiered.route.settings import RouteConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -282,3 +284,28 @@ def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
         assert found and found[0].status == 200 and found[0].is_whole
         assert front.process.wait(20) == 0
         assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.parametrize(("name", "usual"), [("", "300s"), ("_headers", "10s")])
+def test_half_request_fills_no_memory(mocks: Mocks, tmp_path: Path, name: str, usual: str) -> None:
+    """Without a key, of anybody who reaches the port. An answer may take longer. Here Envoy waits
+    for a second."""
+    mocks.well()
+    program, waits = tmp_path / "envoy", f'"request{name}_timeout": '
+    program.write_text(
+        f'#!/bin/sh\nsed -i \'s/{waits}"{usual}"/{waits}"1s"/\' "$2"\n'
+        f'exec {program_of(RouteConfig(servers="s"))} "$@"\n'
+    )
+    program.chmod(0o755)
+    with Front.before(mocks, tmp_path, "--envoy-program", str(program)) as front:
+        for mock in mocks:
+            mock.fails = "hang"
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(front.chat)
+            eventually(lambda: sum(mock.num_seen for mock in mocks) == 1)
+            with socket.create_connection(("127.0.0.1", front.port), 20) as half:
+                head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+                half.sendall(head if name else head + b"\r\n1")
+                assert half.recv(1000).startswith(b"HTTP/1.1 408")
+            mocks.well()
+            assert asking.result(20).status == 200
