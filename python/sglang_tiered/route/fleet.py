@@ -324,7 +324,8 @@ class Fleet:
                 if not was_up:
                     logger.info("%s serves", member.url)
                 if cluster != member.cluster:
-                    self._write()
+                    with contextlib.suppress(OSError):  # the next look at the source tries again
+                        self._write()
             many = len(self.members) > MANY_SERVERS
             await asyncio.sleep(POLL_MANY_S if many else POLL_S)
 

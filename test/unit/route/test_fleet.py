@@ -306,3 +306,15 @@ def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
     assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
     followed.member.is_up = False
     assert fleet._forgotten({}) == {}
+
+
+def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
+    aside = followed.folder.with_name("aside")
+    followed.folder.rename(aside)
+    followed.folder.write_text("no folder")
+    followed.server.costs = {"role": "prefill"}
+    eventually(lambda: followed.member.role == "prefill")
+    followed.wait_until_asked(3)
+    followed.folder.unlink()
+    aside.rename(followed.folder)
+    eventually(lambda: clusters_of(followed) == {"prefill"})
