@@ -122,6 +122,8 @@ class Mock:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.paths.append(request.path)
+        if self.fails == "hang":
+            await self.let_go.wait()
         text = (await request.json()).get("prompt", "")
         return web.json_response({"tokens": list(text.encode())}, status=self.tokens)
 

@@ -207,17 +207,21 @@ class Fleet:
 
     async def tokenize(self, asked: dict[str, Any], authorization: str) -> list[Any] | None:
         """Ask one ready server after another for the tokens of a text, another first each time,
-        until one answers; None where none does."""
+        until one tells them, or that it has none. Returns None where none does in time."""
         headers = {"Authorization": authorization} if authorization else {}
-        now = self._clock()
-        ready = [one for one in self.members.values() if one.is_ready(now)]
+        until_s = self._clock() + ANSWER_S
+        ready = [one for one in self.members.values() if one.is_ready(until_s - ANSWER_S)]
         for member in random.sample(ready, len(ready)):
+            if (left_s := until_s - self._clock()) <= 0:
+                break
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
                 status, answer = await self._call(
-                    member, "/v1/tokenize", MAX_TOKENS_BYTES, headers, asked
+                    member, "/v1/tokenize", MAX_TOKENS_BYTES, headers, asked, left_s
                 )
                 if status == 200:
                     return msgspec.json.decode(answer, type=_Tokens).tokens
+                if status < 500:  # a picture, or a key that is none
+                    break
         return None
 
     async def switch(
