@@ -43,6 +43,11 @@ MAX_NAMED_PAGES = 1 << 14
 """Of a prompt; what lies beyond counts as computed."""
 MAX_NEW_TOKENS = 256
 """Of an answer whose bound is not in the request: what choosing a decode server counts on."""
+CHAT_FIELDS = (
+    *("messages", "tools", "tool_choice", "reasoning", "reasoning_effort"),
+    *("continue_final_message", "chat_template_kwargs"),
+)
+"""What a chat's tokens depend on."""
 
 
 class Body(msgspec.Struct):
@@ -54,6 +59,10 @@ class Body(msgspec.Struct):
     prompt: Any = None
     messages: Any = None
     tools: Any = None
+    tool_choice: Any = None
+    reasoning: Any = None
+    reasoning_effort: Any = None
+    continue_final_message: Any = None
     chat_template_kwargs: Any = None
     extra_key: Any = None
     cache_salt: Any = None
@@ -117,9 +126,8 @@ def ask_of(body: Body, path: str = "/generate") -> dict[str, Any] | None:
         return None
     model = body.model if isinstance(body.model, str) else "default"
     if isinstance(body.messages, list):
-        asked = {"model": model, "messages": body.messages, "tools": body.tools}
-        asked["chat_template_kwargs"] = body.chat_template_kwargs
-        return {name: value for name, value in asked.items() if value is not None}
+        fields = {name: getattr(body, name) for name in CHAT_FIELDS}
+        return {"model": model} | {key: value for key, value in fields.items() if value is not None}
     text = _first(body.prompt if body.text is None else body.text)
     return {"model": model, "prompt": text} if isinstance(text, str) else None
 

@@ -70,25 +70,30 @@ class LocalTokenizer:
 
     def encode(self, asked: dict[str, Any]) -> list[int] | None:
         """Return the tokens of what a server would be asked for (``ask_of``), as it finds them;
-        None for what is not only text, or has no template."""
+        None for what is not only text, has no template, or seldom occurs."""
         is_chat = "messages" in asked
-        text = self._render(**asked) if is_chat else asked["prompt"]
+        text = self._render(asked) if is_chat else asked["prompt"]
         if text is None:
             return None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not is_chat).ids
         return ids
 
-    def _render(
-        self, messages: list[Any], tools: Any = None, chat_template_kwargs: Any = None, **_: Any
-    ) -> str | None:
-        if self._template is None:
+    def _render(self, asked: dict[str, Any]) -> str | None:
+        choice, effort = asked.get("tool_choice"), asked.get("reasoning_effort")
+        is_rare = asked.get("reasoning") or asked.get("continue_final_message")
+        if self._template is None or is_rare or isinstance(choice, dict):
             return None
-        more = chat_template_kwargs if isinstance(chat_template_kwargs, dict) else {}
+        more: dict[str, Any] = {**self._names, "add_generation_prompt": True}
+        if effort is not None:  # as SGLang names it to templates
+            more |= dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
+            more["reasoning_effort"] = effort
+        if isinstance(told := asked.get("chat_template_kwargs"), dict):
+            more |= told
         try:
             return self._template.render(
-                **{**self._names, "add_generation_prompt": True, **more},
-                messages=[_flat(message) for message in messages],
-                tools=tools,
+                **more,
+                messages=[_flat(message) for message in asked["messages"]],
+                tools=None if choice == "none" else asked.get("tools"),
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
             return None  # the server says what is wrong with it

@@ -149,3 +149,29 @@ def test_other_calls_teach_no_half_prompt(folder: Path, path: str) -> None:
 
     prompt = asyncio.run(run())
     assert prompt.ids is None and not prompt.is_stream
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "rendered"),
+    [
+        ({}, "- - 1"),
+        ({"tool_choice": "none"}, "- - 0"),
+        ({"reasoning_effort": "none"}, "none False 1"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"thinking": 7}}, "low 7 1"),
+        ({"tool_choice": {"function": {"name": "f"}}}, None),
+        ({"reasoning": {"effort": "low"}}, None),
+        ({"continue_final_message": True}, None),
+    ],
+)
+def test_fields_that_change_a_chat_count(
+    folder: Path, more: dict[str, Any], rendered: str | None
+) -> None:
+    """A server is asked with each of them; the template has them as SGLang gives them to it."""
+    body = CHAT | more
+    assert ask_of(parse_body(json.dumps(body).encode())) == body | {"model": "default"}
+    source = "{{ reasoning_effort|default('-') }} {{ thinking|default('-') }} {{ tools|count }}"
+    (folder / "chat_template.jinja").write_text(source.replace("tools|", "(tools or [])|"))
+    assert encoded(folder, body) == (None if rendered is None else [*rendered.encode()])
