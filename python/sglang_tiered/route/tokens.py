@@ -44,12 +44,14 @@ class LocalTokenizer:
     def __init__(self, directory: Path) -> None:
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self._tokenizer.no_truncation()  # which a training may have saved in there
+            self._tokenizer.no_padding()
         except Exception as error:  # the library raises ``Exception`` itself
             raise ConfigError(
                 f"--tokenizer {directory} has no tokenizer.json that can be read ({error}); name "
                 "the model's directory, or drop it."
             ) from error
-        self._template: jinja2.Template | None = None
+        self._templates: dict[str, jinja2.Template] = {}
         self._names: dict[str, str] = {}
         try:
             config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -58,11 +60,13 @@ class LocalTokenizer:
             if apart.exists():
                 source = apart.read_text(encoding="utf-8")
             if isinstance(source, str):
-                self._template = _environment().from_string(source)
+                source = [{"name": "default", "template": source}]
+            for one in source or ():
+                self._templates[one["name"]] = _environment().from_string(one["template"])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
                 token = config.get(name)
                 self._names[name] = token["content"] if isinstance(token, dict) else token or ""
-        except (OSError, ValueError, KeyError, AttributeError, jinja2.TemplateError) as error:
+        except Exception as error:  # whatever is wrong with a file
             raise ConfigError(
                 f"--tokenizer {directory} has no chat template that can be read ({error}); name "
                 "the model's directory, or drop it."
@@ -81,7 +85,9 @@ class LocalTokenizer:
     def _render(self, asked: dict[str, Any]) -> str | None:
         choice, effort = asked.get("tool_choice"), asked.get("reasoning_effort")
         is_rare = asked.get("reasoning") or asked.get("continue_final_message")
-        if self._template is None or is_rare or isinstance(choice, dict):
+        tools = None if choice == "none" else asked.get("tools")
+        template = (tools and self._templates.get("tool_use")) or self._templates.get("default")
+        if template is None or is_rare or isinstance(choice, dict):
             return None
         more: dict[str, Any] = {**self._names, "add_generation_prompt": True}
         if effort is not None:  # as SGLang names it to templates
@@ -90,11 +96,8 @@ class LocalTokenizer:
         if isinstance(told := asked.get("chat_template_kwargs"), dict):
             more |= told
         try:
-            return self._template.render(
-                **more,
-                messages=[_flat(message) for message in asked["messages"]],
-                tools=None if choice == "none" else asked.get("tools"),
-            )
+            messages = [_flat(message) for message in asked["messages"]]
+            return template.render(**more, messages=messages, tools=tools)
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
             return None  # the server says what is wrong with it
 
@@ -105,7 +108,16 @@ def _flat(message: Any) -> dict[str, Any]:
         if any(part.get("type") != "text" for part in content):
             raise ValueError("not only text")
         content = " ".join(part["text"] for part in content)
-    return {**message, "content": "" if content is None else content}
+    made = {**message, "content": "" if content is None else content}
+    if isinstance(calls := message.get("tool_calls"), list):
+        made["tool_calls"] = [{**call, "function": _parsed(call["function"])} for call in calls]
+    return made
+
+
+def _parsed(function: dict[str, Any]) -> dict[str, Any]:
+    """Templates have the arguments of a call as an object."""
+    told = function.get("arguments")
+    return {**function, "arguments": json.loads(told)} if isinstance(told, str) else function
 
 
 def _environment() -> jinja2.Environment:

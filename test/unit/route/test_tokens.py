@@ -175,3 +175,26 @@ def test_fields_that_change_a_chat_count(
     source = "{{ reasoning_effort|default('-') }} {{ thinking|default('-') }} {{ tools|count }}"
     (folder / "chat_template.jinja").write_text(source.replace("tools|", "(tools or [])|"))
     assert encoded(folder, body) == (None if rendered is None else [*rendered.encode()])
+
+
+def test_saved_truncation_shortens_no_prompt(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for text in ("hi", "x" * 20):
+        assert encoded(folder, {"prompt": text}) == [*text.encode()]
+
+
+def test_named_templates_see_arguments_as_objects(folder: Path) -> None:
+    """As in SGLang; those of a call come as text."""
+    source = "{% for call in messages[0].tool_calls %}{{ call.function.arguments.a }}{% endfor %}"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": source}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "hi"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {"messages": [asked, {"role": "tool", "content": "ok"}]}
+    assert encoded(folder, body) == [*b"hi"]
+    assert encoded(folder, CHAT) == [*b"tools"]
+    call["function"] = {"name": "f", "arguments": "no JSON"}
+    assert encoded(folder, body) is None
