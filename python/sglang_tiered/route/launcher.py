@@ -124,7 +124,11 @@ class _Front:
         stopped = asyncio.create_task(stop.wait())
         try:
             if not await self._was_written(stop):
-                return self._picker.returncode or 0
+                code = self._picker.returncode
+                if code is None and not stop.is_set():
+                    logger.error("the picker does not listen after %g s", START_S)
+                    return 1
+                return code or 0
             keeping = asyncio.create_task(self._keep_picker())
             envoy = await asyncio.create_subprocess_exec(*self._envoy_command)
             ended = asyncio.create_task(envoy.wait())

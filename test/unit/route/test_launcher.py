@@ -46,3 +46,14 @@ def test_picker_is_tried_again_after_no_start(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refused_once)
     asyncio.run(keep())
     assert len(started) == 2
+
+
+def test_picker_that_hangs_fails_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A supervisor starts what ended with 0 no more."""
+    monkeypatch.setattr(launcher, "START_S", 0.0)
+    front = launcher._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
+    front._picker_command = ["sleep", "60"]
+    assert asyncio.run(front.run()) == 1
+    assert "does not listen" in caplog.text
