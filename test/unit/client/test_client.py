@@ -335,6 +335,8 @@ def test_tokens_of_any_sequence_are_sent(server: RecordedServer, ids: Any) -> No
         ("http://host:abc", None, "no client for http://host:abc with these settings"),
         ("http://host", "é", "no client for http://host with these settings"),
         (None, None, "None is not the URL of a server; write"),
+        ("http://host", "key\n", "perhaps a line's end; pass it alone"),
+        ("http://host", " key", "api_key holds more than a key"),
     ],
 )
 def test_unusable_settings_are_told(make: Any, url: Any, api_key: Any, sentence: str) -> None:
