@@ -357,7 +357,10 @@ def _show_gc(report: dict[str, Any]) -> None:
 def _open(url: str) -> _Bucket:
     """Open the object tier at a URL. Raises ``ConfigError`` and ``StoreError``; creates nothing,
     not even a directory."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"the URL of the object tier is not one; {_WAY_OUT}") from None
     directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
     if directory is not None and not directory.is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")

@@ -191,6 +191,7 @@ def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None
         (("stat", "memory://x"), "in the memory of another process"),
         (("stat", "{missing}"), "is not a directory"),
         (("stat", "{empty}"), "holds nothing of an object tier"),
+        (("stat", "s3://[::1"), "the URL of the object tier is not one"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(
