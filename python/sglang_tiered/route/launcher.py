@@ -184,11 +184,12 @@ class _Front:
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection(host, config.port)
                 writer.close()
-                shown = f"[{host}]" if ":" in host else host
+                hosts = host, config.picker_host
+                shown, picker = (f"[{one}]" if ":" in one else one for one in hosts)
                 scheme = "http" if config.certificate is None else "https"
                 print(
                     f"The front listens at {scheme}://{shown}:{config.port}, its picker at "
-                    f"http://{config.picker_host}:{config.http_port}/servers.",
+                    f"http://{picker}:{config.http_port}/servers.",
                     flush=True,
                 )
                 return

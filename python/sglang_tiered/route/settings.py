@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 import msgspec
@@ -203,6 +204,13 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "--servers is missing; name a file with one URL a line, dns://NAME:PORT or "
                 "redis://HOST."
             )
+        for flag, host in (("--host", self.host), ("--picker-host", self.picker_host)):
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:  # Envoy resolves no name
+                raise ConfigError(
+                    f"{flag} {host} is no IP address; write one, for example 127.0.0.1 or 0.0.0.0."
+                ) from None
         if not 1 <= self.port <= 65533:
             raise ConfigError(
                 f"--port {self.port} leaves no room for the two above it; choose one of 1 to 65533."

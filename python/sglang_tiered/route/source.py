@@ -27,6 +27,8 @@ class Source:
     def __init__(self, text: str) -> None:
         self._text = text
         self._name = re.fullmatch(r"dns://([^/:\s]+):(\d{1,5})", text)
+        if self._name is not None and not 0 < int(self._name[2]) < 1 << 16:
+            self._name = None
         self._shown, self.is_redis = text, text.partition("://")[0] in REDIS
         if self.is_redis:
             require("--servers redis://", "redis")

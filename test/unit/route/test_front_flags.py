@@ -34,6 +34,9 @@ from sglang_tiered.route.cli import main
         (["--servers", "FOLDER/good", "--classes", "FOLDER/bad"], "cannot be used: Expected"),
         (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/x"], "cannot be read"),
         (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/empty"], "holds no key"),
+        (["--servers", "FOLDER/good", "--host", "localhost"], "--host localhost is no IP address"),
+        (["--servers", "FOLDER/good", "--picker-host", "a"], "--picker-host a is no IP address"),
+        (["--servers", "dns://a:99999"], "is neither a file, nor dns://NAME:PORT"),
     ],
 )
 def test_unusable_flags_get_one_sentence(
