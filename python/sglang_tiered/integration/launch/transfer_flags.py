@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of, refuse_given, values_of
@@ -47,6 +48,12 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
     if "allowed_networks" in values:
         values["allowed_networks"] = parse_networks("--transfer-allow", values["allowed_networks"])
     config = TransferConfig(**values)
+    sums = "disaggregation_enable_kv_checksum"
+    if config.codec in LOSSY_CODEC_NAMES and explicit.get(sums):
+        raise ConfigError(
+            f"--transfer-codec {config.codec} rounds what --disaggregation-enable-kv-checksum sums "
+            "before and after; drop one of them."
+        )
     if config.keys_path is not None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)

@@ -77,6 +77,10 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         ({"transfer_encrypt": "all"}, "needs --transfer-keys"),
         ({"transfer_keys": "/nowhere"}, "--transfer-keys /nowhere has no decode.key_secret"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 cannot run with the zmq"),
+        (
+            {"transfer_codec": "int8", "disaggregation_enable_kv_checksum": True},
+            "int8 rounds what --disaggregation-enable-kv-checksum sums",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_sentence(explicit: dict[str, Any], sentence: str) -> None:
