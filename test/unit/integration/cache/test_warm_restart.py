@@ -320,7 +320,7 @@ def test_without_the_flag_an_earlier_list_goes(tier: Tier, monkeypatch: pytest.M
         remove_list(tier.notes)
 
 
-def test_erased_tenant_does_not_come_back_with_a_request(tier: Tier) -> None:
+def test_erased_tenant_stays_out_of_the_list(tier: Tier) -> None:
     """One that ran meanwhile, was retracted, and is loaded back from host memory."""
     tier.cache.hidden_tenants.quarantine(ACME)
     assert finished(tier.host.erase(Erasure(tenant=ACME)))
