@@ -155,11 +155,12 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         from sglang_tiered.integration.admin.page import add_page
         from sglang_tiered.integration.cpu import processes
 
-        resolved = start.check(server_args, config)
+        resolved, config = start.check(server_args, config)
 
     def announce() -> None:
         print(banner(resolved, config, get_global_state().scheduler_info), flush=True)
 
+    config.to_environment()  # again: a model may change what was given
     start.remove_other_shards(config)
     if resolved.numa_node is None:  # SGLang binds spawned processes only
         processes.fork_from_here()

@@ -33,7 +33,7 @@ class RequestLogConfig(msgspec.Struct, frozen=True, kw_only=True):
             FILE,
             "File to which a line of JSON is added for each request that ends: where its tokens "
             "came from, what was planned at which price, and what it waited for. With `--dp-size` "
-            "above 1 each replica writes `FILE.replicaN`.",
+            "or `--attn-dp-size` above 1 each replica writes `FILE.replicaN`.",
             default="none",
         ),
     ]

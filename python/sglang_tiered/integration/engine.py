@@ -219,9 +219,9 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
 def _prepare_tiers(server_args: ServerArgs, config: TieredConfig, held: ExitStack) -> CostBoard:
     """Do what the launcher does before a model is loaded; ``held`` undoes it."""
     start.claim_directory(config, held)
+    settings, config = start.check(server_args, config)
     config.to_environment()
     held.callback(os.environ.pop, ENVIRONMENT_VARIABLE, None)
-    settings = start.check(server_args, config)
     start.remove_other_shards(config)
     board = held.enter_context(
         CostBoard.create(num_dp_ranks_of(settings), num_local_ranks(settings))

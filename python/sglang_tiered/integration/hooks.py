@@ -230,12 +230,14 @@ class Hooks:
             self._messages = SchedulerMessages(scheduler, self._control)
             scheduler._request_dispatcher = self._messages  # noqa: SLF001
         except TieredError as error:
+            from sglang.srt.runtime_context import get_parallel
+
             # All ranks refuse a setting alike; a shard is refused by its own rank.
             rank, num_ranks = _place_among_ranks()
             if not isinstance(error, ConfigError) or rank == 0:
                 of_rank = f"rank {rank}: " if num_ranks > 1 else ""
                 print(f"sglang-tiered: {of_rank}{error}", file=sys.stderr, flush=True)
-            if server_args.dp_size > 1:
+            if get_parallel().num_dp_ranks > 1:
                 raise  # the controller of the replicas sees exceptions only
             # SGLang would print a traceback and kill the launcher, and the storage's threads and
             # the other ranks must not delay the exit.

@@ -58,7 +58,7 @@ class Forgets:
         if is_detached(cache):
             raise CallError(DETACHED, 503)
         # For the replicas that do not know the rid; once, as they may be megabytes.
-        is_told = not selectors or "input_ids" in body or get_parallel().dp_size == 1
+        is_told = not selectors or "input_ids" in body or get_parallel().num_dp_ranks == 1
         report = {"done": False, "durable": False, "num_tokens": len(hashes) * page_size}
         if not is_told:
             yield {**report, "hashes": hashes}

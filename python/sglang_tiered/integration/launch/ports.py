@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.storage.shards import sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,7 +86,7 @@ def _event_ports(explicit: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         for endpoint in (events.get("endpoint", "tcp://*:5557"), events.get("replay_endpoint")):
             address, _, port = (endpoint or "").removeprefix("tcp://").rpartition(":")
             if address in ("*", ANYWHERE):
-                for replica in range(explicit.get("dp_size") or 1):
+                for replica in range(sizes_of(explicit).num_replicas):
                     yield "--kv-events-config", ANYWHERE, int(port) + replica
     except (AttributeError, TypeError, ValueError):
         return

@@ -40,6 +40,7 @@ from sglang_tiered.integration.launch.transfer_flags import (
     transfer_arguments,
 )
 from sglang_tiered.integration.names import CACHE_BACKEND
+from sglang_tiered.integration.storage.shards import sizes_of
 from sglang_tiered.integration.storage.tiers import rank_settings
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
@@ -84,7 +85,7 @@ _EXCLUSIVE_FLAGS = {
         "--disaggregation-decode-enable-offload-kvcache"
     ),
 }
-_SIZES = ("tp_size", "pp_size", "dp_size", "nnodes", "max_total_tokens")
+_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "max_total_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         "--page-size": str(DEFAULT_PAGE_SIZE),
     }
 
-    num_ranks = _num_ranks(explicit)
+    sizes = sizes_of(explicit)
+    num_ranks = sizes.num_ranks
     host_bytes = _resolve_host(explicit, values.get("host_bytes"))
     if host_bytes is not None:
         # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
@@ -178,15 +180,12 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         mode=mode,
         host_bytes=host_bytes,
         nvme=nvme,
-        num_ranks=num_ranks,
-        tp_size=_attention_tp_size(explicit),
-        pp_size=explicit.get("pp_size") or 1,
-        dp_size=(explicit.get("dp_size") or 1) if explicit.get("enable_dp_attention") else 1,
         transfer=transfer,
         object=resolve_object(explicit) if mode is TierMode.NVME else None,
         peers=peers,
         request_log=_resolve_request_log(explicit),
     )
+    config = sizes.put_into(config)
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
 
@@ -379,7 +378,7 @@ def _resolve_request_log(explicit: Mapping[str, Any]) -> RequestLogConfig | None
             f"--tier-log-requests {values['path']} has no meaning with --pp-size {pp_size}; drop "
             "one of them."
         )
-    return RequestLogConfig(**values, num_replicas=explicit.get("dp_size") or 1)
+    return RequestLogConfig(**values)
 
 
 def _check_encryption(environment: Mapping[str, str]) -> None:
@@ -395,26 +394,6 @@ def _check_encryption(environment: Mapping[str, str]) -> None:
             "AWS_SSE_KMS_KEY_ID needs AWS_SERVER_SIDE_ENCRYPTION=aws:kms beside it, or no page "
             "would be encrypted with that key; set it, or unset the key."
         )
-
-
-def _num_ranks(explicit: Mapping[str, Any]) -> int:
-    """Count the scheduler processes of this server on this machine."""
-    ranks = 1
-    for name in ("tp_size", "pp_size"):
-        ranks *= explicit.get(name) or 1
-    if not explicit.get("enable_dp_attention"):
-        ranks *= explicit.get("dp_size") or 1
-    return max(1, ranks // (explicit.get("nnodes") or 1))
-
-
-def _attention_tp_size(explicit: Mapping[str, Any]) -> int:
-    """Count the ranks that share one request's heads: with DP attention, those of one DP group that
-    hold the same tokens."""
-    tp_size: int = explicit.get("tp_size") or 1
-    if explicit.get("enable_dp_attention"):
-        others = (explicit.get("dp_size") or 1) * (explicit.get("attn_cp_size") or 1)
-        return max(1, tp_size // others)
-    return tp_size
 
 
 def _flag(name: str) -> str:

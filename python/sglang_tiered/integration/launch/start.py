@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.config import TieredConfig, TierMode, cache_directory
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import compat
-from sglang_tiered.integration.storage import machine_budget
+from sglang_tiered.integration.storage import machine_budget, shards
 from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.directory import DirectoryLock
@@ -131,12 +131,10 @@ def remove_other_shards(config: TieredConfig) -> None:
     refused what it can refuse: a mistyped command must cost nothing that is stored."""
     if config.nvme is None:
         return
-    from sglang_tiered.integration.storage.shards import has_geometry
-
     path = Path(config.nvme.directory)
 
     def serves(name: str) -> bool:
-        return has_geometry(
+        return shards.has_geometry(
             name,
             num_ranks=config.num_ranks,
             tp_size=config.tp_size,
@@ -152,9 +150,9 @@ def remove_other_shards(config: TieredConfig) -> None:
         )
 
 
-def check(server_args: Any, config: TieredConfig) -> Any:
-    """Return SGLang's settings as it resolves them. Raises ``ConfigError`` for what SGLang, the
-    model or this machine refuses."""
+def check(server_args: Any, config: TieredConfig) -> tuple[Any, TieredConfig]:
+    """Return SGLang's settings as it resolves them, and the configuration with the sizes that they
+    say. Raises ``ConfigError`` for what SGLang, the model or this machine refuses."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_tiered.integration.cpu import memory
@@ -167,7 +165,9 @@ def check(server_args: Any, config: TieredConfig) -> Any:
         needed = memory.working_set(settings, config.host_bytes)
         there = memory.allocatable_bytes() - (config.nvme.memory_bytes if config.nvme else 0)
         memory.check_memory(needed, max(0, there))
-    return settings
+    if config.mode is TierMode.OFF:
+        return settings, config
+    return settings, shards.of_settings(settings).put_into(config)
 
 
 def complete(server_args: Any) -> None:

@@ -1,12 +1,29 @@
 """Names of the shards in a tier directory: one per rank where ranks hold different bytes, and that
-of a server with one rank where they hold the same (``shared_pages``)."""
+of a server with one rank where they hold the same (``shared_pages``). And the sizes behind them."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["has_geometry", "is_of_other_sharing", "num_replicas", "shard_name"]
+import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_tiered.config import TieredConfig
+
+__all__ = [
+    "Sizes",
+    "has_geometry",
+    "is_of_other_sharing",
+    "num_replicas",
+    "of_settings",
+    "shard_name",
+    "sizes_of",
+]
+
+_GIVEN = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "nnodes")
 _NAME = re.compile(r"tp(\d+)of(\d+)-pp(\d+)of(\d+)-dp(\d+)-(\d+)")
 
 
@@ -42,3 +59,42 @@ def is_of_other_sharing(name: str, *, opened: str, tp_size: int) -> bool:
         return False
     other_size = tp_size if own[2] == "1" else 1
     return int(match[2]) == other_size != int(own[2]) and match.groups()[2:] == own.groups()[2:]
+
+
+class Sizes(NamedTuple):
+    """What ``TieredConfig`` says of the ranks; ``num_replicas`` have requests of their own."""
+
+    num_ranks: int
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    num_replicas: int
+
+    def put_into(self, config: TieredConfig) -> TieredConfig:
+        """Return ``config`` with these sizes. Raises ``ConfigError`` where its caps are too small
+        for them."""
+        sizes = self._asdict()
+        log, num_replicas = config.request_log, sizes.pop("num_replicas")
+        if log is not None:
+            log = msgspec.structs.replace(log, num_replicas=num_replicas)
+        return msgspec.structs.replace(config, **sizes, request_log=log)
+
+
+def sizes_of(given: Mapping[str, Any]) -> Sizes:
+    """Return the sizes of a command line, by its explicit arguments."""
+    tp, pp, dp, attn_dp, attn_cp, num_machines = (given.get(name) or 1 for name in _GIVEN)
+    if given.get("enable_dp_attention") and attn_dp == 1:  # SGLang's old spelling
+        attn_dp, dp = dp, 1
+    return Sizes(
+        num_ranks=max(1, tp * pp * dp // num_machines),
+        # With DP attention, the ranks of one group that hold the same tokens.
+        tp_size=tp if attn_dp == 1 else max(1, tp // (attn_dp * attn_cp)),
+        pp_size=pp,
+        dp_size=attn_dp,
+        num_replicas=dp * attn_dp,
+    )
+
+
+def of_settings(settings: Any) -> Sizes:
+    """Return the sizes of a server by SGLang's settings, resolved: a model may change them."""
+    return sizes_of({name: getattr(settings, name) for name in _GIVEN})

@@ -94,7 +94,7 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
 
 def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation has megabytes of them, and is asked about every 20 ms."""
-    monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=2))
+    monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=1, num_dp_ranks=2))
     world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
     ask, body = asker(world), {"rid": "r", "keep_tokens": 0}
     told = ask("n", body)["hashes"]

@@ -101,18 +101,25 @@ def test_weights_count_with_their_size_in_memory(
     assert memory._widening(model) == factor
 
 
-def test_scheduler_refusal_is_one_sentence_and_code_2(zygotes: Zygotes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_replicas", "code"), [(1, 2), (2, 1)])
+def test_scheduler_refusal_is_one_sentence_and_code_2(
+    zygotes: Zygotes, tmp_path: Path, num_replicas: int, code: int
+) -> None:
+    """The controller of replicas, of groups of DP attention too, sees exceptions only."""
     script, log = tmp_path / "refuses.py", tmp_path / "log"
     script.write_text(
-        "from types import SimpleNamespace\n"
+        "from sglang.srt.runtime_context import get_parallel\n"
         "from sglang_tiered.errors import ConfigError\n"
         "from sglang_tiered.integration import hooks\n"
         "def original(*_):\n"
         "    raise ConfigError('too small.')\n"
-        "hooks.Hooks(on_cpu=True).around_scheduler(original, None, SimpleNamespace(dp_size=1))\n"
+        f"with get_parallel().override(dp_size=1, num_dp_ranks={num_replicas}):\n"
+        "    hooks.Hooks(on_cpu=True).around_scheduler(original, None, None)\n"
     )
     process = zygotes.fork([str(script)], dict(os.environ), log)
-    assert (process.wait(120), log.read_text()) == (2, "sglang-tiered: too small.\n")
+    assert process.wait(120) == code
+    sentence, _, rest = log.read_text().partition("\n")
+    assert (sentence, bool(rest)) == ("sglang-tiered: too small.", code == 1)
 
 
 def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:

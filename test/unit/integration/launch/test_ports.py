@@ -64,7 +64,7 @@ def test_every_port_of_a_flag_is_looked_at(taken: int, name: str) -> None:
 
 
 def test_ports_of_kv_events_are_looked_at(taken: int) -> None:
-    replicas = {**FREE, "dp_size": 2}
+    replicas = {**FREE, "attn_dp_size": 2}
     for given in (
         events_at(f"tcp://*:{taken}"),
         events_at(f"tcp://0.0.0.0:{taken - 1}"),

@@ -31,7 +31,7 @@ from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.launch.resolve import _resolve_request_log, resolve_object
-from sglang_tiered.integration.storage import tiers
+from sglang_tiered.integration.storage import shards, tiers
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
 
@@ -402,9 +402,9 @@ def test_a_tilde_in_the_cache_directory_is_home(monkeypatch: pytest.MonkeyPatch)
 
 def test_file_and_size_become_settings(tmp_path: Path) -> None:
     given = {"tier_log_requests": str(tmp_path / "log"), "tier_log_requests_bytes": "8MiB"}
-    config = _resolve_request_log({**given, "dp_size": 2})
+    config = _resolve_request_log(given)
     assert (config.path, config.max_bytes) == (str(tmp_path / "log"), 8 << 20)
-    assert config.num_replicas == 2 and _resolve_request_log({}) is None
+    assert _resolve_request_log({}) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -427,3 +427,32 @@ def test_server_without_nvme_has_no_stories(mode: str) -> None:
     given = {"tier_log_requests": "/log", "tier_mode": mode}
     with pytest.raises(ConfigError, match=f"/log has no meaning with --tier-mode {mode}"):
         server_args.resolve(given, [], on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes"),
+    [
+        ("--tp 4 --dp-size 2", (8, 4, 1, 2)),
+        ("--tp 4 --dp-size 2 --enable-dp-attention", (4, 2, 2, 2)),
+        ("--tp 4 --attn-dp-size 2", (4, 2, 2, 2)),
+        ("--tp 4 --attn-dp-size 2 --enable-dp-attention", (4, 2, 2, 2)),
+        ("--tp 8 --attn-dp-size 2 --attn-cp-size 2 --nnodes 2", (4, 2, 2, 2)),
+        ("--tp 2 --pp-size 2", (4, 2, 1, 1)),
+    ],
+)
+def test_shards_of_own_replicas_outlive_restarts(
+    resolve: Any, line: str, sizes: tuple[int, ...]
+) -> None:
+    """Shards of other sizes are removed at a start."""
+    log = "" if "pp" in line else " --tier-log-requests {tmp}/log"
+    config = resolve(f"--tier-dir {{tmp}}/kv {line}{log}").config
+    num_replicas = config.request_log.num_replicas if log else 1
+    assert (config.num_ranks, config.tp_size, config.dp_size, num_replicas) == sizes
+
+
+def test_sizes_are_those_of_the_resolved_settings(resolve: Any) -> None:
+    """A model may turn replicas into groups of DP attention."""
+    config = resolve("--tier-dir {tmp}/kv --tp 4 --dp-size 2").config
+    model = {"tp_size": 4, "pp_size": 1, "dp_size": 1, "attn_dp_size": 2, "attn_cp_size": 2}
+    config = shards.of_settings(SimpleNamespace(**model, nnodes=1)).put_into(config)
+    assert (config.num_ranks, config.tp_size, config.dp_size) == (4, 1, 2)
