@@ -111,6 +111,11 @@ class SchedulerMessages:
         cache = self._scheduler.tree_cache
         return cache if isinstance(cache, TieredRadixCache) else None
 
+    @property
+    def _is_idle(self) -> bool:
+        scheduler = self._scheduler
+        return bool(scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused))  # noqa: SLF001
+
     # ---- Weights ----
 
     def note_loaded(self, message: Any, *, is_loaded: bool) -> None:
@@ -170,7 +175,7 @@ class SchedulerMessages:
         handoff = manager_of(scheduler)
         # What is left in memory counts, not what the call asked for: the last call of a session
         # flushes nothing, and a flush may have been refused, by a single rank whose load failed.
-        is_idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)  # noqa: SLF001
+        is_idle = self._is_idle
         if cache is None:
             if handoff is not None:
                 namespace.drop_digests()
@@ -194,10 +199,13 @@ class SchedulerMessages:
 
     def _release(self, message: Any) -> Any:
         cache = self._cache
-        if cache is not None and not cache.quiesce():
+        # Stages of a pipeline do not wait, and SGLang ends a scheduler that is not idle. They have
+        # equal trees and hear of each end in the same step, so they decide alike.
+        if cache is not None and not (cache.quiesce() and (cache.pp_size == 1 or self._is_idle)):
             logger.error(
                 "no memory was released (the disk of the NVMe tier hangs and may still write to "
-                "host memory); release it again once the disk answers"
+                "host memory, or stages of a pipeline still compute or store); release it again "
+                "once the disk answers"
             )
             return ReleaseMemoryOccupationReqOutput()
         result = self._dispatch(message)

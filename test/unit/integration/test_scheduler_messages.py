@@ -46,7 +46,7 @@ class Server:
         self.is_idle = self.is_empty = True
         cache = TieredRadixCache.__new__(TieredRadixCache)
         cache.attn_cp_group = cache.attn_tp_group = None
-        cache.tp_world_size = 1
+        cache.tp_world_size = cache.pp_size = 1
         self.updater = SimpleNamespace(
             _session=None, memory_saver_adapter=SimpleNamespace(enabled=True)
         )
@@ -314,3 +314,19 @@ def test_switch_waits_for_what_is_not_stored(switching: Switching) -> None:
     switching.tiering.awaits_stores = False
     assert switching.send(PdRoleSwitchReqInput(new_role="decode")).success
     assert switching.said[:4] == ["rest", "rest", "prepare", "sglang"]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_release_waits_for_stages_that_are_busy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_stages: int
+) -> None:
+    """SGLang ends a scheduler that it finds busy, and with it the server."""
+    server = Server(monkeypatch)
+    server.is_idle = False
+    server.send._cache.pp_size = num_stages
+    features = SimpleNamespace(enable_weights_cpu_backup=False)
+    monkeypatch.setattr(scheduler_messages, "get_exec", lambda: SimpleNamespace(features=features))
+    given = server.send(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    is_released = num_stages == 1  # which has waited until all of it ended
+    assert (given is DONE) == is_released
+    assert ("no memory was released" in caplog.text) != is_released
