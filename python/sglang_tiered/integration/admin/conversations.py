@@ -55,6 +55,10 @@ __all__ = [
     "tier_of",
 ]
 
+STAGED = (
+    "nothing is promised with --pp-size above 1, as no stage of a pipeline knows what the others "
+    "hold; NVMe gets the pages all the same"
+)
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
 
 logger = logging.getLogger(__name__)
@@ -182,8 +186,11 @@ def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     return {"done": True, "num_tokens": len(selector.tokens), **counts}
 
 
-def tier_of(storage: TieredStorage, name: str) -> Tier:
-    """Return a tier by its name. Raises ``CallError`` where this server lacks it."""
+def tier_of(cache: TieredRadixCache, storage: TieredStorage, name: str) -> Tier:
+    """Return a tier by its name. Raises ``CallError`` where this server lacks it, or cannot tell
+    what it holds."""
+    if cache.pp_size > 1:
+        raise CallError(STAGED)
     if name == Tier.OBJECT.value and not storage.has_object_tier:
         raise CallError(NO_OBJECT_TIER)
     return Tier(name)
@@ -199,7 +206,7 @@ class Checkpoints:
         """Make a conversation durable."""
         storage = store_of(cache)
         tier = tier_of(
-            storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
+            cache, storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
         )
         selector = yield from selector_of(cache, body)
         if selector is None:

@@ -29,6 +29,10 @@ DETACHED = (
     "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
     "it and ask again"
 )
+STAGED = (
+    "the pages are hidden, and the first stage has forgotten them for good, but with --pp-size "
+    "above 1 nobody can tell that of the others"
+)
 
 
 class Forgets:
@@ -67,6 +71,8 @@ class Forgets:
             if durable:  # until then the caller may name it again
                 recents, original = cache.recent_requests, cache.hidden_tenants.original
                 recents.forget(selectors, num_kept * page_size, page_size, original)
+                if cache.pp_size > 1 and hashes:
+                    raise CallError(STAGED, 503)
             report |= {"done": done, "durable": durable}
             if done:
                 return report

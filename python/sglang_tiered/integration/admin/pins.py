@@ -50,7 +50,7 @@ REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin somet
 def pin(checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     """Pin a conversation in a tier, and then make it durable there."""
     storage = store_of(cache)
-    tier = tier_of(storage, body.get("tier", "nvme"))
+    tier = tier_of(cache, storage, body.get("tier", "nvme"))
     selector = yield from selector_of(cache, body)
     if selector is None:
         return UNKNOWN

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.admin import conversations, forgets
 from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.forgets import Forgets
+from sglang_tiered.integration.admin.pins import pin
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
@@ -177,3 +178,18 @@ def test_pages_named_after_a_purge_are_hidden(world: CacheWorld) -> None:
     assert cache.match_visible(key).device_prefix_len == len(TOKENS)
     answer(world, hashes=hashes[3:])
     assert cache.match_visible(key).device_prefix_len == 3 * PAGE
+
+
+def test_no_stage_promises_for_the_others(world: CacheWorld) -> None:
+    """The first alone answers, and the disk of another may take nothing."""
+    world.cache.pp_size = 2
+    checkpoints, body = conversations.Checkpoints(), {"input_ids": TOKENS.tolist()}
+    calls = {"checkpoint": checkpoints.begin, "pin": partial(pin, checkpoints)}
+    for name in calls:
+        got = Calls(calls).answer(world.cache, name, "n", {**body, "now": 0.0})
+        assert got["status"] == 400 and "with --pp-size above 1" in got["error"]
+    ask = asker(world)
+    ask("n", {**body, "keep_tokens": 0})
+    world.until(lambda: ask("n", {}).get("status") == 503)
+    assert "nobody can tell that of the others" in ask("n", {})["error"]
+    assert held(world, TOKENS) == (0, 0)
