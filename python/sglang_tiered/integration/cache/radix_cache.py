@@ -378,6 +378,11 @@ class TieredRadixCache(HidingCache):
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:
             self.tiering.store_soon(nodes)
+            return
+        copied = {n for each in self.ongoing_write_through.values() for n in each.publish_node_ids}
+        for node in nodes:  # the end of a copy brings its store with it
+            if self.is_backuped(node.node_id) and node.node_id not in copied:
+                self.write_backup_storage(node.node_id)
 
     # ---- What leaves memory ----
 

@@ -300,3 +300,19 @@ def test_page_hidden_twice_needs_a_later_request() -> None:
     assert "a" in pages
     assert pages.computed(["a", "b"], pages.version, is_behind=False) == (True, False)
     assert not pages
+
+
+def test_pipeline_stores_what_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree believes that NVMe has them, and its stages plan no stores."""
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        world.cache.tiering = None
+        run(world, TOKENS)
+        world.until(lambda: world.num_stored() == 6 and not world.cache.is_under_way())
+        hashes = hashes_of(TOKENS)
+        world.cache.hidden_pages.hide(hashes)
+        erased = Erasure.of(map(bytes.fromhex, hashes))
+        assert world.cache.storage.region_engine.erase(erased).result(30)
+        assert run(world, TOKENS) == 0
+        world.until(lambda: world.num_stored() == 6)
