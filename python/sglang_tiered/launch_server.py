@@ -141,6 +141,10 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     if any(getattr(server_args, name) for name in special):
         from sglang.launch_server import run_server
 
+        if not server_args.encoder_only:  # which has neither a tree nor tiers
+            server_args.tokenizer_path = server_args.tokenizer_path or server_args.model_path
+            _, config = start.check(server_args, config)
+            config.to_environment()
         start.remove_other_shards(config)
         run_server(server_args)
         return

@@ -19,6 +19,7 @@ import pytest
 from host_pools import storage_config
 from sglang.srt.server_args import ServerArgs
 
+from kit.small_model import write_small_model
 from kit.unprivileged import run_unprivileged
 from kit.waiting import finished
 from sglang_tiered import launch_server
@@ -256,7 +257,10 @@ def shard_of_two_ranks(path: Path) -> Path:
     return shard
 
 
-def test_a_command_line_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [(), ("--smg-grpc-mode",), ("--grpc-mode",), ("--use-ray",)])
+def test_a_command_line_sglang_refuses_removes_no_shard(
+    tmp_path: Path, kind: tuple[str, ...]
+) -> None:
     """One mistyped model, and all that a larger server had stored was gone."""
     from sglang.srt.server_args import prepare_server_args
 
@@ -264,7 +268,7 @@ def test_a_command_line_sglang_refuses_removes_no_shard(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     shard = shard_of_two_ranks(path)
     flags = ["--model-path", str(tmp_path / "empty"), "--port", "0", "--tier-dir", str(path)]
-    resolved = launch_server._resolve(flags)
+    resolved = launch_server._resolve([*flags, *kind])
     with contextlib.ExitStack() as held:
         start.claim_directory(resolved.config, held)
         with pytest.raises(ConfigError, match="SGLang refuses these arguments"):
@@ -479,3 +483,15 @@ def test_end_is_clean_of_a_librarys_report() -> None:
         assert (ended.returncode, ended.stdout) == (3, "served handed back\n"), ended.stderr
         assert ("nanobind: leaked" in ended.stderr) == expected
         assert expected or ended.stderr == ""
+
+
+@pytest.mark.parametrize("kind", ["--smg-grpc-mode", "--grpc-mode", "--use-ray"])
+def test_no_kind_of_server_passes_our_checks(tmp_path: Path, kind: str) -> None:
+    """A prefix from a tier would come with the rows of another prompt."""
+    from sglang.srt.server_args import prepare_server_args
+
+    model = write_small_model(tmp_path / "model")
+    flags = ["--model-path", str(model), "--port", "0", "--tier-dir", str(tmp_path / "kv")]
+    resolved = launch_server._resolve([*flags, kind, "--enable-return-routed-experts"])
+    with pytest.raises(ConfigError, match="rows of other prompts"):
+        launch_server._run(prepare_server_args(resolved.sglang_arguments), resolved.config)
