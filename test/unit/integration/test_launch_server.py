@@ -485,13 +485,27 @@ def test_end_is_clean_of_a_librarys_report() -> None:
         assert expected or ended.stderr == ""
 
 
-@pytest.mark.parametrize("kind", ["--smg-grpc-mode", "--grpc-mode", "--use-ray"])
-def test_no_kind_of_server_passes_our_checks(tmp_path: Path, kind: str) -> None:
-    """A prefix from a tier would come with the rows of another prompt."""
+ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--smg-grpc-mode --enable-return-routed-experts", ROWS),
+        ("--grpc-mode --enable-return-routed-experts", ROWS),
+        ("--use-ray --enable-return-routed-experts", ROWS),
+        ("--hicache-mem-layout page_head", "--hicache-mem-layout page_head needs sgl_kernel"),
+        ("--hicache-mem-layout page_first_kv_split", "page_first_kv_split needs sgl_kernel"),
+        ("--tp 2 --attn-dp-size 2", "--attn-dp-size 2 needs a GPU"),
+        ("--tp 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size 2 needs a GPU"),
+    ],
+)
+def test_what_kills_a_scheduler_is_refused_before(tmp_path: Path, line: str, sentence: str) -> None:
+    """Or answers wrongly; whatever the kind of server."""
     from sglang.srt.server_args import prepare_server_args
 
     model = write_small_model(tmp_path / "model")
     flags = ["--model-path", str(model), "--port", "0", "--tier-dir", str(tmp_path / "kv")]
-    resolved = launch_server._resolve([*flags, kind, "--enable-return-routed-experts"])
-    with pytest.raises(ConfigError, match="rows of other prompts"):
+    resolved = launch_server._resolve([*flags, *line.split()])
+    with pytest.raises(ConfigError, match=sentence):
         launch_server._run(prepare_server_args(resolved.sglang_arguments), resolved.config)

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.uint8]
 
-__all__ = ["ReferenceCpuPlatform", "cores_per_rank", "page_ids", "patch_host_pools"]
+__all__ = [
+    "ReferenceCpuPlatform",
+    "copy_directly",
+    "cores_per_rank",
+    "page_ids",
+    "patch_host_pools",
+]
 
 # Copying row by row costs more than a gathered copy below this size, and less above it.
 LARGE_ROW_BYTES = 4096
@@ -67,6 +73,11 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
                 "--enable-lora and --lora-paths need a GPU, since SGLang's adapter layers pin "
                 "memory; drop them."
             )
+        if server_args.attn_dp_size > 1:  # --enable-dp-attention means the same by now
+            raise ConfigError(
+                f"--attn-dp-size {server_args.attn_dp_size} needs a GPU, since SGLang's DP "
+                "attention pins memory; drop it."
+            )
         # An idle scheduler polls without pause, which on a GPU server costs one core of many and
         # on a small machine half of the compute.
         server_args.sleep_on_idle = True
@@ -74,16 +85,26 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # the platform for its default.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
-        if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
-            # SGLang's default copies pages with sgl_kernel, and ends the scheduler without it.
-            # SGLang then picks the layout that fits.
-            server_args.hicache_io_backend = "direct"
+        copy_directly(server_args)
         num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if num_ranks > 1:
             os.environ.setdefault(THREADS_BIND, cores_per_rank(num_ranks, os.sched_getaffinity(0)))
 
     def get_default_attention_backend(self) -> str:
         return "reference"
+
+
+def copy_directly(server_args: Any) -> None:
+    """Have SGLang copy pages without sgl_kernel, whose absence ends the scheduler. Raises
+    ``ConfigError`` for a layout that only its copies know."""
+    if not server_args.enable_hierarchical_cache:
+        return
+    if (layout := server_args.hicache_mem_layout) in ("page_head", "page_first_kv_split"):
+        raise ConfigError(
+            f"--hicache-mem-layout {layout} needs sgl_kernel, which is not used here; drop it."
+        )
+    if server_args.hicache_io_backend == "kernel":
+        server_args.hicache_io_backend = "direct"  # SGLang then picks the layout that fits
 
 
 def cores_per_rank(num_ranks: int, cores: set[int]) -> str:

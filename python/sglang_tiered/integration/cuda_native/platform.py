@@ -47,6 +47,8 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Raises ``ConfigError`` for what needs kernels that are not there."""
+        from sglang_tiered.integration.cpu.platform import copy_directly
+
         if server_args.speculative_algorithm is not None:
             raise ConfigError(
                 f"--speculative-algorithm {server_args.speculative_algorithm} needs sgl_kernel, "
@@ -65,9 +67,7 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # SGLang captures for devices it knows, and asks other platforms for a runner of their own.
         server_args.disable_decode_cuda_graph = True
         server_args.disable_prefill_cuda_graph = True
-        if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
-            # SGLang's default copies pages with sgl_kernel; it then picks the layout that fits.
-            server_args.hicache_io_backend = "direct"
+        copy_directly(server_args)
 
     def get_default_attention_backend(self) -> str:
         return "triton"

@@ -72,6 +72,7 @@ def arguments(**given: Any) -> SimpleNamespace:
         "sampling_backend": None,
         "enable_hierarchical_cache": True,
         "hicache_io_backend": "kernel",
+        "hicache_mem_layout": "page_first",
     }
     return SimpleNamespace(**{**defaults, **given})
 
@@ -96,6 +97,7 @@ def test_pod_and_what_the_user_chose_stay() -> None:
     [
         ({"attention_backend": "fa3"}, r"--attention-backend fa3 .*; pass triton or pod\."),
         ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm EAGLE .*; drop it\."),
+        ({"hicache_mem_layout": "page_head"}, r"--hicache-mem-layout page_head .*; drop it\."),
     ],
 )
 def test_what_needs_compiled_kernels_is_refused(given: dict[str, Any], sentence: str) -> None:
