@@ -273,6 +273,11 @@ def _resolve_nvme(
                 f"{_flag(name)} names a storage backend of its own, but the NVMe tier is one "
                 "already; drop it, or pass --tier-mode off."
             )
+    if explicit.get("hicache_storage_prefetch_retry_max_attempts", 1) < 1:
+        raise ConfigError(
+            "--hicache-storage-prefetch-retry-max-attempts must be at least 1, or loads that wait "
+            "for a turn or for other ranks never begin; drop it."
+        )
     values = values_of(NvmeConfig, explicit)
     place = (cache_directory() / "sglang-tiered" / "kv").absolute()
     directory = Path(values.setdefault("directory", str(place)))

@@ -160,6 +160,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--tier-codec gzip", "choose one of none, zstd"),
         ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
         ("--enable-unified-cache-external-linker", "-external-linker cannot run with tiering"),
+        ("--hicache-storage-prefetch-retry-max-attempts 0", "max-attempts must be at least 1, or"),
     ],
 )
 def test_bad_combination_is_one_sentence(
