@@ -18,9 +18,9 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 64_600,
+    "product lines": 64_900,
     "product files": 336,
-    "product classes": 659,
+    "product classes": 660,
     "class names defined more than once": 8,
     "product modules with one importer": 97,
     f"product files under {SMALL_LINES} lines": 59,
@@ -30,8 +30,8 @@ HELD = {
     "laboratory lines": 10_700,
     "kernel lines": 3_500,
     "benchmark lines": 18_400,
-    "test lines": 93_000,
-    "Markdown bytes": 303_000,
+    "test lines": 85_600,
+    "Markdown bytes": 303_500,
 }
 
 

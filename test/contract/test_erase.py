@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from erasing_servers import Servers
@@ -22,14 +24,9 @@ from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Reason, Tier
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import all_true, is_true
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.pins import PinRefusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
-    from sglang_tiered.storage.stack import TierStack
+from sglang_tiered.storage.stack import TierStack
 
 pytestmark = pytest.mark.timeout(120)
 

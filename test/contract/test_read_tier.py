@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from peer_child import sharer
@@ -15,6 +16,7 @@ from shared_tier import SharedTier
 from kit.runs import NAMESPACE, MakeRun, blank, page_data, select
 from kit.tiers import KEEPING, close_whole, loads, open_region, open_tier
 from kit.waiting import TIMEOUT_S, eventually, finished
+from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
@@ -30,12 +32,6 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.stack import TierStack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from sglang_tiered.sharing.addresses import Target
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,8 +4,10 @@ encrypted, and read out of the sender's memory."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +28,6 @@ from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.timeout(60)
 

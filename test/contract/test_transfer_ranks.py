@@ -3,18 +3,16 @@ ranks that send nothing, pipeline stages, and several instances of both roles at
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from transfer_pair import TCP, Prefill, Shape, decode, prefill, share_of, sources_of, whole_kv
 
 from kit.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 pytestmark = pytest.mark.timeout(60)
 

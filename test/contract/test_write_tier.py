@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -33,9 +33,6 @@ from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MakeEngine = Callable[..., TierEngine]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from bucket_engines import (
@@ -22,7 +24,7 @@ from bucket_engines import (
     run_of,
     store,
 )
-from object_proxy import status
+from object_proxy import FaultProxy, status
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
@@ -33,12 +35,6 @@ from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from object_proxy import FaultProxy
 
 OK = {Reason.OK}
 TENANT, OTHER = b"\x22" * 16, b"\x33" * 16

@@ -4,10 +4,9 @@ is."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from bucket_engines import TIMEOUT_S, load, opened, run_of, store
+from object_proxy import Exchange, FaultProxy, Request
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Erasure, PinRefusal, Reason
@@ -15,9 +14,6 @@ from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.requests import Requests
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from object_proxy import Exchange, FaultProxy, Request
 
 pytestmark = pytest.mark.timeout(120)
 

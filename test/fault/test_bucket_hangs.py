@@ -9,24 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
-from object_proxy import hang
+from object_proxy import FaultProxy, hang
+from object_server import ObjectServer
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from object_proxy import FaultProxy
-    from object_server import ObjectServer
-
-    from sglang_tiered.storage.bucket import BucketEngine
 
 OK = {Reason.OK}
 TENANT = b"\x22" * 16

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import pytest
 from bucket_engines import TIMEOUT_S, collect, load, opened, paths, run_of, store
-from object_proxy import status
+from object_proxy import FaultProxy, status
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from object_proxy import FaultProxy
-
-    from sglang_tiered.storage.bucket import BucketEngine
 
 OK = {Reason.OK}
 DAY = 86_400.0

@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import gc
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_descriptors, opened, run_of, store
-from object_proxy import drop_upload, flip, lose_response, reset, shorten, status, truncate
+from object_proxy import (
+    Fault,
+    FaultProxy,
+    drop_upload,
+    flip,
+    lose_response,
+    reset,
+    shorten,
+    status,
+    truncate,
+)
+from object_server import ObjectServer
 
 from kit.clock import Clock
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Health, Reason
-
-if TYPE_CHECKING:
-    from object_proxy import Fault, FaultProxy
-    from object_server import ObjectServer
-
-    from sglang_tiered.storage.bucket import BucketEngine
+from sglang_tiered.storage.bucket import BucketEngine
 
 OK = {Reason.OK}
 SUCCESS = {Reason.OK, Reason.DUPLICATE}

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 from bucket_engines import TIMEOUT_S, is_held, load, open_engine, opened, run_of, start_load, store
-from object_proxy import expire, hang, status
+from object_proxy import FaultProxy, expire, hang, status
+from object_server import ObjectServer
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from object_proxy import FaultProxy
-    from object_server import ObjectServer
 
 OK = {Reason.OK}
 SUCCESS = {Reason.OK, Reason.DUPLICATE}

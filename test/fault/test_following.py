@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from line_process import LineProcess
-from peer_servers import OTHER, key
+from peer_servers import OTHER, Servers, key
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
-
-if TYPE_CHECKING:
-    from peer_servers import Servers
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,10 +4,12 @@ erased x where the other server is when it happens, and what may go wrong beside
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
-from peer_servers import OTHER
+from peer_servers import OTHER, Server, Servers
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
@@ -15,13 +17,6 @@ from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true, keep, promise
 from sglang_tiered.storage.region import RegionEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from peer_servers import Server, Servers
 
 pytestmark = pytest.mark.timeout(120)
 

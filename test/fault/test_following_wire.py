@@ -4,13 +4,14 @@ what is found in the end is there, and each erasure was applied once."""
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from page_peers import HOST, StrangeClient, StrangeServer
-from peer_servers import NAMESPACE, key
+from peer_servers import NAMESPACE, Servers, key
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
@@ -18,11 +19,6 @@ from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from peer_servers import Servers
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from budget_child import FLOOR, REGION, STEPS, TOTAL, BudgetChild
 
 from sglang_tiered.storage.machine_budget import closed_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def ticked(child: BudgetChild, order: str = "tick") -> int:

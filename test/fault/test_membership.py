@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from redis_server import RedisServer
@@ -23,10 +24,6 @@ from sglang_tiered.sharing.membership import (
 )
 from sglang_tiered.sharing.serving import Role, Serving
 from sglang_tiered.sharing.sync import PeerDiscovery
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 

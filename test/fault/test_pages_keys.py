@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from socket import create_connection, create_server
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import pytest
 from page_peers import HOST, PATIENT, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.wire.keys import PEER, load_keys, make_keys
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.wire.keys import Keys
+from sglang_tiered.wire.keys import PEER, Keys, load_keys, make_keys
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,8 +4,9 @@ fetch ends wrong, and what is held for anybody is bounded."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,9 +29,6 @@ from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(60)
 

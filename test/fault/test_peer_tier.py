@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from page_peers import NAMESPACE
@@ -17,10 +18,6 @@ from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import Health, LookupResult, Reason, Run, Stop
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 from simulation.engine import running as running_on
 from simulation.ledger import TIMEOUT_S, held, keys, submit
 
 from kit.waiting import finished
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 pytestmark = pytest.mark.timeout(120)
 

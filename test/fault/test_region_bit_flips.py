@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -21,10 +23,6 @@ from simulation.ledger import Ledger, content, keys
 
 from kit.thirds import in_thirds, is_of
 from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name, region_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 Files = dict[str, bytes]
 Damage = dict[str, bytes | None]  # what a file holds instead; None: it is gone

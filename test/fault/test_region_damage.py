@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +16,6 @@ from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_region_header
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 REGION = 64 * 1024
 

@@ -6,7 +6,8 @@ has, and goes on when there is room again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -15,12 +16,8 @@ from simulation.ledger import Ledger, keys
 
 from kit.clock import Clock
 from sglang_tiered.storage.base import Health, Reason
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 LIMITS: dict[str, Any] = {"capacity_bytes": 5 * REGION}
 NUM_STORES = 10

@@ -6,8 +6,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -16,25 +17,18 @@ from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import TIMEOUT_S, content, held, keys, store, submit
 
-from kit.faulty import Fault, FaultyDevice
+from kit.faulty import Fault, FaultyDevice, Operation
 from kit.runs import NAMESPACE
 from kit.thirds import is_of, sweeps
 from kit.waiting import drained, eventually
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import erase_log
+from sglang_tiered.storage.region import RegionEngine, erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NAMES
 from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.pins import PinRefusal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from kit.faulty import Operation
-    from sglang_tiered.storage.region import RegionEngine
 
 A, B = b"a" * 16, b"b" * 16
 OF_A, OF_B, LATER = keys(range(12)), keys(range(100, 112)), keys(range(200, 206))

@@ -12,8 +12,10 @@ import contextlib
 import errno
 import itertools
 import threading
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -27,13 +29,8 @@ from kit.waiting import drained
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 CAPACITY = 3 * REGION
 LIMITS: dict[str, Any] = {"capacity_bytes": CAPACITY}

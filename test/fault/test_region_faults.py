@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,6 @@ from sglang_tiered.storage.base import Erasure, Health, Reason, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 REGION = 64 * 1024
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from simulation.child import Child, open_directory, run_keys
 from simulation.killing import kill_loop
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(("num_kills", "up_to"), [(10, 40), (2, 1), (2, 2)])

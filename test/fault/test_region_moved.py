@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from simulation.engine import REGION, running
@@ -13,9 +13,6 @@ from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
 from sglang_tiered.storage.region.format import region_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAPACITY = 4 * REGION
 FIRST, SECOND = keys(range(6)), keys(range(100, 106))

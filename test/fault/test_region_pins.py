@@ -6,8 +6,10 @@ import contextlib
 import errno
 import itertools
 import logging
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import CrashMode, SimulatedDevice
@@ -20,16 +22,10 @@ from kit.thirds import in_thirds, is_of
 from kit.waiting import drained
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import pins
+from sglang_tiered.storage.region import RegionEngine, pins
 from sglang_tiered.storage.region.files import is_pin_name
 from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 NUM_REGIONS = 6
 LIMITS: dict[str, Any] = {"capacity_bytes": NUM_REGIONS * REGION}

@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from simulation.device import MODES, CrashMode, SimulatedDevice
@@ -25,11 +25,7 @@ from kit.runs import NAMESPACE
 from kit.thirds import in_thirds, is_of
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import RegionEngine
 
 Workload = Callable[["RegionEngine", Ledger], None]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -18,10 +20,6 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import ERASED_NAME, is_pin_name
 from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 CAPACITY = 8 * REGION
 STORED = keys(range(24))

@@ -8,8 +8,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,10 +22,6 @@ from server_process import free_port
 from sglang_tiered.route.envoy import OWN_HEADERS
 from sglang_tiered.route.launcher import program_of
 from sglang_tiered.route.settings import RouteConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from route_front import BIG, CHAT, Front
+from route_mocks import Mocks
 
 from kit.waiting import eventually
 from sglang_tiered.route.envoy import CLUSTERS, configuration
 from sglang_tiered.route.launcher import program_of
 from sglang_tiered.route.settings import RouteConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from route_mocks import Mocks
 
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)

@@ -8,20 +8,16 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from route_front import CHAT, Answer, Front
+from route_mocks import Mocks
 
 from kit.waiting import eventually
 from server_process import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from route_mocks import Mocks
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -3,8 +3,8 @@ now, without their events and from before it was there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from sglang_tiered.route import following
 from sglang_tiered.route.fleet import Member, Replica
 from sglang_tiered.route.following import PageFollower
 from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(120)
 

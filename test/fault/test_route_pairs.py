@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from route_front import BIG, CHAT, Front
@@ -12,9 +12,6 @@ from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from server_process import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from redis_server import RedisServer
 from route_front import Front
+from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import Membership
 from sglang_tiered.sharing.serving import Role, Serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from redis_server import RedisServer
-    from route_mocks import Mock, Mocks
 
 pytestmark = pytest.mark.timeout(120)
 

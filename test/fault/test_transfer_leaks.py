@@ -6,7 +6,8 @@ import gc
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from transfer_pair import (
@@ -29,14 +30,8 @@ from kit.waiting import eventually
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
-from sglang_tiered.wire.keys import load_keys, make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from sglang_tiered.transfer.settings import TransferSettings
-    from sglang_tiered.wire.keys import Keys
+from sglang_tiered.transfer.settings import TransferSettings
+from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -3,8 +3,9 @@ on both sides, and no byte outside its pages changes."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,10 +26,6 @@ from transfer_relay import (
 from kit.waiting import eventually
 from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
-
-if TYPE_CHECKING:
-    import random
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from transfer_pair import HOST, MODEL, decode, hand_over, prefill
+from transfer_pair import HOST, MODEL, Decode, Prefill, decode, hand_over, prefill
 
 from sglang_tiered.transfer.messages import TOKENS_BYTES, Asked, is_other_model, is_other_prompt
-
-if TYPE_CHECKING:
-    from transfer_pair import Decode, Prefill
 
 OTHER = b"o" * 32
 ADAPTER = b"a" * 32

@@ -7,9 +7,10 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,9 +36,6 @@ from sglang_tiered.transfer.decode import rooms as receiving
 from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, Chunk
 from sglang_tiered.wire import sockets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = TCP

@@ -4,11 +4,13 @@ given to another request is never taken for the room's."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +33,9 @@ from kit.waiting import eventually
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import same_host
 from sglang_tiered.transfer.decode import sessions as prefill_links
+from sglang_tiered.transfer.memory import Buffer
 from sglang_tiered.transfer.same_host import Fence, Guest, PeerMemory
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Sequence
-
-    from sglang_tiered.transfer.memory import Buffer
-    from sglang_tiered.wire.keys import Tagger
+from sglang_tiered.wire.keys import Tagger
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = SAME_HOST

@@ -6,7 +6,8 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,9 +24,6 @@ from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import load_keys, make_keys
 from sglang_tiered.wire.sockets import encode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = IMPATIENT

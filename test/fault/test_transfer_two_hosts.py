@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from transfer_child import SHAPE, Child, hand_over
 from transfer_pair import IMPATIENT, Decode, decode
 
 from kit.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(120)
 

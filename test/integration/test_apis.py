@@ -6,21 +6,16 @@ import json
 import os
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from zygote import Zygotes
 
 from conftest import SMALL, Launch
 from kit.scrapes import by_rank
 from kit.waiting import eventually
+from server_process import Server
 from sglang_tiered_lab.trace import sharegpt_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from zygote import Zygotes
-
-    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

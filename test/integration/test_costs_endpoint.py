@@ -11,8 +11,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from conftest import PAGE, Launch, aligned, make_prompts
 from kit.chromium import Browser, chromium
 from kit.waiting import eventually
+from server_process import Server
 from sglang_tiered.policy.server_costs import (
     RankCosts,
     ServerCosts,
@@ -27,11 +29,6 @@ from sglang_tiered.policy.server_costs import (
     parse_server_costs,
     switch_key,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

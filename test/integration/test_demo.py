@@ -8,18 +8,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
-from conftest import ALWAYS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Launch
+from conftest import ALWAYS, Launch
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -19,23 +19,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from deployed import DEPLOY, ROOT, SECRETS, Service, is_shell, read_dockerfile, read_services
 from object_server import CREDENTIALS, ObjectServer
 from redis import AuthenticationError, Redis
 from redis_server import redis_program
+from zygote import Zygotes
 
 from server_process import free_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from zygote import Zygotes
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

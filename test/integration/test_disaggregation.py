@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +14,7 @@ from conftest import make_prompts, until
 from kit.scrapes import by_rank, labels_of
 from kit.small_model import write_small_model
 from prefill_decode import PrefillDecode, post, transfer_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from family_models import write_latent_attention, write_sliding_window
@@ -10,9 +10,6 @@ from instances import COMMON, hands_over_what_one_server_computes
 
 from prefill_decode import ENVIRONMENT, PrefillDecode
 from server_process import Server
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,20 +3,16 @@ sizes, keys, and pages received into host memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from instances import Instances, hands_over_what_one_server_computes
 
 from conftest import SENT_ON_ONE_HOST
 from prefill_decode import transfer_state
+from server_process import Server
 from sglang_tiered.wire.keys import make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,9 +3,11 @@ request fails, and prefill goes on with what decode answered where they share a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from object_server import ObjectServer, s3_environment
@@ -13,12 +15,7 @@ from redis_server import RedisServer
 
 from conftest import PAGE, Disk, aligned, make_prompts, residency, until
 from prefill_decode import PrefillDecode, Reply, transfer_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

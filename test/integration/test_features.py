@@ -6,16 +6,13 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import ALWAYS, Disk, Launch, aligned, make_prompts, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

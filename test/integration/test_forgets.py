@@ -3,16 +3,14 @@ index, on one that was down, under requests, and after ``kill -9``. Real servers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from conftest import PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from server_process import Server, free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

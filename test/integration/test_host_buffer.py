@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from family_models import write_sliding_window
 
 from conftest import ALWAYS, Launch, aligned, ask, make_prompts, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Answer, Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,13 +15,7 @@ from object_proxy import FaultProxy, status
 from object_server import ObjectServer, s3_environment
 
 from conftest import PAGE, SMALL, Launch, aligned, make_prompts
-from server_process import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from family_models import write_long_context
 
 from conftest import PAGE, Launch, aligned, make_prompts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Answer
+from server_process import Answer
 
 pytestmark = [
     pytest.mark.server,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from conftest import ALWAYS, SMALL_REGIONS, Launch, aligned, make_prompts
 from kit.small_model import write_small_model
 from kit.waiting import eventually
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,17 +7,13 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT, Launch, aligned
+from serving_bench.client import Request
 from serving_bench.users import User
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from serving_bench.client import Request
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

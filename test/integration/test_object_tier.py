@@ -8,8 +8,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from object_proxy import FaultProxy, status
@@ -17,12 +18,7 @@ from object_server import ObjectServer, s3_environment
 
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from kit.scrapes import by_rank, labels_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -8,8 +8,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,10 +21,6 @@ from server_process import Server, free_ports
 from sglang_tiered.sharing.membership import read_record
 from sglang_tiered.sharing.serving import Role
 from sglang_tiered.wire.keys import PEER, make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import ALWAYS, SMALL_REGIONS, Launch, aligned, ask, make_prompts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

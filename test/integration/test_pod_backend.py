@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from family_models import write_gemma3, write_sliding_window
 
 from conftest import Launch, make_prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from server_process import Answer, Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from route_front import Front
 
 from conftest import SMALL, Launch, make_prompts
 from kit.waiting import eventually
+from server_process import Server
 from sglang_tiered.client import Generated, TierClient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from server_process import Server
 
 pytest.importorskip("envoy")
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -7,8 +7,10 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from route_front import Front
@@ -17,13 +19,7 @@ from conftest import PAGE, aligned, ask, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
 from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
-from server_process import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,7 +8,9 @@ import json
 import shlex
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,10 +22,6 @@ from conftest import SMALL, aligned, make_prompts
 from kit.waiting import eventually
 from prefill_decode import ENVIRONMENT
 from server_process import Server, free_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 pytest.importorskip("envoy")
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,12 +14,7 @@ from route_front import Answer, Front
 from conftest import make_prompts
 from kit.waiting import eventually
 from prefill_decode import PrefillDecode, transfer_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from server_process import Server
+from server_process import Server
 
 pytest.importorskip("envoy")
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]

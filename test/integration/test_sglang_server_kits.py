@@ -30,11 +30,13 @@ import json
 import random
 import unittest
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import ALWAYS, Launch, make_prompts
+from server_process import Server
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
@@ -54,10 +56,6 @@ with warnings.catch_warnings():
     from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
     from sglang.test.server_fixtures import streaming_session_fixture
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,17 +5,13 @@ The consensus checker of SGLang ends the server at the first call that two ranks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from family_models import write_latent_attention
 
 from conftest import ALWAYS, Launch, aligned, make_prompts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Answer, Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 
 from conftest import ALWAYS, ROOT, Launch, aligned, make_prompts
-
-if TYPE_CHECKING:
-    from server_process import Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -4,18 +4,14 @@ is in ``test_typed_commands``."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from memory_group import GiB, Group, limited
 from typed_command import Desk, interrupt, num_tokens
 
 from server_process import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
 from kit.waiting import eventually
+from server_process import Server
 from sglang_tiered.integration.identity.tenants import tenant_digest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

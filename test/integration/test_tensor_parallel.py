@@ -12,16 +12,13 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from conftest import ALWAYS, Launch, aligned, ask, make_prompts
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
-
-if TYPE_CHECKING:
-    from server_process import Answer, Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from conftest import SMALL, SMALL_REGIONS, Launch, aligned, make_prompts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from server_process import Answer, Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from conftest import ALWAYS, PAGE, ROOT, ask
 from server_process import Server
 from sglang_tiered.demo.server import TRAINED, demo_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ import re
 import socket
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from documented_commands import FRONT_PAGES, RUN_ELSEWHERE, SERVERS, Command, page_blocks
@@ -14,9 +14,6 @@ from memory_group import GiB, limited
 from typed_command import Desk, interrupt, num_tokens, wait_for
 
 from server_process import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,15 +3,12 @@ pages of the weights that it had before."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from conftest import SMALL, Launch, aligned, make_prompts
 from kit.small_model import write_small_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 
 from sglang_tiered.storage.region import format as form
 from sglang_tiered.storage.region.format import BLOCK_BYTES, Contents, Extent, RegionHeader, Trailer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 u64 = st.integers(0, 2**64 - 1)
 nonces = st.binary(min_size=16, max_size=16)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_tiered.storage.region import index as index_module
 from sglang_tiered.storage.region.index import PageIndex, key_words
-
-if TYPE_CHECKING:
-    import pytest
 
 NUM_SLOTS = 5
 TENANTS = (bytes(16), b"a" * 16, b"b" * 16)

@@ -15,8 +15,9 @@ import itertools
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -35,9 +36,6 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import Device, FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
 from sglang_tiered.storage.region.pins import PinRefusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 REGION = 48 * 1024
 NUM_REGIONS = 4

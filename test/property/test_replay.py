@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,11 +18,7 @@ from sglang_tiered_lab.trace.replay.runner import Replay, replay
 from sglang_tiered_lab.trace.replay.sizes import TierSizes
 from sglang_tiered_lab.trace.replay.stream import TraceStream
 from sglang_tiered_lab.trace.replay.timing import Hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered_lab.trace.replay.totals import Totals
+from sglang_tiered_lab.trace.replay.totals import Totals
 
 UNIT = 64
 ONLINE = ("lru", "hicache", "tiered")

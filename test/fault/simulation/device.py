@@ -15,15 +15,12 @@ import errno
 import os
 import random
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 CrashMode = Literal["kill", "drop", "torn", "reorder"]
 MODES: tuple[CrashMode, ...] = ("kill", "drop", "torn", "reorder")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.region import RegionEngine, pending, recovery, sync_worker, view, writer
+from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region.device import Device
-
 
 REGION = 64 * 1024
 

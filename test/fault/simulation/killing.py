@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from simulation.child import Child, open_directory, run_keys
 from simulation.ledger import Ledger
 
 from sglang_tiered.storage.base import Reason
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def kill_loop(directory: Path, *, seed: int, num_kills: int, up_to: int = 40) -> list[int]:

@@ -14,20 +14,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kit.runs import NAMESPACE
 from kit.waiting import finished
-from sglang_tiered.storage.base import NO_TENANT, Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import NO_TENANT, Health, Job, Page, Reason, Run, Stop, TierEngine
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from sglang_tiered.storage.base import Page, TierEngine
-    from sglang_tiered.storage.region import RegionEngine
-
 
 TIMEOUT_S = 30.0
 SIZES = (4096, 5000, 8192, 12_288)

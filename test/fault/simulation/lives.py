@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from simulation.device import MODES, CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
@@ -12,12 +13,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, keys
 
 from kit.waiting import drained
 from sglang_tiered.errors import StoreError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
-
+from sglang_tiered.storage.region import RegionEngine
 
 Files = dict[str, bytes]
 Workload = Callable[["RegionEngine", Ledger], None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch
 from sglang_tiered.codecs import (
     LOSSY_CODEC_NAMES,
     CodecError,
+    PageCodec,
     PageLayout,
     SegmentLayout,
     make_codec,
@@ -18,9 +17,6 @@ from sglang_tiered.codecs import (
 from sglang_tiered.codecs.dtypes import float32_to_bytes
 from sglang_tiered.codecs.encoded import HEADER_BYTES, METHOD_FP8, METHOD_INT8, unpack_header
 from sglang_tiered.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sglang_tiered.codecs import PageCodec
 
 DTYPES = ("float32", "bfloat16", "float16")
 METHODS = {"fp8": METHOD_FP8, "int8": METHOD_INT8}

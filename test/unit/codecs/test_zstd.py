@@ -6,18 +6,14 @@ import random
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import zstandard
 
-from sglang_tiered.codecs import CODEC_NAMES, CodecError, PageLayout, make_codec
+from sglang_tiered.codecs import CODEC_NAMES, CodecError, PageCodec, PageLayout, make_codec
 from sglang_tiered.codecs.encoded import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from sglang_tiered.codecs import PageCodec
-    from sglang_tiered.storage.base import Page
+from sglang_tiered.storage.base import Page
 
 LAYOUT = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=24)
 CODECS = CODEC_NAMES[1:]

@@ -7,7 +7,8 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,6 @@ from sglang_tiered.integration import engine
 from sglang_tiered.integration.launch import start
 from sglang_tiered.storage.region import directory
 from sglang_tiered.storage.region.directory import DirectoryLock
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NO_FLAG = {"log_level"}
 """What an engine sets as SGLang's does: it prints nothing by default."""

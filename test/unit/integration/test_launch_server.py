@@ -12,8 +12,10 @@ import pathlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from host_pools import storage_config
@@ -34,12 +36,7 @@ from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format
 from sglang_tiered.storage.region.directory import DirectoryLock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region.engine import RegionEngine
+from sglang_tiered.storage.region.engine import RegionEngine
 
 TIMEOUT_S = 20.0
 

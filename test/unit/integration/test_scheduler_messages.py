@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import (
@@ -26,12 +26,10 @@ from sglang_tiered.integration import scheduler_messages
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.attention import pod
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.policy.server_costs import NOT_IDLE
-
-if TYPE_CHECKING:
-    from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 
 DONE, REFUSED = SimpleNamespace(success=True), SimpleNamespace(success=False)
 DISK = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,9 +11,6 @@ from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.addresses import Target, parse_targets
 from sglang_tiered.sharing.sync import PeerDiscovery
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.mark.parametrize(

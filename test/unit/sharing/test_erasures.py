@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,7 @@ from sglang_tiered.sharing.erasures import ErasureBook
 from sglang_tiered.sharing.pages.messages import ErasureNotice
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, keep, promise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from concurrent.futures import Future
-
-    from sglang_tiered.storage.region.pending import Note
+from sglang_tiered.storage.region.pending import Note
 
 NAMESPACE, OTHER = bytes(32), b"x" * 32
 RETENTION_S = 1000.0

@@ -6,7 +6,9 @@ import dataclasses
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,6 @@ from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import LENDING_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 REGION = 4 << 20
 OK, MISS = Reason.OK, Reason.MISS

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import pytest
 
 from sglang_tiered.sharing.mirror import Mirror, MirroredPeer, Peer
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def server(number: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,7 @@ from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region import RegionEngine
 
 SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from page_peers import (
@@ -19,13 +20,9 @@ from page_peers import (
 from kit.waiting import eventually
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.peer_loading import PeerLoader
 from sglang_tiered.storage.base import Job, Reason, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from sglang_tiered.sharing.pages.client import PageClient
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import pytest
 
 from sglang_tiered.sharing.table import PageTable, choose_slots
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def pages_of(seed: int, count: int) -> np.ndarray:

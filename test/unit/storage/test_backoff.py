@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+
+import pytest
 
 from sglang_tiered.storage.backoff import Backoff, OnceLog
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_spread_pauses_stay_within_their_bounds() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,9 +21,6 @@ from sglang_tiered.storage.machine_budget import (
 )
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.format import region_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TOTAL, FLOOR = 1000, 100
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
 from msgspec import inspect
@@ -13,9 +14,6 @@ import sglang_tiered.transfer
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.wire import sockets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 README = (Path(sglang_tiered.transfer.__path__[0]) / "README.md").read_text(encoding="utf-8")
 ALL = {

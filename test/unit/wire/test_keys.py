@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.unprivileged import run_unprivileged
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.wire.keys import PEER, TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin import calls
-from sglang_tiered.integration.admin.calls import Calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang_tiered.integration.admin.calls import Steps
+from sglang_tiered.integration.admin.calls import Calls, Steps
 
 NUM_RANKS = 2
 NOT_YET: dict[str, Any] = {"done": False}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import Future
 from inspect import unwrap
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -26,10 +27,6 @@ from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_dig
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import keep, promise
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
 
 A = tenant_digest("a", None)
 

@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,12 +34,6 @@ from sglang_tiered.integration.admin.costs import (
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.policy.server_costs import RankCosts
 
 NVME = TieredConfig(
     mode=TierMode.NVME,

@@ -6,23 +6,20 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from host_pools import PAGE_SIZE, hashes, make_pool
 from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from storages import Storages
 
 from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.storage.base import NO_TENANT, Tier
-
-if TYPE_CHECKING:
-    from storages import Storages
-
-    from sglang_tiered.storage.region.view import StoredPage
+from sglang_tiered.storage.region.view import StoredPage
 
 NUM_PAGES = 12
 TENANT = b"t" * 16

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
@@ -22,10 +24,6 @@ from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.promises import ended
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 TOKENS, OTHER = prompt(1, 6), prompt(2, 2)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from fastapi import Request
@@ -16,9 +17,6 @@ from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, Residency
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.page import TierPage
 from sglang_tiered.request_log import RequestLogConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def read_body(body: bytes) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,9 +12,6 @@ from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.newest import TAIL_BYTES, newest_requests
 from sglang_tiered.request_log import RequestLogConfig, older
 from sglang_tiered.request_record import VERSION, RequestRecord, Sources
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOW = 1_000_000.0
 

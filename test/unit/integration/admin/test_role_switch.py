@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sglang.srt.disaggregation import role_switch as of_sglang
@@ -20,9 +21,6 @@ from sglang_tiered.integration.admin.role_switch import (
     is_draining,
 )
 from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
 BROKEN = "role switch failed; instance unhealthy"

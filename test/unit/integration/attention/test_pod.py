@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flash_kernels
 import pytest
@@ -48,8 +49,6 @@ with warnings.catch_warnings():
     from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Prefill, then a chunk with two rows decoding, then all decode, then one more mixed batch.
 STEPS = [

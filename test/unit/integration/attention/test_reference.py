@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,9 +20,6 @@ from attention_world import (
     run,
     window_steps,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from cache_world import PAGE, CacheWorld
@@ -17,9 +17,6 @@ from sglang.srt.session.session_controller import Session
 
 from sglang_tiered.integration.cache.ahead import answer_checkpoints
 from sglang_tiered.integration.cache.ahead.answer_checkpoints import checkpoint_answers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPT = array("q", range(1, 4 * PAGE + 6))
 ANSWER = array("q", range(1000, 2000))

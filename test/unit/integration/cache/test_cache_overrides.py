@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,6 @@ from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.page_accounting import EvictionOutcome as Left
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PAGE = 4
 

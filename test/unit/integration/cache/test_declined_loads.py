@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -22,9 +22,6 @@ from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision, PrefillCost, TransferCost
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 TOKEN_S = 1e-4
 BYTES_PER_TOKEN = 1000

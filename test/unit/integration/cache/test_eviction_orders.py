@@ -4,8 +4,11 @@ gives up, bit for bit. Over SGLang's own tree, pools and threads, without a serv
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +19,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Any
 
 CONFIGS = {"tlru": {"threshold": 2 * PAGE, "next_prompt_estimate": 0}}
 """Unset, this one goes by age alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, hashes_of, prompt
@@ -17,9 +17,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.storage.base import NO_TENANT, Erasure
 from sglang_tiered.storage.promises import all_true, is_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TOKENS = prompt(1, 6)
 

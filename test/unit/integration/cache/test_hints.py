@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
@@ -18,17 +20,12 @@ from sglang_tiered.integration.admin.hints import prefetch
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.ahead import hints as module
 from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome
+from sglang_tiered.integration.cache.ahead.hints import Hints
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.base import Erasure
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    from sglang_tiered.integration.cache.ahead.hints import Hints
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from cache_world import PAGE, prompt
+from cache_world import PAGE, CacheWorld, prompt
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.host_copies import MAX_COPIES_PER_STEP, HostCopies
 from sglang_tiered.integration.cache.loads import Loads, State
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cache_world import CacheWorld
-    from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
 
 class Cache:

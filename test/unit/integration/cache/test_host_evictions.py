@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from cache_world import PAGE, CacheWorld, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_residents_give_way_to_windows(open_world: Callable[..., CacheWorld]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
@@ -18,9 +19,6 @@ from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan, TransferCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.stack.tiers import Span
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
 

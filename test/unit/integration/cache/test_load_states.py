@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, prompt
@@ -14,9 +15,6 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
-
-if TYPE_CHECKING:
-    import threading
 
 NUM_PROMPTS, MAX_WAITING, NUM_EVENTS = 8, 12, 600
 MAX_ATTEMPTS = 8  # of SGLang's own, for a request

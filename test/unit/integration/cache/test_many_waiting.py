@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from array import array
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +16,6 @@ from sglang_tiered.integration import hooks
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
 from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.policy.prefetch import PrefetchWindow
-
-if TYPE_CHECKING:
-    import threading
-    from array import array
 
 NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
 

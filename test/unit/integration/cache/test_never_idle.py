@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
@@ -20,10 +22,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration.admin.control import Control, hide_memory
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.storage.base import Erasure
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable
 
 PAGES = 6
 

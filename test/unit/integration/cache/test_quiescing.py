@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +28,6 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 DEADLINE_S = 60.0
 ASKER = CacheRequestHandle("asker", 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from page_calls import load_pages
 from platform_process import environment, run
 from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
@@ -26,18 +28,13 @@ from small_cache import (
     step,
     store,
 )
+from zygote import Zygotes
 
 from kit.waiting import eventually
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Tier
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-    from zygote import Zygotes
 
 DEADLINE_S = 240.0
 

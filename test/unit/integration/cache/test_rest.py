@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import rest
 from cache_world import PAGE, CacheWorld, prompt
 from report import Report
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TOKENS = prompt(1, 4)
 

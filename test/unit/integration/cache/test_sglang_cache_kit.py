@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import unittest
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,10 +48,6 @@ from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.policy.cost_model import PrefillCost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 DEADLINE_S = 60.0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import atexit
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,12 +24,8 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from small_cache import make_pool
 
 from sglang_tiered.integration.cache.small_host import core as small_host_core
+from sglang_tiered.integration.cache.small_host.core import SmallHostTreeCore
 from sglang_tiered.integration.cpu.platform import patch_host_pools
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sglang_tiered.integration.cache.small_host.core import SmallHostTreeCore
 
 PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,12 @@ from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.loads import Loads
 from sglang_tiered.integration.cache.spiller import RETRY_S, STORES_S_PER_STEP, Spiller
 from sglang_tiered.integration.cache.tiering import Tiering
-from sglang_tiered.integration.storage.admission_gate import StoreGate
+from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
 from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Run, Stop
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_tiered.integration.storage.admission_gate import QueuedStore
 
 PAGE = 64
 HOST_PAGES = 1 << 12

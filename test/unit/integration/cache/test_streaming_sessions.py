@@ -4,16 +4,13 @@ each, and that no page is owned twice or by nobody."""
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 HISTORY = array("q", range(1, 20 * PAGE))
 

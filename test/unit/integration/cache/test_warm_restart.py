@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -17,7 +20,7 @@ from kit.waiting import eventually
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import StoreError
 from sglang_tiered.integration.cache.ahead import warm_restart
-from sglang_tiered.integration.cache.ahead.chain_loader import PieceOutcome, chain_of
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome, chain_of
 from sglang_tiered.integration.cache.ahead.warm_restart import WarmHost, remove_list
 from sglang_tiered.integration.cache.hiding_cache import HidingCache
 from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
@@ -28,14 +31,6 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, WARM_NAME
 from sglang_tiered.storage.region.notes import Notes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from sglang_tiered.integration.cache.ahead.chain_loader import Chain
-
 
 TIMEOUT_S = 20.0
 ACME, OTHER = tenant_digest("acme", "s3cret"), tenant_digest("other", None)

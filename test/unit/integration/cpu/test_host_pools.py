@@ -6,7 +6,8 @@ One pool of each kind that a model family brings. What cannot be run as a server
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang_pools import LAYOUT, PAGE, PAGES, extent, heads_pools, latent_pools
+from storages import Storages
 
 from sglang_tiered.codecs import make_codec
 from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import target_host_bytes
+from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.host_pages import (
     check_codec,
     kv_page_size,
@@ -30,13 +33,6 @@ from sglang_tiered.integration.storage.host_pages import (
     page_layout,
     page_segments,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from storages import Storages
-
-    from sglang_tiered.integration.storage.backend import TieredStorage
 
 LAYERS = 3
 

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from zygote import Zygotes
 
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
@@ -18,9 +18,6 @@ from sglang_tiered.integration.cpu import malloc, memory
 from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
 from sglang_tiered.integration.identity.model import one_copy
 from sglang_tiered.integration.launch import accelerator
-
-if TYPE_CHECKING:
-    from zygote import Zygotes
 
 ROOT = Path(__file__).parents[4]
 HOST_FRACTION = 0.8 * 0.95

@@ -6,10 +6,12 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -35,10 +37,6 @@ from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, Zm
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.transfer.decode.endpoint import DecodeTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 

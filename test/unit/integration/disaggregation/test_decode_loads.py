@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world
@@ -18,10 +20,6 @@ from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.ranks import RankAgreement
 from sglang_tiered.policy.prefetch import PrefetchWindow
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
 TOKENS = array("q", range(20 * PAGE))

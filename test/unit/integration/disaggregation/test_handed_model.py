@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
@@ -18,10 +20,6 @@ from sglang_tiered.integration.disaggregation.handed_model import (
     WeightUpdate,
 )
 from sglang_tiered.integration.identity.model import identify_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Server:

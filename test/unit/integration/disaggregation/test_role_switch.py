@@ -6,10 +6,12 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import prometheus_client
@@ -28,10 +30,6 @@ from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_m
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.messages import Asked
 from sglang_tiered.wire.keys import make_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 

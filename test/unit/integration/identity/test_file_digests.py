@@ -7,8 +7,8 @@ import os
 import random
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from sglang_tiered.checksummed import seal
 from sglang_tiered.integration.identity import file_digests
 from sglang_tiered.integration.identity.file_digests import SETTLED_NS, FileDigests, SeenFile, see
 from sglang_tiered.storage.region.files import WEIGHTS_NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TIMEOUT_S = 20.0
 SIZE = 3 << 20

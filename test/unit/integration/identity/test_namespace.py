@@ -4,8 +4,10 @@ handoff."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,6 @@ from sglang.srt.runtime_context import get_context
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 TIMEOUT_S = 20.0
 IDENTITY: dict[str, Any] = {"model": "abc", "weight_version": "default", "tp": [0, 2]}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from sglang.srt.mem_cache.storage.mmap.mmap_allocator import alloc_mmap
 
 from sglang_tiered.integration.launch import start
 from sglang_tiered.storage.region.device import aligned_buffer
-
-if TYPE_CHECKING:
-    import pytest
 
 NUM_BYTES = 8 << 20
 THREADS = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,8 @@ from server_process import free_ports
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_peers
 from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.wire.keys import PEER, make_keys
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.peer_config import PeerConfig
 
 URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from server_process import free_port, free_ports
 from sglang_tiered import launch_server
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.ports import check_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FREE = {"port": 0}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from sglang_tiered.integration.launch.transfer_flags import (
     transfer_arguments,
 )
 from sglang_tiered.wire.keys import make_keys
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def resolve(**explicit: Any) -> TransferConfig | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -14,7 +15,7 @@ from kit.promtool import check_metrics
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.samples import samples, state_of
-from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
+from sglang_tiered.integration.observe.stats import PlannerStats, ProcessStats, TierReads
 from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations, MetricKind
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision
@@ -23,11 +24,6 @@ from sglang_tiered.policy.page_accounting import EvictionOutcome
 from sglang_tiered.storage.base import JobKind, Reason, TierStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang_tiered.integration.observe.stats import ProcessStats
 
 RANK = {"model_name": "m", "engine_type": "unified", "tp_rank": "1", "pp_rank": "0"}
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_world import DEVICE_TOKENS, HEAD_DIM, HEADS, PAGE, CacheWorld, cache_world, prompt
 
 from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.tools.store.cli import main
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TOKEN_BYTES = 2 * 2 * HEADS * HEAD_DIM * 4  # keys and values of two layers, float32
 

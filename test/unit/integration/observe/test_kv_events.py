@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
@@ -18,9 +19,6 @@ from sglang_tiered.errors import UnsupportedSGLangError
 from sglang_tiered.integration.observe import kv_events
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.storage.base import Run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PAGE = 4
 DISK, EXTERNAL = StorageMedium.DISK, StorageMedium.EXTERNAL

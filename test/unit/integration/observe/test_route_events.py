@@ -7,8 +7,9 @@ import atexit
 import json
 import time
 from array import array
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,9 +39,6 @@ from sglang_tiered.route.events import REPLAY_S, apply, follow, publisher_of
 from sglang_tiered.route.pages import HeldPages
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.sharing.mirror import fingerprints_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 DEADLINE_S = 20.0
 

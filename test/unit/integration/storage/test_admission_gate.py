@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.admission_gate import LOG_INTERVAL_S, QueuedStore, StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
 from sglang_tiered.storage.base import Run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUSY_S = 2.5  # waits that make the tier selective, and close it
 EXHAUSTED_S = 5.0

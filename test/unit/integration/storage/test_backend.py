@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from slow_weights import Weights
+from storages import Storages
 
 from kit.waiting import drained, eventually
 from sglang_tiered.checksummed import seal, unseal
@@ -36,12 +38,6 @@ from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from storages import Storages
-
 
 TIMEOUT_S = 20.0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from queue import Queue
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,6 @@ from sglang_tiered.integration.storage.backup_worker import (
 from sglang_tiered.integration.storage.controller import TieredController
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 PAGE, PAGE_BYTES = 4, 1 << 20
 PART = MIN_PART_BYTES // PAGE_BYTES

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from queue import Queue
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,6 @@ from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.controller import TieredController
 from sglang_tiered.integration.storage.load_worker import NUM_PARTS, LoadOperation
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 PAGE, PAGE_BYTES = 4, 1 << 20
 DEADLINE_S = 30.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,9 +22,6 @@ from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.pins import PinRefusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PAGE = 4096
 REGION = 64 * PAGE

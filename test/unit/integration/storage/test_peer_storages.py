@@ -7,7 +7,8 @@ import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from host_pools import Pool, hashes, make_pool, slots
 from page_calls import load_pages, queue_store, store_pages
 from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from storages import Storages
 
 from kit.waiting import eventually
 from server_process import free_port
@@ -25,11 +27,6 @@ from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack.tiers import Span
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from storages import Storages
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,8 +4,9 @@ it, and all ranks hide it in the same step."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ from sglang_tiered.integration.storage.remote_erasures import (
 )
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
 
 A, B = bytes(range(16)), bytes(range(240, 256))
 KEY, OTHER = bytes.fromhex("ab" * 32), bytes(32)

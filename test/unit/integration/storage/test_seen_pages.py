@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,18 +19,12 @@ from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, of, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.integration.storage.seen_pages import SeenPages
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import Erasure, Job, Reason, Run
+from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, reader
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import padded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.base import Job
-    from sglang_tiered.storage.encoding import PageEncoding
 
 pytestmark = pytest.mark.timeout(120)
 

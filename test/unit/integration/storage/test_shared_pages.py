@@ -4,15 +4,19 @@ not SGLang's."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from host_pools import hashes, storage_config
 from page_calls import load_pages, store_pages
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang_pools import PAGE, heads_pools, latent_pools
+from storages import Storages
 
 from kit.waiting import eventually
 from server_process import free_port
@@ -28,13 +32,6 @@ from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-    from storages import Storages
 
 TIMEOUT_S = 20.0
 LAYERS = 2

@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,10 @@ from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.bucket import BucketSettings, directory
+from sglang_tiered.storage.bucket import BucketEngine, BucketSettings, directory
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED, Directory
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.bucket import BucketEngine
 
 Read = Callable[[int, Sequence[Any], int, int], int]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -18,11 +20,6 @@ from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery
 from sglang_tiered.storage.bucket.names import PageName
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 
 A, B = b"a" * 16, b"b" * 16
 

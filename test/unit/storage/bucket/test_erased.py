@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kit.request_hooks import before, refuse
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import seal
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.erased import BucketErasures, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from sglang_tiered.storage.bucket import BucketEngine
-
 
 A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 

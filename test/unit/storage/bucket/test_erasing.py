@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,21 +17,13 @@ from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
+from sglang_tiered.storage.bucket import BucketEngine, names, state
 from sglang_tiered.storage.bucket import erased as records
-from sglang_tiered.storage.bucket import names, state
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.directory import Listed
 from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.pins import Pin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from sglang_tiered.storage.bucket import BucketEngine
-    from sglang_tiered.storage.bucket.directory import Listed
-
 
 A, B, C, N, M = b"a" * 16, b"b" * 16, b"c" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]

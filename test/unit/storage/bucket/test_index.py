@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from sglang_tiered.storage.bucket.index import MAX_STEPS, BucketIndex
 from sglang_tiered.storage.bucket.names import PageName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 A, B = b"a" * 16, b"b" * 16
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import discovery, transfers
 from sglang_tiered.storage.promises import is_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Panic(BaseException):

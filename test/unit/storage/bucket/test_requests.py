@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -13,10 +15,6 @@ from moto.server import ThreadedMotoServer
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"
 

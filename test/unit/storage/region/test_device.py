@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_tiered.storage.region import device as device_module
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZE = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +28,6 @@ from sglang_tiered.storage.region.files import (
     NOTE_NAMES,
 )
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

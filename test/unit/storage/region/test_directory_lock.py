@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from sglang_tiered.errors import StoreError, StoreLockedError
 from sglang_tiered.storage.region import directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 from sglang_tiered.storage.region.files import LOCK_NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_second_holder_is_told_who_has_it(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +15,8 @@ from kit.runs import OTHER_NAMESPACE, make_run
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import JobKind, Reason, Run, Stop
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
 
 REGION = 64 * 1024
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +20,6 @@ from sglang_tiered.storage.region.files import (
 from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 REGION = 64 * 1024
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import resource
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region import RegionEngine, directory
 from sglang_tiered.storage.region.format import region_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REGION = 64 * 1024
 

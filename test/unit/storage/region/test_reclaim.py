@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from sglang_tiered.storage.region import reclaim
 from sglang_tiered.storage.region.reclaim import choose_own_victim, choose_victim
 from sglang_tiered.storage.region.regions import Region
-
-if TYPE_CHECKING:
-    import pytest
 
 A, B = b"a" * 16, b"b" * 16
 

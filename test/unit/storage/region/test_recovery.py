@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +25,6 @@ from sglang_tiered.storage.region.format import (
 from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
 from sglang_tiered.storage.region.regions import RegionTable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 
 REGION = 64 * 1024
 CAPACITY = 8 * REGION

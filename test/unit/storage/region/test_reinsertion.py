@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,15 +14,9 @@ from kit.runs import make_run
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, drained
 from sglang_tiered.storage.base import Health, Run
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.reclaim import REINSERTION_SHARE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
-
 
 PAGE = 4096
 REGION = 64 * PAGE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +12,8 @@ from kit.faulty import fail_once
 from kit.runs import make_run
 from kit.tiers import open_region, store
 from sglang_tiered.storage.base import Health
-from sglang_tiered.storage.region import sync_worker
+from sglang_tiered.storage.region import RegionEngine, sync_worker
 from sglang_tiered.storage.region.device import FileDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from sglang_tiered.storage.region import RegionEngine
-
 
 TIMEOUT_S = 10.0
 REGION = 64 * 1024

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,11 +28,6 @@ from sglang_tiered.storage.region.format import (
     unpack_trailer,
 )
 from sglang_tiered.storage.region.pending import ExtentWrite
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 REGION = 16 * BLOCK_BYTES
 HEADER = extent_header_bytes(1)

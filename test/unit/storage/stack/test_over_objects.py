@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,6 @@ from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TENANT = b"a" * 16
 RUN = of(TENANT, make_run(1, [8192] * 4))

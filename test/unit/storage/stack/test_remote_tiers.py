@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,11 +17,9 @@ from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Job, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.promotion import Promoter
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span
-
-if TYPE_CHECKING:
-    from sglang_tiered.storage.stack import TierStack
 
 TENANT = b"a" * 16
 RUN = of(TENANT, make_run(1, [8192] * 4))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,8 @@ from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import promotion
+from sglang_tiered.storage.stack import TierStack, promotion
 from sglang_tiered.storage.stack.tiers import StackSettings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sglang_tiered.storage.stack import TierStack
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +16,6 @@ from sglang_tiered.storage.base import PIECE_KEYS, Erasure
 from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.stack import TierStack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
 
 TENANT = b"t" * 16
 MANY = tuple(number.to_bytes(32, "big") for number in range(2 * PIECE_KEYS + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +16,13 @@ from sglang_tiered.transfer.prefill.send_queue import (
     SMALL_SLAB_BYTES,
     TARGET_SLAB_BYTES,
     Chunk,
+    Parcel,
     SendQueue,
     SlabBuffers,
 )
 from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
-
-if TYPE_CHECKING:
-    from sglang_tiered.transfer.prefill.send_queue import Parcel
 
 PAGE_BYTES = 4 * 512
 

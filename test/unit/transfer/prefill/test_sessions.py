@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from transfer_pair import HOST, TCP, Pool, Shape, indices
@@ -11,9 +12,6 @@ from sglang_tiered.transfer.messages import Hello, Open
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
 from sglang_tiered.transfer.same_host import Fence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 POOL = Pool(Shape(), 1)
 

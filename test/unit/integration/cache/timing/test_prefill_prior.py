@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from safetensors.torch import save_file
 from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.cache.timing.prefill_prior import probe_prefill
 from sglang_tiered.policy.cost_model import PRIOR_PREFILL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def probe(path: Path, num_ranks: int = 1) -> tuple[float, ...]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sglang.srt.managers.schedule_batch import Req
@@ -17,9 +15,6 @@ from sglang_tiered.integration.observe.requests.spans import PREFIX, tell
 from sglang_tiered.integration.observe.requests.story import LookedUp, PricedPlan, Story
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 from sglang_tiered.storage.meter import LoadMeter
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
 UNIX_S = 1000.0

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
@@ -16,11 +19,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration.observe.requests import stories
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Iterator
-    from pathlib import Path
 
 HELD, OTHER, COLD = prompt(1, 16), prompt(2, 8), prompt(3, 4)
 SCHEDULER = SimpleNamespace(waiting_queue=[1, 2], running_batch=SimpleNamespace(reqs=[3]))

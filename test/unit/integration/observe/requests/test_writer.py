@@ -9,7 +9,8 @@ import resource
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,6 @@ from kit.waiting import eventually
 from sglang_tiered.integration.observe.requests import writer as writer_module
 from sglang_tiered.integration.observe.requests.writer import CLOSE_S, LineWriter
 from sglang_tiered.request_log import open_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 LARGE = 1 << 30
 
