@@ -43,9 +43,13 @@ class DailyBudget:
         return min(self._burst, content + (self._clock() - at) * self._per_s)
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether so little is left that it is better saved up."""
-        return self.available < self._burst * WORTH_SHARE
+    def burst(self) -> float:
+        """The most that is ever available."""
+        return self._burst
+
+    def holds(self, amount: float) -> bool:
+        """Whether so much may be spent now, and what is left is not better saved up."""
+        return self.available >= min(self._burst, max(amount, self._burst * WORTH_SHARE))
 
     @property
     def pressure(self) -> float:

@@ -145,7 +145,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
             server_args.tokenizer_path = server_args.tokenizer_path or server_args.model_path
             _, config = start.check(server_args, config)
             config.to_environment()
-        start.remove_other_shards(config)
+            start.remove_other_shards(config)
         run_server(server_args)
         return
     with _collecting_nothing():

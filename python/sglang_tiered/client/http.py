@@ -161,9 +161,9 @@ class AsyncTierClient(AsyncCalls):
 def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
-    if api_key is not None and (api_key != api_key.strip() or not api_key.isprintable()):
+    if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
         raise RequestError("api_key holds more than a key, perhaps a line's end; pass it alone")
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     settings = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
     settings["limits"] = httpx.Limits(max_connections=None)  # or answers wait for each other's
     if is_loopback_url(url):

@@ -49,6 +49,7 @@ __all__ = ["Fleet", "Member", "Replica"]
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0
+EMPTY = "the Redis of --servers names no server; those that serve stay, and no other is known"
 ANSWER_S = 5.0
 MAX_COSTS_BYTES, MAX_INFO_BYTES, MAX_TOKENS_BYTES = 2 << 20, 4 << 20, 8 << 20
 MAYBE_S = 60.0
@@ -187,6 +188,7 @@ class Fleet:
                     last, due = now_read, self._clock() + RESOLVE_S
                     found = await self._source.resolved()
                     if self._source.is_redis:  # it forgets in seconds where it takes no writes
+                        problem = "" if found else EMPTY
                         found = self._forgotten(found) | found
                     self._follow(found)
             except Exception as error:  # a file, the DNS or a Redis that fails may come back

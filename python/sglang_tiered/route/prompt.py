@@ -45,7 +45,7 @@ MAX_NEW_TOKENS = 256
 """Of an answer whose bound is not in the request: what choosing a decode server counts on."""
 CHAT_FIELDS = (
     *("messages", "tools", "tool_choice", "reasoning", "reasoning_effort"),
-    *("continue_final_message", "chat_template_kwargs"),
+    *("continue_final_message", "chat_template_kwargs", "thinking", "task"),
 )
 """What a chat's tokens depend on."""
 
@@ -64,6 +64,8 @@ class Body(msgspec.Struct):
     reasoning_effort: Any = None
     continue_final_message: Any = None
     chat_template_kwargs: Any = None
+    thinking: Any = None
+    task: Any = None
     extra_key: Any = None
     cache_salt: Any = None
     lora_path: Any = None

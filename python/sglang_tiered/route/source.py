@@ -84,7 +84,7 @@ class Source:
                 if url in self._known:
                     known[url] = self._known[url]
                 logger.warning("%s cannot be resolved: %s", url, error.strerror)
-        if not known:  # half written, or a Redis that has forgotten
+        if not known and not self.is_redis:  # half written
             raise ConfigError(f"--servers {self._shown} names no server; name one there.")
         self._known = known
         return {address: url for url, address in known.items()}

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTokenizer", "TokenReader"]
 
+_FUNCTION = ("name", "description", "parameters")  # of a tool
+_RARE = ("reasoning", "continue_final_message", "thinking", "task")
+
 NUM_THREADS = 4
 MAX_WAITING = 32
 """Prompts in threads at once; further ones go by their bytes."""
@@ -84,8 +87,8 @@ class LocalTokenizer:
 
     def _render(self, asked: dict[str, Any]) -> str | None:
         choice, effort = asked.get("tool_choice"), asked.get("reasoning_effort")
-        is_rare = asked.get("reasoning") or asked.get("continue_final_message")
-        tools = None if choice == "none" else asked.get("tools")
+        is_rare = any(asked.get(name) is not None for name in _RARE)
+        tools = None if choice == "none" else asked.get("tools") or None
         template = (tools and self._templates.get("tool_use")) or self._templates.get("default")
         if template is None or is_rare or isinstance(choice, dict):
             return None
@@ -97,8 +100,13 @@ class LocalTokenizer:
             more |= told
         try:
             messages = [_flat(message) for message in asked["messages"]]
+            if messages[-1]["role"] == "assistant":
+                if not isinstance(asked["messages"][-1].get("content"), str):
+                    return None
+                messages[-1] = {"role": "user", "content": messages[-1]["content"]}  # as SGLang
+            tools = tools and [_tool(each) for each in tools]
             return template.render(**more, messages=messages, tools=tools)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        except (jinja2.TemplateError, LookupError, ValueError, TypeError, AttributeError):
             return None  # the server says what is wrong with it
 
 
@@ -108,10 +116,20 @@ def _flat(message: Any) -> dict[str, Any]:
         if any(part.get("type") != "text" for part in content):
             raise ValueError("not only text")
         content = " ".join(part["text"] for part in content)
-    made = {**message, "content": "" if content is None else content}
+    told = {name: value for name, value in message.items() if value is not None}
+    made = {**told, "content": "" if content is None else content}
     if isinstance(calls := message.get("tool_calls"), list):
         made["tool_calls"] = [{**call, "function": _parsed(call["function"])} for call in calls]
     return made
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as SGLang's records of a request write it for templates."""
+    told = {k: v for k, v in tool["function"].items() if k != "strict" or v is not None}
+    if not (tool.keys() <= {"type", "function"} and told.keys() <= {*_FUNCTION, "strict"}):
+        raise ValueError("a tool with more than its function")
+    blank = {name: None for name in _FUNCTION if name not in told}
+    return {"type": tool.get("type", "function"), "function": told | blank, "defer_loading": None}
 
 
 def _parsed(function: dict[str, Any]) -> dict[str, Any]:

@@ -283,11 +283,15 @@ def test_shards_of_other_sizes_go_at_the_start(
     config = nvme_config(path)
     found: list[bool] = []
     monkeypatch.setattr(sglang.launch_server, "run_server", lambda _: found.append(shard.exists()))
+    monkeypatch.setattr(start, "check", lambda *told: told)
+    monkeypatch.setattr(TieredConfig, "to_environment", lambda _: None)
     with contextlib.ExitStack() as held:
         start.claim_directory(config, held)
         assert shard.exists()
-        launch_server._run(SimpleNamespace(encoder_only=True), config)
-    assert found == [False]
+        for only, mode in ((True, False), (False, True)):  # an encoder has no tiers
+            settings = {"encoder_only": only, "smg_grpc_mode": mode, "tokenizer_path": "there"}
+            launch_server._run(SimpleNamespace(**settings), config)
+    assert found == [True, False]
 
 
 def test_fork_outliving_its_server_holds_no_directory(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from route_mocks import Mocks
 
-from server_process import free_port
+from server_process import free_ports
 from sglang_tiered.policy.balance import RoleBalance
 from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
 from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
@@ -50,7 +50,7 @@ def serve(
     config = RouteConfig(
         servers=str(folder / "servers"),
         key_file=str(folder / "key"),
-        port=free_port(),
+        port=free_ports(3),  # two above it are the picker's
         **({"with_balance": True, "balance_cooldown_s": COOLDOWN_S} | more),
     )
 

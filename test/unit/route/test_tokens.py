@@ -151,7 +151,8 @@ def test_other_calls_teach_no_half_prompt(folder: Path, path: str) -> None:
     assert prompt.ids is None and not prompt.is_stream
 
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+TOOL = {"type": "function", "function": {"parameters": {}, "name": "f"}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
 
 
 @pytest.mark.parametrize(
@@ -198,3 +199,22 @@ def test_named_templates_see_arguments_as_objects(folder: Path) -> None:
     assert encoded(folder, CHAT) == [*b"tools"]
     call["function"] = {"name": "f", "arguments": "no JSON"}
     assert encoded(folder, body) is None
+
+
+@pytest.mark.parametrize("more", [{}, {"description": "d"}, {"strict": None}, {"strict": True}])
+def test_tools_are_rendered_as_a_server_does(folder: Path, more: dict[str, Any]) -> None:
+    """What comes behind the first tool would count as held by nobody."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+
+    tool = {"type": "function", "function": TOOL["function"] | more}
+    (folder / "chat_template.jinja").write_text("{{ tools|tojson }}")
+    told = json.dumps([Tool(**tool).model_dump()], ensure_ascii=False)
+    assert encoded(folder, CHAT | {"tools": [tool]}) == [*told.encode()]
+
+
+def test_last_answer_is_a_question_to_the_template(folder: Path) -> None:
+    """And what is null is left out, both as SGLang does."""
+    source = "{% for one in messages %}{{ one.role }} {{ 'tool_calls' in one }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(source)
+    last = {"role": "assistant", "content": "so", "tool_calls": None}
+    assert encoded(folder, {"messages": [last, last]}) == [*b"assistant False user False "]

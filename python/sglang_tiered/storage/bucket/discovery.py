@@ -59,6 +59,7 @@ class Discovery:
         self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
         self._pause = Backoff()  # behind a pass that failed
+        self._tell_pause = Backoff()  # behind an owner that failed, which keeps no pass waiting
 
     def run(self) -> None:
         state = self._state
@@ -92,10 +93,8 @@ class Discovery:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            paused_s = self._pause.wait_s(state.clock())
-            if not paused_s:
-                self._sweep()
-                self._records.tell()  # an owner that came late
+            if not self._tell_pause.wait_s(state.clock()):
+                self._tell()
             with state.lock:
                 if state.closed:
                     return None
@@ -104,11 +103,21 @@ class Discovery:
                     wait_s = self._breaker.wait_s()
                 elif self._epoch != state.epoch:
                     wait_s = 0.0
-                wait_s = max(wait_s, paused_s)
+                wait_s = max(wait_s, self._pause.wait_s(state.clock()))
                 if state.refreshes or wait_s <= 0:
                     orders, state.refreshes = state.refreshes, []
                     return orders
                 state.discovery_ready.wait(wait_s)
+
+    def _tell(self) -> None:
+        """Tell what was erased to an owner that came late, or that failed."""
+        try:
+            self._sweep()
+            self._records.tell()
+            self._tell_pause.succeed()
+        except Exception:
+            self._tell_pause.fail(self._state.clock())
+            logger.exception("internal error while telling of erasures; it is tried again")
 
     def _sweep(self, unseen_of: int | None = None) -> None:
         """Remove hidden pages from the index, and behind a full listing of a namespace what that

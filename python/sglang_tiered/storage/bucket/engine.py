@@ -220,9 +220,11 @@ class BucketEngine(TierEngine):
 
     @property
     def takes_stores(self) -> bool:
-        """Whether stores succeeded lately, and the daily budgets are not used up. Memory only."""
-        budgets = self._state.write_budget, self._state.request_budget
-        return self._breaker.accepts_stores() and not any(each.is_used_up for each in budgets)
+        """Whether stores succeeded lately, and the daily budgets have room for a page like the last
+        one. Memory only."""
+        state = self._state
+        has_room = state.write_budget.holds(state.page_bytes) and state.request_budget.holds(1)
+        return has_room and self._breaker.accepts_stores()
 
     @property
     def has_listed(self) -> bool:

@@ -266,8 +266,8 @@ class Requests:
         try:
             self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
         except BucketError as error:
-            if error.status not in _NOT_OFFERED:
-                raise
+            if error.failure is Failure.DENIED or error.status not in _NOT_OFFERED:
+                raise  # 400 also answers a token that is over
             place.deletes_in_bulk = False
             return paths
         return rest

@@ -165,6 +165,7 @@ class BucketState:
         self.write_budget = DailyBudget(settings.writes_per_day, clock)
         self.request_budget = DailyBudget(settings.requests_per_day, clock)
         self.skew_s = 0.0  # of the store's clock, ahead of this one's
+        self.page_bytes = 0  # of the last page that was to be stored
         # Loads
         self.loads: deque[PageLoad] = deque()
         self.open_loads: dict[BucketLoad, None] = {}

@@ -281,10 +281,10 @@ class Transfers:
         num_requests = state.request_budget.available - len(state.pending)
         held = state.index.holds(run.keys)
         for position, (key, page) in enumerate(zip(run.keys, run.pages, strict=True)):
-            length = sum(segment.nbytes for segment in page)
+            length = state.page_bytes = sum(segment.nbytes for segment in page)
             if held[position] or key in state.pending:
                 job.reasons[position] = Reason.DUPLICATE
-            elif length > settings.max_page_bytes:
+            elif length > min(settings.max_page_bytes, state.write_budget.burst):
                 job.reasons[position] = Reason.NO_SPACE
             elif share is not None and num_bytes + length > share:
                 job.reasons[position] = Reason.OVER_SHARE

@@ -305,7 +305,7 @@ class Demoter:
             return chain is not None
         took_stores, self._takes_stores = self._takes_stores, self._bucket.takes_stores
         if self._takes_stores and not took_stores:
-            self._scan.is_due = True  # for what failed too often meanwhile
+            self.queue.overflowed = True  # for what failed too often meanwhile
         # Before the bucket knows what it holds, all would be copied again.
         may_begin = self._takes_stores and self._bucket.has_listed and self._is_idle()
         if not self.queue.has_urgent and not may_begin:
@@ -320,7 +320,7 @@ class Demoter:
             return True
         if self._suspended:
             return False
-        if self.queue.overflowed:
+        if self.queue.overflowed and not self._scan.is_due:  # a walk under way may be past it
             self.queue.overflowed = False
             self._scan.is_due = True
         return self._scan.is_due and self._scan.step()
