@@ -227,9 +227,9 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.reads, self.writes = folder / "reads", folder / "writes"
 
-    def read_in(self, seconds: float, *failing: str) -> None:
+    def read_in(self, seconds: float, *failing: str, bytes_per_s: float = 0) -> None:
         """``failing``: parts of the names of shards whose reads fail."""
-        self._say(self.reads, " ".join([str(seconds), *failing]))
+        self._say(self.reads, " ".join([str(seconds), str(bytes_per_s), *failing]))
 
     def write_at(self, bytes_per_s: float) -> None:
         self._say(self.writes, str(bytes_per_s))

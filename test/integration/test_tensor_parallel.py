@@ -6,8 +6,6 @@ ours among them, and ends the server at the first difference.
 
 from __future__ import annotations
 
-import itertools
-import os
 import re
 import shutil
 import time
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ALWAYS, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
 from server_process import Answer, Server
@@ -26,9 +24,6 @@ LENGTH = 700
 PROMPTS = make_prompts(5, 8, LENGTH)
 LONG_LENGTH = 2000
 LONG_PROMPTS = make_prompts(6, 3, LONG_LENGTH)
-READ_PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
-"""What a read may take, in parts of what computing a prompt takes on this machine now, so that
-loading one takes about as long."""
 DEADLINE_S = 240.0
 FAILED_READS = {"tier": "nvme", "operation": "load", "reason": "io_error"}
 OLD, NEW = PROMPTS[:4], PROMPTS[4:]  # what both shards hold, and what one of them lost
@@ -44,22 +39,13 @@ def outputs(answers: list[Answer]) -> list[list[int]]:
     return [answer.output_ids for answer in answers]
 
 
-def unruly_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that says how reads of servers started from now on misbehave (``slow_disk``)."""
-    folder = str(Path(__file__).parent / "slow_disk")
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("SLOW_DISK_FILE", str(tmp_path / "slowness"))
-    return tmp_path / "slowness"
-
-
 def pages_found(server: Server) -> dict[str, int]:
     """Pages that each rank found in its shard at start, by rank."""
     pattern = r"(TP\d)\S*\] NVMe tier open: .*?, (\d+) pages of earlier runs found"
     return {rank: int(number) for rank, number in re.findall(pattern, server.log)}
 
 
-def see_sick_rank(server: Server, disk: Path, expected: list[list[int]]) -> str:
+def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> str:
     """Let the disk of the second rank fail; return the scrape that tells of it. Each rank has its
     own series, from before anything fails."""
     deadline = time.monotonic() + DEADLINE_S
@@ -78,7 +64,7 @@ def see_sick_rank(server: Server, disk: Path, expected: list[list[int]]) -> str:
     loads = by_rank(text, "load_duration_seconds_count", tier="nvme")
     assert set(loads) == {"0", "1"} and min(loads.values()) > 0
 
-    disk.write_text("0 shard-tp1of2")
+    disk.read_in(0, "shard-tp1of2")
     while by_rank(text, "tier_healthy", tier="nvme") != {"0": 1.0, "1": 0.0}:
         assert time.monotonic() < deadline, "the failing disk of one rank is not seen"
         server.flush()
@@ -93,10 +79,10 @@ def see_sick_rank(server: Server, disk: Path, expected: list[list[int]]) -> str:
 def test_rank_with_older_shard_costs_only_hits(
     launch: Launch,
     expected: list[list[int]],
+    disk: Disk,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = unruly_disk(tmp_path, monkeypatch)
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     tier_dir = tmp_path / "kv"
     arguments = (
@@ -154,11 +140,11 @@ def test_rank_with_older_shard_costs_only_hits(
 
 
 def test_ranks_compute_both_ends_alike(
-    launch: Launch, stock: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, stock: Server, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
     expected = outputs(stock.generate_all(LONG_PROMPTS))
-    slowness = unruly_disk(tmp_path, monkeypatch)
+    disk.read_in(0)
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     server = launch(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),
@@ -166,16 +152,15 @@ def test_ranks_compute_both_ends_alike(
     )
     assert outputs(server.generate_all(LONG_PROMPTS)) == expected
     deadline = time.monotonic() + DEADLINE_S
-    for part in itertools.cycle(READ_PARTS):
-        state = server.tier_state()
-        if state["both_ends_requests"] >= 3:
-            break
+    while (state := server.tier_state())["both_ends_requests"] < 6:
         assert time.monotonic() < deadline, "no prompt is computed from both ends"
-        slowness.write_text(str(part * LONG_LENGTH / state["prefill_tokens_per_second"]))
-        for _ in range(2):
-            server.flush()
-            assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
-    slowness.write_text("0")
+        # Loading a prompt takes as long as computing it takes on this machine now.
+        prompts_per_s = state["prefill_tokens_per_second"] / LONG_LENGTH
+        prompt_bytes = state["tier_held_bytes:nvme"] / len(LONG_PROMPTS)
+        disk.read_in(0, bytes_per_s=prompts_per_s * prompt_bytes)
+        server.flush()
+        assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
+    disk.read_in(0)
     server.flush()  # refused while anything is locked or under way
     assert outputs(server.generate_all(LONG_PROMPTS, concurrency=3)) == expected
     server.kill()

@@ -1,7 +1,8 @@
-"""Found on a server's PYTHONPATH: reads of the NVMe tier take as long as the file named by
-``SLOW_DISK_FILE`` says, in seconds; no time where it is empty or absent. A second word there is a
-part of the names of the shards whose reads fail. The file named by ``SLOW_DISK_WRITE_FILE`` is the
-speed of writing, in bytes per second."""
+"""Found on a server's PYTHONPATH: makes the disks of NVMe tiers slow, as two files say.
+
+``SLOW_DISK_FILE`` names the one of reads. It holds the seconds that each takes, a disk's bytes per
+second (0: no limit), and parts of the names of shards whose reads fail. The file that
+``SLOW_DISK_WRITE_FILE`` names is the speed of writing. Nothing is slow where they are absent."""
 
 from __future__ import annotations
 
@@ -40,20 +41,22 @@ class _SlowDisk(importlib.abc.MetaPathFinder):
             read, write = module.FileDevice.readv, module.FileDevice.writev
             one_at_a_time = threading.Lock()
 
+            def take(count: int, bytes_per_s: str) -> int:
+                if float(bytes_per_s) > 0:
+                    with one_at_a_time:
+                        time.sleep(count / float(bytes_per_s))
+                return count
+
             def slow_read(device: Any, *arguments: Any) -> int:
-                delay_s, *failing = _words("SLOW_DISK_FILE") or ["0"]
+                delay_s, bytes_per_s, *failing = _words("SLOW_DISK_FILE") or ["0", "0"]
                 time.sleep(float(delay_s))
                 if any(part in device._directory.name for part in failing):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return int(read(device, *arguments))
+                return take(int(read(device, *arguments)), bytes_per_s)
 
             def slow_write(device: Any, *arguments: Any) -> int:
-                count = int(write(device, *arguments))
-                (bytes_per_s,) = map(float, _words("SLOW_DISK_WRITE_FILE") or ["0"])
-                if bytes_per_s > 0:
-                    with one_at_a_time:
-                        time.sleep(count / bytes_per_s)
-                return count
+                (bytes_per_s,) = _words("SLOW_DISK_WRITE_FILE") or ["0"]
+                return take(int(write(device, *arguments)), bytes_per_s)
 
             module.FileDevice.readv, module.FileDevice.writev = slow_read, slow_write
 
