@@ -21,7 +21,6 @@ from sglang_tiered.storage.region.files import (
     ERASED_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
-    OLDER_NAMES,
     SHARD_PREFIX,
     is_shard_file,
 )
@@ -126,7 +125,7 @@ def resolve(path: Path) -> StoreTarget:
 def _is_shard(path: Path, names: Sequence[str]) -> bool:
     if MANIFEST_NAME in names or any(name.startswith(SHARD_PREFIX) for name in names):
         return False
-    ours = (CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES)
+    ours = (CHECKPOINT_NAME, ERASED_NAME)
     if any(name in ours or parse_region_name(name) is not None for name in names):
         return True
     return path.resolve().name.startswith(SHARD_PREFIX) and all(map(is_shard_file, names))
