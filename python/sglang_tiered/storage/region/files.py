@@ -26,7 +26,6 @@ __all__ = [
     "PROBE_NAME",
     "SHARD_PREFIX",
     "TEMPORARY_SUFFIX",
-    "WARM_NAME",
     "WEIGHTS_NAME",
     "is_leftover",
     "is_pin_name",
@@ -51,14 +50,9 @@ PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
-WARM_NAME = "WARM"
 TEMPORARY_SUFFIX = ".tmp"
 
-NOTE_NAMES = (
-    NAMESPACE_NAME,
-    PAGE_SIZES_NAME,
-    WARM_NAME,
-)
+NOTE_NAMES = (NAMESPACE_NAME, PAGE_SIZES_NAME)
 LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
