@@ -8,7 +8,6 @@ disk, but for the start and the end.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,6 @@ class Tiering:
         agreement: RankAgreement,
         budget: HostBudget,
         *,
-        clock: Callable[[], float] = time.monotonic,
         notes: Stories,
     ) -> None:
         self._cache = cache
@@ -72,9 +70,8 @@ class Tiering:
             planner.loads,
             patience_s=planner.patience_s,
             waiting_stores=self._waiting_stores,
-            clock=clock,
         )
-        self.returns = Returns(cache, planner, clock, notes)
+        self.returns = Returns(cache, planner, notes)
         self.loads = LoadScheduler(
             cache,
             planner,
@@ -91,12 +88,11 @@ class Tiering:
             budget,
             num_loading=self.loads.num_tokens,
             store_ended=self._store_ended,
-            clock=clock,
         )
         loader = ChainLoader(
             cache, self.loads, planner, self.copies, window_tokens=budget.loading_tokens
         )
-        self.hints = Hints(cache, self.loads, loader, budget.hinted_tokens, clock)
+        self.hints = Hints(cache, self.loads, loader, budget.hinted_tokens)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there

@@ -21,8 +21,6 @@ from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -87,12 +85,11 @@ class Hints:
         loads: LoadScheduler,
         loader: ChainLoader,
         capacity: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._loads = loads
         self._loader = loader
-        self._clock = clock
+        self._clock = time.monotonic
         self._queue: HintQueue[str] = HintQueue(capacity)  # by the hash of the last page
         self._hinted: dict[str, Hinted] = {}
         self._served: Hinted | None = None
