@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import uuid
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.codecs import LOSSY_CODEC_NAMES
@@ -97,8 +98,14 @@ _WITHOUT_MEANING = {
 # Settings beyond the model's own that change number formats, by SGLang's groups of them.
 _NUMBER_FORMATS = {
     "comm": ("enable_quant_communications",),
+    "deterministic": ("rl_on_policy_target",),
     "dllm": ("dllm_algorithm",),
-    "kernel": ("enable_deepseek_v4_fp4_indexer", "prefill_kv_cache_dequant_dtype"),
+    "features": ("enable_tf32_matmul",),
+    "kernel": (
+        "enable_deepseek_v4_fp4_indexer",
+        "enable_precise_embedding_interpolation",
+        "prefill_kv_cache_dequant_dtype",
+    ),
     "mamba": (
         "enable_int8_mamba_checkpoint",
         "enable_mamba_cache_stochastic_rounding",
@@ -108,6 +115,7 @@ _NUMBER_FORMATS = {
         "deepep_dispatcher_output_dtype",
         "enable_w4a4_mxfp4_megamoe",
         "enforce_shared_experts_fusion",
+        "flashinfer_a2a_dispatch_type",
         "flashinfer_mxfp4_moe_precision",
         "kt_cpuinfer",
         "kt_max_deferred_experts_per_token",
@@ -116,6 +124,26 @@ _NUMBER_FORMATS = {
         "kt_threadpool_count",
     ),
 }
+
+# Variables that change what the weights are read as, or what is computed with them.
+_VARIABLES = (
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+    "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_DSV4_FP4_EXPERTS",
+    "SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE",
+    "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_MINICPM_DENSE_AS_SPARSE",
+    "SGLANG_MINICPM_FORCE_DENSE",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+)
 
 _OF_DRAFT = {
     "draft",
@@ -126,6 +154,9 @@ _OF_DRAFT = {
 }
 
 _files_are_old = False
+
+# The files as they were when the process loaded them: tiers may be attached again at any time.
+_loaded_model, _loaded_files = cache(identify_model), cache(identify_files)
 
 
 def has_draft() -> bool:
@@ -148,19 +179,20 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
 
     Reads SGLang's published configuration; call it after the model is loaded.
     """
-    from sglang.srt.runtime_context import get_lora
+    from sglang.srt.runtime_context import get_exec, get_lora
 
     return {
         **_model_identity(),
         # SGLang's page keys contain the names and paths of --lora-paths, not the weights.
         "adapters": {
-            adapter.lora_id: identify_model(adapter.lora_path, None, "auto")
+            adapter.lora_id: _loaded_model(adapter.lora_path, None, "auto")
             for adapter in get_lora().lora_paths or ()
         },
         "tp": [storage_config.tp_rank, storage_config.tp_size],
         "pp": [storage_config.pp_rank, storage_config.pp_size],
         "attn_cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
         "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
+        "replay": get_exec().features.enable_decoder_swa_bounded_replay,
     }
 
 
@@ -221,7 +253,8 @@ def _model_identity() -> dict[str, Any]:
     import importlib.metadata
 
     from sglang.srt.arg_groups.fields.model import Model
-    from sglang.srt.runtime_context import get_exec, get_model, get_serving, get_spec
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_serving, get_spec
 
     # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
     # incomplete identity would let pages of another meaning be read.
@@ -240,14 +273,16 @@ def _model_identity() -> dict[str, Any]:
             for group, names in _NUMBER_FORMATS.items()
             for name in names
         },
+        "variables": {name: getattr(envs, name).get() for name in _VARIABLES},
+        "experts_shared_outer_loras": get_lora().experts_shared_outer_loras,
         "files": {
-            **{name: identify_files(getattr(model, name)) for name in sorted(_FILES)},
-            "kt_weight_path": identify_files(groups["moe"].kt_weight_path),
-            "uno_lora_path": identify_files(spec.uno_lora_path),
+            **{name: _loaded_files(getattr(model, name)) for name in sorted(_FILES)},
+            "kt_weight_path": _loaded_files(groups["moe"].kt_weight_path),
+            "uno_lora_path": _loaded_files(spec.uno_lora_path),
             **_loader_files(model.model_loader_extra_config),
         },
         "draft": draft_path
-        and identify_model(
+        and _loaded_model(
             draft_path,
             spec.speculative_draft_model_revision,
             str(spec.speculative_draft_load_format or model.load_format),
@@ -255,7 +290,12 @@ def _model_identity() -> dict[str, Any]:
         ),
         # SGLang registers a draft model's pool too late to be in the digest.
         "draft_kv_cache_dtype": spec.speculative_draft_kv_cache_dtype,
-        "draft_quantization": spec.speculative_draft_model_quantization,
+        "draft_quantization": [
+            spec.speculative_draft_model_quantization,
+            spec.speculative_enable_w4a4_mxfp4_megamoe,
+            envs.SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE.get(),
+            envs.SGLANG_GLM_NEXTN_MOE_PTPC.get(),
+        ],
         "draft_window": [spec.speculative_draft_window_size, spec.speculative_draft_sink_size],
         "speculative_algorithm": spec.speculative_algorithm,
         "weight_version": get_serving().weight_version,
@@ -263,11 +303,17 @@ def _model_identity() -> dict[str, Any]:
 
 
 def _model(model: Any) -> FileContents | str:
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_observability
+
     if _files_are_old:
         return unresolved(model.model_path, "they were replaced while the server ran")
+    if get_observability().forward_hooks or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
+        why = "--forward-hooks or SGLANG_EXTERNAL_MODEL_PACKAGE run code of no model file"
+        return unresolved(model.model_path, why)
     if model.weight_cache_mode != "off":
         return unresolved(model.model_path, "they come from a weight cache")
-    return identify_model(
+    return _loaded_model(
         model.model_path, model.revision, str(model.load_format), model.download_dir
     )
 
@@ -276,7 +322,7 @@ def _loader_files(extra_config: str | Mapping[str, Any] | None) -> dict[str, Any
     """Return the contents of files that ``--model-loader-extra-config`` names."""
     config = json.loads(extra_config) if isinstance(extra_config, str) else extra_config or {}
     return {
-        f"loader {name}": identify_files(value)
+        f"loader {name}": _loaded_files(value)
         for name, value in config.items()
         if isinstance(value, str) and ("path" in name or os.path.exists(value))
     }

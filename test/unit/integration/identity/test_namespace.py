@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
 
 from sglang_tiered.config import TransferConfig
-from sglang_tiered.integration.identity import namespace
+from sglang_tiered.integration.identity import file_digests, namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
 TIMEOUT_S = 20.0
@@ -94,13 +94,21 @@ def answer(identity: dict[str, Any], directory: Path) -> bytes:
     return found
 
 
+def start_anew() -> None:
+    """Be a process that has not looked at any file."""
+    namespace._loaded_model.cache_clear()
+    namespace._loaded_files.cache_clear()
+
+
 @pytest.fixture
 def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
     """The namespace of a process with these settings, by SGLang's own published configuration."""
     # Tests of weight updates leave it set in a process that runs them, too.
     monkeypatch.setattr(namespace, "_files_are_old", False)
 
-    def identify(**settings: Any) -> bytes:
+    def identify(*, anew: bool = True, **settings: Any) -> bytes:
+        if anew:
+            start_anew()
         with get_context().override_server_args(**{"model_path": str(model), **settings}):
             identity = namespace.server_identity(storage_config())
         return answer(identity, tmp_path / "kv")
@@ -116,6 +124,7 @@ def handed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     def identify(
         name: str | None = None, kv: str = "bfloat16", *, draft: bool = False, **settings: Any
     ) -> bytes:
+        start_anew()
         with get_context().override_server_args(**{"model_path": str(model), **settings}):
             identity = namespace.handoff_identity(name, kv, with_draft=draft)
         return answer(identity, tmp_path / "kv")
@@ -155,6 +164,13 @@ def adapter(path: Path) -> SimpleNamespace:
         {"enforce_shared_experts_fusion": True},
         {"mamba_ssm_dtype": "bfloat16"},
         {"prefill_kv_cache_dequant_dtype": "bfloat16"},
+        {"enable_precise_embedding_interpolation": True},
+        {"enable_tf32_matmul": True},
+        {"enable_decoder_swa_bounded_replay": True},
+        {"rl_on_policy_target": "fsdp"},
+        {"flashinfer_a2a_dispatch_type": "nvfp4"},
+        {"experts_shared_outer_loras": True},
+        {"speculative_enable_w4a4_mxfp4_megamoe": True},
         {"speculative_algorithm": "EAGLE"},
         {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
         {"speculative_draft_model_quantization": "fp8"},
@@ -168,6 +184,17 @@ def test_every_meaningful_setting_is_in_the_identity(
 ) -> None:
     assert identify() == identify()
     assert identify(**settings) != identify()
+
+
+@pytest.mark.parametrize("name", namespace._VARIABLES)
+def test_variable_that_changes_numbers_counts(
+    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = identify()
+    monkeypatch.setenv(
+        name, '{"a": 1}' if "CONFIG" in name else "0" if "FP4_EXPERTS" in name else "1"
+    )
+    assert identify() != before
 
 
 @pytest.mark.parametrize(
@@ -250,6 +277,30 @@ def test_weights_that_come_from_no_file_start_anew(
     assert identify(**settings) != identify(**settings)
 
 
+def test_code_of_no_file_starts_anew(
+    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = [{"name": "x", "target_modules": ["model"], "hook_factory": "a:b"}]
+    assert identify(forward_hooks=hooks) != identify(forward_hooks=hooks)
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "a.b")
+    assert identify() != identify()
+
+
+def test_storage_attached_again_ignores_new_files(
+    identify: Callable[..., bytes], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named the KV of the loaded weights as that of the weights that lay there by then."""
+    monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
+    (tmp_path / "kv").mkdir()
+    draft, one = weights(tmp_path / "draft", b"old"), weights(tmp_path / "one", b"old")
+    settings = {"speculative_draft_model_path": str(draft), "lora_paths": [adapter(one)]}
+    loaded = identify(**settings)
+    for folder in (model, draft, one):
+        (folder / "model.safetensors").unlink()
+        weights(folder, b"retrained")
+    assert identify(anew=False, **settings) == loaded != identify(**settings)
+
+
 def test_storage_attached_after_an_update_ignores_files(
     identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +341,7 @@ def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
     with get_context().override_server_args(model_path=str(model)):
         parts = namespace.server_identity(storage_config())
         handed = namespace.handoff_identity(None, "bfloat16", with_draft=True)
-    geometry = {"tp", "pp", "attn_cp", "dcp"}
+    geometry = {"tp", "pp", "attn_cp", "dcp", "replay"}
     assert geometry <= parts.keys()
     assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
 
