@@ -89,6 +89,7 @@ class MemoryPages:
     def __init__(self, memory: Any, places: Sequence[Place | None]) -> None:
         self.data = memoryview(memory)
         self.places = places
+        self.is_outage = False
 
     def release(self) -> None: ...
 

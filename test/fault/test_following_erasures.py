@@ -3,6 +3,7 @@ erased x where the other server is when it happens, and what may go wrong beside
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from peer_servers import OTHER, Server, Servers
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
+from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true, keep, promise
 from sglang_tiered.storage.region import RegionEngine
@@ -210,6 +212,21 @@ def test_a_name_never_found_ends_no_erasure(servers: Servers) -> None:
     assert not done.done(), "who knows what is there"
     servers.roster.pop(0)
     assert is_true(done, 20.0)
+
+
+def test_machines_that_are_off_end_no_wait(servers: Servers) -> None:
+    """Of many one was always being connected to, and counted as about to answer."""
+    with socket.socket() as off:
+        off.bind(("127.0.0.1", 0))
+        servers.roster.append(Target(*off.getsockname()))
+        one = servers.open([1], listed=False, expiry_s=60.0)
+        follower = one.sync.follower
+        follower._settings = PageSettings(connect_timeout_s=60.0)
+        eventually(lambda: [each.backoff.num_failures for each in follower._all()] > [0])  # refused
+        off.listen()  # from now on nothing is answered there
+        (each,) = follower._all()
+        eventually(lambda: each.link and follower._clock() - each.link.opened_at > 0.5)
+        assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
 
 
 def test_a_server_named_no_more_counts_while_alive(servers: Servers) -> None:

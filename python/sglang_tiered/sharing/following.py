@@ -346,11 +346,12 @@ class Follower:
 
     def _settle(self) -> None:
         """What has spread: to whoever answered within ``silence_s``, or may be about to answer for
-        the first time."""
+        the first time. What does not answer is off, else a fleet with many such never ends."""
         versions = [
             each.version
             for each in self._all()
-            if each.known is not None or (each.link is not None and not each.has_answered)
+            if each.known is not None
+            or not (each.link is None or each.has_answered or each.backoff.num_failures)
         ]
         if not self._is_whole:
             versions.append(-1)

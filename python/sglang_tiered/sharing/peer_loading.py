@@ -176,6 +176,8 @@ class PeerLoader:
                 self._silent.clear()
             times = self._silent.get(part.peer.server, 0)
             self._silent[part.peer.server] = times + 1
-            self._mirror.avoid(part.peer.server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
+            self._mirror.avoid(
+                part.peer.server, min(_FIRST_AVOID_S * 2.0 ** min(times, 6), _MAX_AVOID_S)
+            )
         elif PageOutcome.BUSY in seen:
             self._mirror.avoid(part.peer.server, _BUSY_S)

@@ -157,6 +157,10 @@ def test_lost_holder_is_avoided_with_growing_pauses() -> None:
         assert times == sorted(times)
         assert times[0] < times[1] < times[2]
         assert times[-1] == 30.0
+        holders.avoided.clear()
+        loads._silent["gone"] = 5000  # times, which as a power of two was no number
+        load(loads, run_of(PAGES))
+        assert holders.avoided == [("gone", 30.0)]
 
 
 def test_silent_holder_is_avoided_without_second_try(liar: StrangeServer) -> None:

@@ -58,6 +58,7 @@ class ReadPages(Protocol):
     """Memory with pages in it. The server calls ``release`` once, after its last use."""
 
     data: memoryview
+    is_outage: bool  # what is held cannot be read at the moment
 
     @property
     def places(self) -> Sequence[Place | None]:
@@ -230,8 +231,7 @@ class PageServer:
             self._clock() + message.patience_ms / 1000,
         )
         if not self._queue.add_request(request):
-            self.stats.num_busy += 1
-            self._send(client, messages.Busy(message.number))
+            self._busy(client, message.number)
 
     def _step(self) -> float | None:
         self._reap()
@@ -270,6 +270,11 @@ class PageServer:
             self._queue.release_memory(request)
             self._miss(request.client, request.number, len(request.keys))
             return
+        if pages.is_outage:  # who heard of a miss would not ask for these pages again
+            pages.release()
+            self._queue.release_memory(request)
+            self._busy(request.client, request.number)
+            return
         checksums = [None if place is None else place.checksum for place in pages.places]
         answer = messages.Found(request.number, checksums)
         trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
@@ -285,6 +290,10 @@ class PageServer:
     def _miss(self, client: bytes, number: int, num_pages: int) -> None:
         self.stats.num_missed += num_pages
         self._send(client, messages.Found(number, [None] * num_pages))
+
+    def _busy(self, client: bytes, number: int) -> None:
+        self.stats.num_busy += 1
+        self._send(client, messages.Busy(number))
 
     def _send(
         self, client: bytes, message: Any, payload: Sequence[memoryview] = ()

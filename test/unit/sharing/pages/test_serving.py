@@ -105,6 +105,7 @@ class Read:
     def __init__(self, data: bytes, places: list[Place | None]) -> None:
         self.data = memoryview(data)
         self.places = places
+        self.is_outage = False
 
     def release(self) -> None: ...
 
