@@ -535,6 +535,8 @@ class TieredRadixCache(HidingCache):
         detached, why = super().detach_storage_backend()
         if detached and self.tiering is not None:
             self.tiering.detached()
+        if detached and self._observer is not None:
+            self._observer.detached()
         return detached, why
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:

@@ -348,14 +348,20 @@ class TierObserver:
         self.exporter: MetricsExporter | None = None
         if exports and storage is None:
             self.exporter = MetricsExporter(
-                lambda: MemoryStats.of(holdings(cache)),
-                metrics=MEMORY_METRICS,
-                labels=rank_labels(),
+                self._memory, metrics=MEMORY_METRICS, labels=rank_labels()
             )
         elif exports:
             self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
         if self.exporter is not None:
             self.exporter.export()  # every series is there before its first failure
+
+    def _memory(self) -> MemoryStats:
+        return MemoryStats.of(holdings(self._cache))
+
+    def detached(self) -> None:
+        """Report memory alone, and that the tiers serve nothing."""
+        if self.exporter is not None and not self._is_of_memory:
+            self.exporter.tiers_are_gone(self._memory)
 
     def attached(self, storage: TieredStorage) -> None:
         """Report tiers that an operator attached again; their counters begin at zero."""
@@ -374,8 +380,8 @@ class TierObserver:
         return [] if self.events is None else self.events.take_events()
 
     def step(self) -> None:
-        """Export metrics in a scheduler step, unless the tiers are detached."""
-        if self.exporter is not None and (self._is_of_memory or self._cache.storage is not None):
+        """Export metrics in a scheduler step."""
+        if self.exporter is not None:
             self.exporter.export()
 
     def tree_was_reset(self) -> None:

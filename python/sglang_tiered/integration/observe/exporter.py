@@ -13,7 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.observe.samples import samples
-from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Metric, MetricKind
+from sglang_tiered.metrics import (
+    BOUNDS_S,
+    MEMORY_METRICS,
+    METRICS,
+    DurationCounts,
+    Metric,
+    MetricKind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +80,17 @@ class MetricsExporter:
             self._series[metric.name, labels] = series
         return series
 
-    def read_from(self, read: Callable[[], Stats]) -> None:
+    def tiers_are_gone(self, read: Callable[[], Stats]) -> None:
+        """Read what memory holds alone from now on: no tier serves."""
+        for (name, labels), series in self._series.items():
+            if name == "tier_healthy":
+                series.set(0.0)
+                self._seen[name, labels] = 0.0
+        self.read_from(read, MEMORY_METRICS)
+
+    def read_from(self, read: Callable[[], Stats], metrics: Sequence[Metric] = METRICS) -> None:
         """Read from now on the statistics of tiers that were opened again."""
-        self._read = read
+        self._read, self._metrics = read, metrics
         self._due = self._clock()
         self.export()  # before what begins at zero has grown past what was exported
 

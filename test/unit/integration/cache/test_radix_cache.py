@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
 from page_calls import load_pages
 from platform_process import environment, run
+from prometheus_client import CollectorRegistry
 from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -32,6 +35,7 @@ from zygote import Zygotes
 
 from kit.waiting import eventually
 from sglang_tiered.integration.admin.control import Control
+from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Tier
@@ -105,7 +109,9 @@ def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     store(cache, TOKENS)
     read: list[Any] = []
-    cache._observer.exporter = SimpleNamespace(export=lambda: None, read_from=read.append)
+    cache._observer.exporter = SimpleNamespace(
+        export=lambda: None, read_from=read.append, tiers_are_gone=lambda _: None
+    )
     params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
     cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
@@ -218,10 +224,29 @@ def test_kv_in_memory_during_updates_waits_for_flush(cache: Any) -> None:
     assert cache.is_empty
 
 
-def test_metrics_are_not_read_while_tiers_are_detached(cache: Any) -> None:
-    cache._observer.exporter = SimpleNamespace(
-        export=cache.process_stats, read_from=lambda read: None
+def test_detached_tiers_are_not_shown_as_healthy(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their last statistics stood there, until they were attached again."""
+    registry = CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        made = partial(getattr(prometheus_client, kind), registry=registry)
+        monkeypatch.setattr(prometheus_client, kind, made)
+    now = [0.0]
+    cache._observer.exporter = MetricsExporter(
+        cache.process_stats, lambda: now[0], labels={"rank": "0"}
     )
+
+    def value(name: str, tier: str) -> float | None:
+        now[0] += 1.0
+        step(cache, lambda: False, steps=3)
+        return registry.get_sample_value(f"sglang_tiered_{name}", {"tier": tier, "rank": "0"})
+
+    assert value("tier_healthy", "nvme") == 1.0
+    held = value("tier_held_tokens", "device")
     assert cache.detach_storage_backend()[0]
-    step(cache, lambda: False, steps=3)
+    assert value("tier_healthy", "nvme") == 0.0
+    compute(cache, TOKENS)
+    assert value("tier_held_tokens", "device") == held + len(TOKENS), "memory is still told of"
     attach_well(cache)
+    assert value("tier_healthy", "nvme") == 1.0
