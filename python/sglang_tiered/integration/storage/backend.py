@@ -376,7 +376,7 @@ class TieredStorage(TierQueries):
             self._erase_late()
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
-            "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
+            "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex()[:16], waits
         )
 
     @property

@@ -56,7 +56,7 @@ VERSION_FRAME = MAGIC + str(VERSION).encode()
 NAMESPACE_BYTES = 32
 KEY_BYTES = 32
 MAX_PAGE_BYTES = 64 << 20
-"""Bounds one page, and all pages of one request: the memory that a lying peer can cost."""
+"""Bounds one page, and all pages of one request."""
 
 MAX_REQUEST_PAGES = 4096
 MAX_CLIENT_FRAME_BYTES = 512 << 10
