@@ -302,10 +302,7 @@ class PageClient:
         requests = self._fetches.get(fetch)
         if requests is None or not fetch.is_open:
             return
-        link = self._links.get(fetch.address)
         for request in requests:
-            if not request.is_settled and request.sent_at is not None and link is not None:
-                link.send(messages.Cancel(request.number))
             self._settle(request, outcome)
         if fetch.is_open:  # it had no open request
             self._end(fetch)

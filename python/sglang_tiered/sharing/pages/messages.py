@@ -31,7 +31,6 @@ __all__ = [
     "SHORT_ID_BYTES",
     "VERSION_FRAME",
     "Busy",
-    "Cancel",
     "Changes",
     "Compare",
     "ErasureNotice",
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 MAGIC = b"sgt-pages/"
-VERSION = 2
+VERSION = 3
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 NAMESPACE_BYTES = 32
@@ -112,12 +111,6 @@ class Fetch(Message, frozen=True, tag="fetch"):
     @property
     def num_bytes(self) -> int:
         return sum(self.lengths)
-
-
-class Cancel(Message, frozen=True, tag="cancel"):
-    """The client no longer waits for that request. It is answered nevertheless."""
-
-    number: Number
 
 
 class Follow(Message, frozen=True, tag="follow"):
@@ -216,7 +209,7 @@ class Refuse(Message, frozen=True, tag="refuse"):
     reason: str
 
 
-FromClient = Fetch | Cancel | Follow | Compare | Teach
+FromClient = Fetch | Follow | Compare | Teach
 FromServer = Found | Busy | Refuse | Changes | Erasures
 
 _from_client = msgspec.msgpack.Decoder(FromClient)

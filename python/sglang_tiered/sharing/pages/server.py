@@ -207,10 +207,6 @@ class PageServer:
 
     def _serve(self, client: bytes, frames: list[memoryview]) -> None:
         message = messages.decode_from_client(frames)
-        if isinstance(message, messages.Cancel):
-            if self._queue.cancel_request(client, message.number):
-                self._send(client, messages.Busy(message.number))
-            return
         if not isinstance(message, messages.Fetch):
             if self._followers is None:
                 raise TransferError("this server tells nobody what it holds.")

@@ -83,16 +83,6 @@ class ServeQueue:
         self._clients.setdefault(request.client, client)
         return True
 
-    def cancel_request(self, client: bytes, number: int) -> bool:
-        """Drop a request that waits. Returns False if there is no such request."""
-        known = self._clients.get(client, _ServedClient())
-        for request in known.waiting:
-            if request.number == number:
-                known.waiting.remove(request)
-                self._drop_if_idle(client)
-                return True
-        return False
-
     def drop_client(self, client: bytes) -> int:
         """Drop the waiting requests of a client that is gone, and return their number."""
         waiting = self._clients.get(client, _ServedClient()).waiting

@@ -63,7 +63,7 @@ def test_mutated_message_raises_only_a_transfer_error() -> None:
     changes = messages.Changes(NAMESPACE, b"s" * 16, b"d" * 16, 1, 2, 0, None, 3, 4, False)
     compare, teach = messages.Compare(NAMESPACE, b"8" * 64), messages.Teach(NAMESPACE, [erased])
     told = messages.Erasures(b"d" * 16, [erased], b"8" * 8)
-    pages = (fetch, messages.Cancel(3), found, messages.Refuse("because"))
+    pages = (fetch, found, messages.Refuse("because"))
     for frame in map(encode, (*pages, follow, changes, compare, teach, told)):
         for _ in range(2000):
             changed = bytearray(frame)

@@ -84,11 +84,6 @@ def test_a_queue_takes_and_gives_what_fits(seed: int) -> None:
                 queue.release_memory(held.pop(source.randrange(len(held))))
             case 6 if source.random() < 0.1:
                 assert queue.drop_client(name) == len(waiting.pop(name, []))
-            case 6:
-                numbers = [each.number for each in waiting[name]]
-                wanted = source.choice([*numbers, -1])
-                assert queue.cancel_request(name, wanted) == (wanted != -1)
-                waiting[name] = [each for each in waiting[name] if each.number != wanted]
         expired = []
         for some in waiting.values():
             while some and some[0].expires_at <= number:
