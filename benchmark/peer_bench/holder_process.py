@@ -87,9 +87,8 @@ class HostMemory:
 
 class MemoryPages:
     def __init__(self, memory: Any, places: Sequence[Place | None]) -> None:
-        self.data = memoryview(memory)
+        self.data, self.is_outage = memoryview(memory), False
         self.places = places
-        self.is_outage = False
 
     def release(self) -> None: ...
 
