@@ -273,7 +273,7 @@ class Reclaimer(StorePart):
     def _may_try(self, region: Region) -> bool:
         """Return whether a region may be tried. The caller holds the lock."""
         pause = self._stuck.get(region)
-        if pause is not None and not pause.is_over(self._clock()):
+        if pause is not None and not pause.is_over:
             return False
         return not self._state.holds_unread(region)
 
@@ -392,7 +392,7 @@ class Reclaimer(StorePart):
             with self._health.watch(), contextlib.suppress(FileNotFoundError):
                 self._device.unlink(region.name, region.fd)
         except OSError as error:
-            self._stuck.setdefault(region, Backoff()).fail(self._clock())
+            self._stuck.setdefault(region, Backoff(self._clock)).fail()
             self._log.report(
                 "remove",
                 "%s cannot be removed (%s): it stays in service, its room is not given back, and "
