@@ -180,6 +180,16 @@ class Reclaimer(StorePart):
             if not self.evict_one():
                 return False
 
+    def keep_spare(self) -> None:
+        """Free room for a region, for the first pin of a full store. Without it the pinned pages of
+        the next victim would be in memory alone until they are written again. Where each region has
+        some, none goes."""
+        with self._state.lock:
+            is_spare = self._room() >= self._capacity.region_bytes
+            victim = None if is_spare else self.next_victim()
+        if victim is not None and not self.has_pinned(victim):
+            self.evict(victim)
+
     def has_room(self, nbytes: int) -> bool:
         """Return whether a region of that size can be made without evicting."""
         with self._state.lock:

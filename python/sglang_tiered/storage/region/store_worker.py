@@ -352,6 +352,7 @@ class PinFiles(StorePart):
         with self._state.lock:
             pin = self._state.pins.get(name)
         if pin is not None:
+            self._reclaimer.keep_spare()
             self.replace(file_of(name), pack(pin))
             return False
         with self._health.watch(), contextlib.suppress(FileNotFoundError):
