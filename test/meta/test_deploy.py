@@ -144,7 +144,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 def in_repository(service: Service | None, words: list[str]) -> list[str]:
     """A command whose mounted files are those of the repository."""
     for mount in service.mounts if service is not None else ():
-        if mount.path is not None and mount.path.is_file():
+        if mount.path is not None:
             words = [word.replace(mount.target, str(mount.path)) for word in words]
     return words
 
@@ -266,6 +266,14 @@ def test_every_mount_and_volume_exists() -> None:
         for words in service.get("volumes", []):
             source = words.split(":")[0]
             assert source in volumes or (DEPLOY / source).is_file(), words
+
+
+def test_list_of_servers_is_no_lone_mount() -> None:
+    """An editor that replaces it would leave the container with the old one."""
+    (words,) = [word for word in SERVICES["router"].command if word.startswith("--servers=")]
+    (file,) = in_repository(SERVICES["router"], [words.partition("=")[2]])
+    assert Path(file).is_file()
+    assert [mount.path for mount in SERVICES["router"].mounts] == [Path(file).parent]
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
