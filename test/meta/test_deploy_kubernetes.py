@@ -150,7 +150,10 @@ def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) 
         path.write_text(text, encoding="utf-8")
     ended = ran("kubectl", "kustomize", str(copied))
     assert ended.returncode == 0, ended.stderr
-    sets = [one for one in yaml.safe_load_all(ended.stdout) if one["kind"] == "StatefulSet"]
+    made = list(yaml.safe_load_all(ended.stdout))
+    maps = {one["metadata"]["name"] for one in made if one["kind"] == "ConfigMap"}
+    assert "servers" in maps, "one more server restarts no router"
+    sets = [one for one in made if one["kind"] == "StatefulSet"]
     assert len(sets) == len(ROLES)
     for one in sets:
         volumes = {volume["name"] for volume in one["spec"]["template"]["spec"]["volumes"]}
@@ -268,6 +271,18 @@ def test_the_router_finds_pods_of_headless_services() -> None:
         assert int(url[5]) in {port["containerPort"] for port in main_of(url[2])["ports"]}
         counts[url[2]] = counts.get(url[2], 0) + 1
     assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
+
+
+def test_router_is_ready_without_its_picker() -> None:
+    """As Envoy is, which goes on."""
+    assert main_of("router")["readinessProbe"]["httpGet"]["port"] == "http"
+
+
+def test_router_outlasts_answers_of_its_servers() -> None:
+    (drain,) = [word.partition("=")[2] for word in args_of("router") if "--drain=" in word]
+    servers = {pod_of(name)["terminationGracePeriodSeconds"] for name in ROLES}
+    until_killed = pod_of("router")["terminationGracePeriodSeconds"]
+    assert until_killed > int(drain.rstrip("s")) >= max(servers)
 
 
 @pytest.mark.parametrize("name", ROLES)
