@@ -106,7 +106,7 @@ def test_many_pins_cost_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         engine.check_integrity()
 
 
-def test_a_full_store_frees_a_region_before_it_pins(tmp_path: Path) -> None:
+def test_a_full_store_pins_beside_a_spare_region(tmp_path: Path) -> None:
     """Or the next victim's pinned pages would be in memory alone, which no ``close`` writes."""
     with running(tmp_path, SimulatedDevice(), **LIMITS) as engine:
         fill(engine, 1000, 40)
