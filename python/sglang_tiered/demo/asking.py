@@ -26,7 +26,7 @@ from sglang_tiered.loopback import opener_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ASKED", "NUM_NEW", "Answer", "Client", "Target", "glossary"]
+__all__ = ["ASKED", "NUM_NEW", "Answer", "Client", "AskedServer", "glossary"]
 
 NUM_NEW = 12
 """Tokens of an answer: enough to say something, few enough to be quick."""
@@ -39,7 +39,7 @@ _FAILURES = (OSError, ValueError, LookupError, TypeError, AttributeError, http.c
 
 
 @dataclass(frozen=True)
-class Target:
+class AskedServer:
     """What the demo must know of a server; sizes in tokens."""
 
     model: str
@@ -97,7 +97,7 @@ class Client:
             )
         host_tokens = int(tiers["host"]["capacity_tokens"])
         name = str(info.get("served_model_name"))
-        self.target = Target(name, pools[0], host_tokens, pools[1], "nvme" in tiers)
+        self.target = AskedServer(name, pools[0], host_tokens, pools[1], "nvme" in tiers)
 
     def prompt(self, number: int, length: int) -> list[int]:
         """``length`` token ids. The row that is asked for is among the last ones."""

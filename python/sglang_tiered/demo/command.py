@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, Client, Target
+from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,
@@ -125,7 +125,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
     return show(report)
 
 
-def make_plan(target: Target) -> tuple[int, dict[str, range]]:
+def make_plan(target: AskedServer) -> tuple[int, dict[str, range]]:
     """The length of a prompt, and by row the ages of those asked again: how many new prompts are
     asked after one."""
     page = target.page_size
@@ -188,7 +188,7 @@ class Demo:
 
 
 def document(
-    rows: dict[str, dict[int, Answer]], target: Target, *, is_ours: bool
+    rows: dict[str, dict[int, Answer]], target: AskedServer, *, is_ours: bool
 ) -> dict[str, Any]:
     """``is_ours``: whether the server was the demo's own; another may run elsewhere."""
     shown = []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kit.serving import Quiet, serving
-from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, Client, Target, glossary
+from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client, glossary
 from sglang_tiered.demo.command import (
     DEVICE,
     EXPECTED,
@@ -35,14 +35,16 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
 
 
-def pools(device_tokens: int, host_tokens: int, page: int = 64, has_nvme: bool = True) -> Target:
-    return Target("m", device_tokens, host_tokens, page, has_nvme)
+def pools(
+    device_tokens: int, host_tokens: int, page: int = 64, has_nvme: bool = True
+) -> AskedServer:
+    return AskedServer("m", device_tokens, host_tokens, page, has_nvme)
 
 
 DEMO = pools(8192, 16_320)
 
 
-def where_they_lie(target: Target, num_prompts: int, length: int) -> dict[int, str]:
+def where_they_lie(target: AskedServer, num_prompts: int, length: int) -> dict[int, str]:
     """Least recently used first out: ages by tier, after all of them were asked once."""
     held = (length + NUM_NEW) // target.page_size * target.page_size
     fits = [(DEVICE, target.device_tokens), (HOST, target.host_tokens)]
@@ -62,7 +64,7 @@ def where_they_lie(target: Target, num_prompts: int, length: int) -> dict[int, s
         pools(1000, 5000, 128),
     ],
 )
-def test_every_rows_prompts_lie_in_its_tier(target: Target) -> None:
+def test_every_rows_prompts_lie_in_its_tier(target: AskedServer) -> None:
     length, rows = make_plan(target)
     lie = where_they_lie(target, max(rows[NVME]) + 1, length)
     assert list(rows) == [DEVICE, HOST, NVME]
@@ -82,7 +84,7 @@ def test_the_demo_has_few_prompts_several_per_row() -> None:
     ("target", "row"),
     [(pools(8192, 16_320, has_nvme=False), NVME), (pools(8192, 8192), HOST)],
 )
-def test_a_tier_that_gives_nothing_has_no_row(target: Target, row: str) -> None:
+def test_a_tier_that_gives_nothing_has_no_row(target: AskedServer, row: str) -> None:
     assert [source for source, ages in make_plan(target)[1].items() if not ages] == [row]
 
 
