@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -460,6 +461,10 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
         super().abort()
+        # SGLang asks no more of a request that waited for its turn or was computed.
+        with suppress(KVTransferError):
+            super().failure_exception()
+        self.bootstrap_room = next(_NO_ROOMS)
 
     def failure_exception(self) -> None:
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
