@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter, warm_up
+from sglang_tiered_kernels.page_copy import Band, PagedPool, gather, scatter, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +93,7 @@ class DeviceMemory:
         for page_bytes, index in first.items():
             for part in (None, *shares):
                 if part is None or page_bytes % part.token_bytes == 0:
-                    warm_up(self._pool((index,), part), SlabLayout.BUFFER_FIRST)
+                    warm_up(self._pool((index,), part))
 
     def enter_thread(self) -> None:
         """Make the rank's device the thread's own: a thread begins on device 0, where it would open
@@ -125,7 +125,7 @@ class DeviceMemory:
                 self._computing.wait_event(slab.copied_out)
             slab.memory = self._at_least(slab.memory, out.nbytes)
             for pool, part in self._parts(pieces, len(placed), slab.memory):
-                gather(pool, placed, part, SlabLayout.BUFFER_FIRST)
+                gather(pool, placed, part)
             gathered = self._recorded(self._computing)
         with self._module.stream(self._copying):
             self._copying.wait_event(gathered)
@@ -149,7 +149,7 @@ class DeviceMemory:
             slab = staged.to(self._device, non_blocking=True)
             placed = slab[start:].view(torch.int32)
             for pool, part in self._parts(pieces, len(pages), slab):
-                scatter(part, placed, pool, SlabLayout.BUFFER_FIRST)
+                scatter(part, placed, pool)
         self.flush()
 
     def flush(self) -> None:
@@ -168,7 +168,7 @@ class DeviceMemory:
         start = 0
         for (_, _, part), alike in groupby(pieces, kind):
             pool = self._pool(tuple(piece.buffer for piece in alike), part)
-            shape = pool.slab_shape(num_pages, SlabLayout.BUFFER_FIRST)
+            shape = pool.slab_shape(num_pages)
             size = math.prod(shape)
             yield pool, slab[start : start + size].view(shape)
             start += size
@@ -179,7 +179,7 @@ class DeviceMemory:
             if len(self._pools) == MAX_POOLS:
                 self._pools.clear()
             band = None if part is None else Band(part.token_bytes, part.low, part.high)
-            pool = PagedPool([self._views[index] for index in buffers], 1, band)
+            pool = PagedPool([self._views[index] for index in buffers], band)
             self._pools[buffers, part] = pool
         return pool
 
