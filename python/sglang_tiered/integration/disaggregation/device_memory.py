@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, SlabPiece, TokenSlice
 
-__all__ = ["DeviceMemory", "are_done"]
+__all__ = ["DeviceMemory", "are_done", "writes_so_far"]
 
 MAX_POOLS = 4096
 """Tables of addresses that are kept: one for each place in a page where slabs are cut."""
@@ -51,6 +51,13 @@ def are_done(*events: Any) -> Callable[[], bool] | None:
     """What says, on any thread, whether the events have happened; None where there are none."""
     queries = [event.query for event in events if event is not None]
     return (lambda: all(query() for query in queries)) if queries else None
+
+
+def writes_so_far(forward_stream: Any) -> list[Any]:
+    """Events after which the device has done what the scheduler had queued. A forward under way
+    still writes for a request that has ended, into a page that is free and may be a room's."""
+    module: Any = torch.get_device_module()
+    return [stream.record_event() for stream in (forward_stream, module.current_stream())]
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +142,9 @@ class DeviceMemory:
         wait: Callable[[], None] = copied.synchronize
         return wait
 
-    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
+    def scatter_slab(
+        self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes, after: Sequence[Any] = ()
+    ) -> None:
         """Waits until the pages are there, so that a closed room is not written any more. The
         numbers go over in one copy with the bytes."""
         start = -(-data.nbytes // ALIGNMENT) * ALIGNMENT
@@ -148,6 +157,8 @@ class DeviceMemory:
             staged[start:].view(torch.int32).numpy()[:] = pages
             slab = staged.to(self._device, non_blocking=True)
             placed = slab[start:].view(torch.int32)
+            for event in after:
+                self._computing.wait_event(event)
             for pool, part in self._parts(pieces, len(pages), slab):
                 scatter(part, placed, pool)
         self.flush()

@@ -41,7 +41,7 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     is_wildcard,
     shown_server,
 )
-from sglang_tiered.integration.disaggregation.device_memory import are_done
+from sglang_tiered.integration.disaggregation.device_memory import are_done, writes_so_far
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
 from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
@@ -339,6 +339,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: DecodeEndpoint
     _prefill_recompute_executor: Any  # SGLang's, once a request was computed again
+    forward_stream: Any  # the scheduler's
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
         super().__init__(handoffs, *of_sglang)
@@ -467,10 +468,8 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
         self.bootstrap_room = next(_NO_ROOMS)
 
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
-        self.kv_mgr.endpoint.fail_room(
-            self.bootstrap_room, reason or "the request failed on prefill"
-        )
+        room, reason = self.bootstrap_room, "the request failed on prefill"
+        self.kv_mgr.endpoint.fail_room(room, self.kv_mgr.failure_records.get(room, reason))
         super().failure_exception()
 
     def clear(self) -> None:
@@ -512,9 +511,8 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         if self.bootstrap_infos is None:
             self._fail(f"the prefill server at {self.bootstrap_addr} is unknown")
             return
-        memory = None
-        if destination == KVTransferDestination.HOST:
-            memory = self.kv_mgr.host_memory
+        to_host = destination == KVTransferDestination.HOST
+        memory = self.kv_mgr.host_memory if to_host else None
         rows = [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()]
         try:
             self.kv_mgr.endpoint.open_room(
@@ -527,6 +525,7 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
                 num_receivers=self.required_dst_info_num,
                 memory=memory,
                 asked=self.asked,
+                after=writes_so_far(self.kv_mgr.forward_stream),
             )
         except TransferError as error:
             self._fail(str(error))
