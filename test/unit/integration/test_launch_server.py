@@ -493,6 +493,8 @@ ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
         ("--use-ray --enable-return-routed-experts", ROWS),
         ("--hicache-mem-layout page_head", "--hicache-mem-layout page_head needs sgl_kernel"),
         ("--hicache-mem-layout page_first_kv_split", "page_first_kv_split needs sgl_kernel"),
+        ("--attention-backend fa3", "--attention-backend fa3 needs compiled.* or torch_native"),
+        ("--decode-attention-backend triton", "--decode-attention-backend triton needs compiled"),
         ("--tp 2 --attn-dp-size 2", "--attn-dp-size 2 needs a GPU"),
         ("--tp 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size 2 needs a GPU"),
     ],
