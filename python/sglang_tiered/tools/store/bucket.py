@@ -180,7 +180,8 @@ def _show_stat(report: dict[str, Any]) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    _refuse("--region", arguments.region)
+    if arguments.region is not None:
+        raise ConfigError("--region is for a directory, not for a URL.")
     target = _open(arguments.place)
     started = time.monotonic()
     namespaces: list[dict[str, Any]] = []
@@ -280,7 +281,6 @@ def _show_verify(report: dict[str, Any]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    _refuse("--keep-namespace", arguments.keep_namespace)
     settings = CollectorSettings(
         ttl_s=None if arguments.ttl is None else parse_duration("--ttl", arguments.ttl),
         capacity_bytes=None
@@ -403,9 +403,3 @@ def _show_namespaces(
     shown = with_total(report["namespaces"], report["total"], "namespace")
     rows = [[e["namespace"][:16], *(column(e) for column in columns.values())] for e in shown]
     print_table(["namespace", *columns], rows)
-
-
-def _refuse(flag: str, value: object) -> None:
-    """Refuse a flag that is for directories of the NVMe tier only."""
-    if value:
-        raise ConfigError(f"{flag} is for a directory, not for a URL.")

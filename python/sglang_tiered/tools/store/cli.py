@@ -29,19 +29,19 @@ _ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the envi
 _GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
 _PROGRAM = "sglang-tiered store"
 _DESCRIPTION = """\
-Looks into the directory of the NVMe tier, or into the object tier, checks it, and
-gives space back.
+Looks into the directory of the NVMe tier, or into the object tier, and checks it; of
+the latter, gives space back.
 
 PLACE is the --tier-dir of a server or one of the shard-* directories in it; or, for
-stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
-path of a shared directory), with credentials from the environment. Nothing is written,
-locked or removed, unless gc is told to --delete; everything works while servers use
-it, except gc --delete of a directory of the NVMe tier.
+stat and verify, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
+path of a shared directory), with credentials from the environment; gc takes only that.
+Nothing is written, locked or removed, unless gc is told to --delete; everything works
+while servers use it.
 """
 _EPILOG = """\
 exit code:
   0  fine
-  1  something is wrong: damage was found, or what was to be deleted could not be
+  1  something is wrong: damage was found
   2  a command line or a directory that cannot be used; one sentence says why
 
 %(prog)s COMMAND --help tells more of each command.
@@ -83,17 +83,13 @@ is served. With --json each line is an object.
 a lossy codec, which takes the model's layout.
 """
 _GC = """\
-What could be given back: regions that no server can read (header damaged, older
-format), regions whose pages were all purged, forgotten or stored again later, and, when
-namespaces to keep are given, regions with no page of those; files left by processes
-that died; and shards for other parallel sizes than those used last. Prints the plan.
---delete takes the locks a server takes, plans again, and deletes; files that do
-not belong to the store stay.
+What could be given back, which servers collect in the background as well. Pages older
+than --ttl, the oldest beyond --max-bytes of each namespace, erased ones, pins that are
+over, and namespaces that no server has used for seven days; and beside that all that
+versions with another format wrote. Prints the plan; --delete deletes. Safe beside
+servers and other runs.
 
-Of a URL: what servers collect in the background as well. Pages older than --ttl, the
-oldest beyond --max-bytes of each namespace, erased ones, pins that are over, and
-namespaces that no server has used for seven days; and beside that all that versions
-with another format wrote. Safe beside servers and other runs.
+A directory of the NVMe tier needs none: its server gives back what is of no use.
 """
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
@@ -103,8 +99,7 @@ _EXAMPLES = {
     "dump": "  {0} dump /nvme/kv | head\n"
     "  {0} dump /nvme/kv --keys 3f9a --namespace 00c1\n"
     "  {0} dump /nvme/kv --extract 3f9a07 --output page.bin",
-    "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete\n"
-    "  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
+    "gc": "  {0} gc s3://bucket/kv\n  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
 }
 
 
@@ -120,8 +115,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.place = Path(options.place).absolute().as_uri()
     if _URL.match(options.place):
         return _bucket_command(options.command)(options)
-    if options.command == "gc" and (options.ttl or options.max_bytes):
-        raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
     options.directory = Path(options.place)
     return _command(options.command)(options)
 
@@ -150,7 +143,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     elif name == "dump":
         from sglang_tiered.tools.store.dump import run
     else:
-        from sglang_tiered.tools.store.gc import run
+        raise ConfigError(
+            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
+            "back what is of no use itself."
+        )
     return run
 
 
@@ -183,8 +179,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
-    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)
-    for command in (stat, verify, dump, gc):
+    a_url = "the URL of an object tier"
+    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_url)
+    for command in (stat, verify, dump):
         command.add_argument(
             "--jobs",
             metavar="N",
@@ -215,23 +212,8 @@ def make_parser() -> argparse.ArgumentParser:
     dump.add_argument(
         "--output", metavar="FILE", type=Path, help="where to; a file that does not exist yet"
     )
-    gc.add_argument(
-        "--keep-namespace",
-        metavar="HEX",
-        type=_long_prefix,
-        action="append",
-        default=[],
-        help="a namespace to keep, by 8 or more of its first digits; repeatable. Without any, "
-        "all are kept",
-    )
-    gc.add_argument(
-        "--ttl", metavar="AGE", help="of a URL: pages older than this go; as 14d, 12h or 30m"
-    )
-    gc.add_argument(
-        "--max-bytes",
-        metavar="SIZE",
-        help="of a URL: the oldest of a namespace beyond it go",
-    )
+    gc.add_argument("--ttl", metavar="AGE", help="pages older than this go; as 14d, 12h or 30m")
+    gc.add_argument("--max-bytes", metavar="SIZE", help="the oldest of a namespace beyond it go")
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
     return parser
 
@@ -253,17 +235,11 @@ def _region(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not the number of a region, nor its file name")
 
 
-def _prefix(text: str, least: int = 1) -> str:
+def _prefix(text: str) -> str:
     """Hexadecimal digits of a key or namespace, from its start, in lower case."""
-    if not re.fullmatch(rf"[0-9a-fA-F]{{{least},{2 * KEY_BYTES}}}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not {least} to {2 * KEY_BYTES} hexadecimal digits"
-        )
+    if not re.fullmatch(rf"[0-9a-fA-F]{{1,{2 * KEY_BYTES}}}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to {2 * KEY_BYTES} hexadecimal digits")
     return text.lower()
-
-
-def _long_prefix(text: str) -> str:
-    return _prefix(text, 8)
 
 
 if __name__ == "__main__":
