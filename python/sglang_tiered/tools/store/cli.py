@@ -64,8 +64,9 @@ Of a URL: pages, bytes and age by namespace, from listings alone; tokens with
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
-headers, and every page against its checksum. Bypasses the page cache, or drops from
-it what was read. A bar with the speed shows on a terminal.
+headers, every page against its checksum, and what says which pages are erased or
+pinned. Bypasses the page cache, or drops from it what was read. A bar with the speed
+shows on a terminal.
 
 What a server is writing at the moment, or a crash cut short, is a note, not damage;
 so is a checkpoint that does not verify, which only speeds up the next start. A

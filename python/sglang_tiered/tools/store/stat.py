@@ -124,7 +124,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
-        "checkpoint": checkpoint._asdict(),
+        "checkpoint": checkpoint,
         "pins": {
             "valid": len(pins.pins),
             "pages": len({key for pin in pins.pins for key in pin.keys}),
@@ -147,7 +147,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
             for v in views
             if v.state == "open"
         ],
-        "problems": [problem_json(shard.name, view, p) for view in views for p in view.problems],
+        "problems": [problem_json(shard.name, p, v) for v in views for p in v.problems],
     }
 
 

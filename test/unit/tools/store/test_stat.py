@@ -17,13 +17,13 @@ from kit.stores import REGION, SIZES, flip, keep, keep_again, open_engine, plant
 from sglang_tiered.storage.base import NO_TENANT, Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import erase_log
+from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, MANIFEST_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION, region_name
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
-from sglang_tiered.tools.store.scan import ReadOnlyDevice
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -190,9 +190,9 @@ def test_regions_of_another_format_are_counted_apart(cli: Cli, tier: Path, shard
 def test_a_region_that_vanishes_is_not_missed(
     cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ReadOnlyDevice.list_names
+    original = FileReader.list_names
     ghost = region_name(99)
-    monkeypatch.setattr(ReadOnlyDevice, "list_names", lambda self: [*original(self), ghost])
+    monkeypatch.setattr(FileReader, "list_names", lambda self: [*original(self), ghost])
     code, report = stat(cli, tier)
     assert (code, report["shards"][0]["regions_gone_meanwhile"]) == (0, 1)
     assert report["total"]["regions"]["all"] == 3
@@ -245,12 +245,12 @@ def test_an_erase_log_unread_is_one_sentence(
     cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """A disk that fails must not look like a purge of everything."""
-    real = ReadOnlyDevice.read_file
+    real = FileReader.read_file
 
-    def read(self: ReadOnlyDevice, name: str) -> bytes:
+    def read(self: FileReader, name: str) -> bytes:
         if name == ERASED_NAME:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(self, name)
 
-    monkeypatch.setattr(ReadOnlyDevice, "read_file", read)
+    monkeypatch.setattr(FileReader, "read_file", read)
     assert "which says what was erased, cannot be read" in cli(command, tier).refusal
