@@ -31,7 +31,6 @@ from sglang_tiered.storage.bucket.names import (
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-from sglang_tiered.storage.bucket.settings import BucketSettings
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
@@ -366,7 +365,7 @@ def _open(url: str) -> _Bucket:
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     if parts.scheme == "memory":
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
-    requests = Requests(BucketSettings(url=url))
+    requests = Requests(url)
     namespaces, notes = [], []
     with _requests_end(url):
         for folder in requests.folders(ROOT):
