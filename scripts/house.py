@@ -18,20 +18,20 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 64_900,
-    "product files": 336,
-    "product classes": 660,
+    "product lines": 64_300,
+    "product files": 334,
+    "product classes": 651,
     "class names defined more than once": 8,
-    "product modules with one importer": 97,
-    f"product files under {SMALL_LINES} lines": 59,
+    "product modules with one importer": 96,
+    f"product files under {SMALL_LINES} lines": 58,
     f"docstring sentences over {MAX_WORDS} words": 0,
     "lines of the longest file": 600,
     "product files of the largest folder": 24,
     "laboratory lines": 10_700,
     "kernel lines": 3_500,
     "benchmark lines": 18_400,
-    "test lines": 85_600,
-    "Markdown bytes": 303_500,
+    "test lines": 85_150,
+    "Markdown bytes": 302_600,
 }
 
 

@@ -190,16 +190,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`on`",
         ),
     ] = True
-    warm_host: Annotated[
-        bool,
-        Flag(
-            "--tier-warm-host",
-            ON_OFF,
-            "After a restart, load the prefixes that came back last into host memory, in the "
-            "background. Their tokens are kept beside the pages.",
-            default="`off`",
-        ),
-    ] = False
     checkpoint_tokens: Annotated[
         int | None,
         Flag(

@@ -40,7 +40,6 @@ __all__ = [
     "parse_duration",
     "parse_share",
     "refuse_given",
-    "refuse_gone",
     "require_positive",
     "size",
     "text",
@@ -241,14 +240,6 @@ def refuse_given(explicit: Mapping[str, Any], flags: Iterable[Flag], why: str) -
         if given is not None:
             shown = flag.kind.metavar if flag.is_secret else given
             raise ConfigError(f"{flag.name} {shown} {why}.")
-
-
-def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` for flags that no longer exist; ``gone`` says what to do instead."""
-    for word in words:
-        name = word.partition("=")[0]
-        if name in gone:
-            raise ConfigError(f"{name} is gone; {gone[name]}.")
 
 
 def require_positive(flag: str, value: int) -> None:

@@ -73,7 +73,6 @@ def _resolve(arguments: list[str]) -> Resolved:
 
     flags.refuse_settings(arguments)
     arguments = _with_configuration_file(parser, arguments)
-    flags.refuse_gone_flags(arguments)
     arguments = flags.join_tier_values(arguments)
     explicit = explicit_arguments(parser, arguments)
     ports.check_ports(explicit)

@@ -59,7 +59,6 @@ ASYNCHRONOUS = {
     "test_tenants": _COPIES,
     "test_tensor_parallel": _COPIES,
     "test_tiers": _COPIES,
-    "test_warm_host": _COPIES,
 }
 """Modules whose servers are on the asynchronous platform (``test/async_platform``), each with seams
 that any of its tests passes. The others stay on a CPU whose copies are done at once, as users have

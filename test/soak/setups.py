@@ -27,7 +27,6 @@ class Setup:
     nvme_bytes: int
     load: str
     has_bucket: bool
-    warms: bool
     mode: str  # of the asynchronous platform
     horizon_s: float  # the longest delay of its copies and forwards
 
@@ -38,7 +37,7 @@ class Setup:
             *("--chunked-prefill-size", "512", "--enable-metrics"),
             *("--tier-host-bytes", str(self.host_bytes)),
             *("--tier-nvme-bytes", str(self.nvme_bytes), *SMALL_REGIONS),
-            *("--tier-load", self.load, "--tier-warm-host", "on" if self.warms else "off"),
+            *("--tier-load", self.load),
         ]
         if self.has_bucket:
             flags += ["--tier-object-url", bucket]
@@ -51,7 +50,7 @@ class Setup:
             f"{self.topology}, pages of {self.page}, {self.device_tokens} tokens on the device, "
             f"{self.host_bytes / MiB:.1f} MiB host, {self.nvme_bytes / MiB:.0f} MiB NVMe, "
             f"loads {self.load}{', bucket' if self.has_bucket else ''}"
-            f"{', warm' if self.warms else ''}, platform {self.mode} up to {self.horizon_s} s"
+            f", platform {self.mode} up to {self.horizon_s} s"
         )
 
 
@@ -67,7 +66,6 @@ def draw(source: random.Random, topology: str) -> Setup:
         source.choice([64, 1024]) * MiB,
         source.choice(["always", "always", "measured"]),
         source.random() < 0.3 or topology == "peers",
-        source.random() < 0.3 and topology != "ranks",  # warm host memory is of one rank
         source.choice(["random", "random", "late", "late-forward"]),
         source.choice([0.01, 0.03, 0.15]),
     )

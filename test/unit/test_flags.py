@@ -24,7 +24,6 @@ from sglang_tiered.flags import (
     parse_duration,
     parse_share,
     refuse_given,
-    refuse_gone,
     text,
     values_of,
 )
@@ -131,13 +130,6 @@ def test_a_refusal_does_not_show_a_secret() -> None:
     with pytest.raises(ConfigError, match=r"^--max-share 2 is wrong here\.$"):
         refuse_given({"max_share": "2"}, flags, "is wrong here")
     refuse_given({"max_share": None, "other": "2"}, flags, "is wrong here")
-
-
-@pytest.mark.parametrize("words", [["--old", "x"], ["--old=x"]])
-def test_a_flag_that_is_gone_names_its_successor(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^--old is gone; use --new\.$"):
-        refuse_gone(["--other", *words], {"--old": "use --new"})
-    refuse_gone(["--older", "old"], {"--old": "use --new"})
 
 
 def test_a_directory_is_absolute_wherever_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

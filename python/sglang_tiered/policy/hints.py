@@ -107,11 +107,8 @@ class Hint(Generic[Chain]):
 class HintQueue(Generic[Chain]):
     """The hints of one scheduler, at most ``capacity`` tokens of them. See the module docstring."""
 
-    def __init__(
-        self, capacity: int, *, life_s: float = LIFE_S, max_hints: int = MAX_HINTS
-    ) -> None:
+    def __init__(self, capacity: int, *, max_hints: int = MAX_HINTS) -> None:
         self.capacity = capacity
-        self._life_s = life_s
         self._max_hints = max_hints
         self._hints: OrderedDict[Chain, Hint[Chain]] = OrderedDict()  # as their lives end
         self._num_begun = 0
@@ -136,7 +133,7 @@ class HintQueue(Generic[Chain]):
         ``room_for``."""
         self.remove(chain)
         self._num_begun += 1
-        hint = Hint(chain, self._num_begun, num_tokens, now + self._life_s)
+        hint = Hint(chain, self._num_begun, num_tokens, now + LIFE_S)
         self._hints[chain] = hint
         self.num_tokens += num_tokens
         return hint
@@ -157,7 +154,7 @@ class HintQueue(Generic[Chain]):
         """Serve a hint no longer. What it loaded so far is as anybody's from now on."""
         self.remove(hint.chain)
         hint.is_active, hint.why_dropped, hint.num_tokens = False, why, 0
-        hint.until = now + self._life_s
+        hint.until = now + LIFE_S
         self._hints[hint.chain] = hint
 
     def oldest(self) -> Hint[Chain] | None:

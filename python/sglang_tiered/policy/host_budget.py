@@ -15,9 +15,6 @@ LOADING_SHARE = 1 / 2
 RESIDENT_SHARE = 1 / 3
 PIN_SHARE = 1 / 6
 
-WARM_SHARE = 1 / 2
-"""The share that is loaded after a restart before any request asks for it."""
-
 HINT_SHARE = 1 / 2
 """The share that may be loaded because a conversation is about to be used, until it is."""
 
@@ -63,11 +60,6 @@ class HostBudget:
     def unused_by_loads(self, num_loading: int) -> float:
         """Return what such nodes may pin besides, while loads take ``num_loading`` tokens."""
         return max(0.0, self.own_tokens * LOADING_SHARE - num_loading)
-
-    @property
-    def warm_tokens(self) -> int:
-        """Return what may be loaded after a restart before any request asks for it."""
-        return int(self.own_tokens * WARM_SHARE)
 
     @property
     def hinted_tokens(self) -> int:

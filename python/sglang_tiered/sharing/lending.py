@@ -34,7 +34,6 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.files import LENDING_NAME
-from sglang_tiered.storage.region.notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +147,6 @@ class BorrowedEngine(TierEngine):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.claim: bytes | None = None
-        self.notes = _NoNotes()
         self._clock = clock
         self._lock = threading.Lock()  # of all below
         self._lender: tuple[_LendingSocket, PageClient] | None = None
@@ -251,19 +249,3 @@ class BorrowedEngine(TierEngine):
 
     def check_integrity(self) -> None:
         assert not self._jobs.num_inflight, f"{self._jobs.num_inflight} loads under way"
-
-
-class _NoNotes(Notes):
-    """Keeps no notes: the lender keeps them."""
-
-    def __init__(self) -> None:
-        """Use no device."""
-
-    def read(self, name: str) -> bytes:
-        return b""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Do nothing."""
-
-    def remove(self, name: str) -> None:
-        """Do nothing."""

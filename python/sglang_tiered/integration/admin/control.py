@@ -117,7 +117,6 @@ class Control:
         if cache is None or cache.tiering is None:
             return
         cache.tiering.hints.end_all(EMPTIED)
-        cache.tiering.warm.rest()
         paused = scheduler._engine_paused  # noqa: SLF001
         if paused:  # what waits in a buffer goes when its request is admitted
             cache.drop_loads(all_of_them=True)

@@ -575,10 +575,6 @@ class LoadScheduler:
         """Whether a request's load waits until others leave it room."""
         return self._window.waits_for_room
 
-    def is_loading_or_waiting(self) -> bool:
-        """Whether a load is under way or a request waits to be admitted."""
-        return bool(self._cache.ongoing_prefetch) or self.planner.num_waiting > 0
-
     def detached(self) -> None:
         """End all waiting for turns."""
         for request in self._requests.in_state(State.ASKED, State.DEFERRED):

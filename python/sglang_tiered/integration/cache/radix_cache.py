@@ -27,7 +27,6 @@ from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
-from sglang_tiered.integration.cache.ahead.warm_restart import remove_list
 from sglang_tiered.integration.cache.hiding_cache import HidingCache
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
@@ -129,21 +128,16 @@ class TieredRadixCache(HidingCache):
         storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
         if self.pp_size == 1:
             self.tiering = self._make_tiering(storage)
-        else:
-            remove_list(storage.notes)
         self._observer = TierObserver(self, storage, params, exports=exports)
 
     def _make_tiering(self, storage: TieredStorage) -> Tiering:
         config = self.config
         nvme = None if config is None else config.nvme
-        always, warms = (False, False) if nvme is None else (nvme.always_load, nvme.warm_host)
-        warms = warms and self.buffer_pipeline is None
-        planner = make_planner(self, storage, always=always)
+        planner = make_planner(self, storage, always=nvme is not None and nvme.always_load)
         agreement = RankAgreement.of_cache(self)
         log = None if config is None else config.request_log
         notes = open_notes(log, planner, self.hidden_tenants.tenant_of)
-        budget = self.host_budget()
-        return Tiering(self, storage, planner, agreement, budget, warms=warms, notes=notes)
+        return Tiering(self, storage, planner, agreement, self.host_budget(), notes=notes)
 
     def host_budget(self) -> HostBudget:
         """Return who may take how much of the host tier."""
@@ -179,18 +173,19 @@ class TieredRadixCache(HidingCache):
         """Hide pages in memory, so that none is stored behind the tiers' back, and erase them in
         the tiers. All are true once that is durable; the scheduler waits for none. Pages are named
         as KV's are, and those of every pool go."""
-        begun = self.hide(what)
-        return begun if self.storage is None else [*begun, self.storage.erase(what)]
+        self.hide(what)
+        return [] if self.storage is None else [self.storage.erase(what)]
 
-    def hide(self, what: Erasure) -> list[Future[bool]]:
-        """Hide pages in memory, and load none ahead. True once no restart does."""
+    def hide(self, what: Erasure) -> None:
+        """Hide pages in memory, and load none ahead."""
         if what.keys is None:
             self.hidden_tenants.quarantine(what.tenant)
             self.recent_requests.drop_tenant(what.tenant)
         else:
             self.hidden_pages.hide(what.hashes)
         self.drop_loads(None if what.keys is None else what.hashes)
-        return [] if self.tiering is None else [self.tiering.erase_ahead(what)]
+        if self.tiering is not None:
+            self.tiering.hints.erase(what)
 
     def tenant_of(self, node_id: int) -> bytes:
         """Return whose pages a node holds."""

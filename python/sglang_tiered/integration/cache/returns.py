@@ -16,6 +16,7 @@ reduced where it decides, at chunk boundaries and while such a request waits.
 from __future__ import annotations
 
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -36,7 +37,7 @@ from sglang_tiered.policy.both_ends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
@@ -67,14 +68,12 @@ class Returns:
         self,
         cache: Any,  # ``TieredRadixCache``, which imports this
         planner: LoadPlanner[CacheRequestHandle],
-        clock: Callable[[], float],
         notes: Stories,
     ) -> None:
         self._cache = cache
         self._notes = notes
         self._planner = planner
         self._loads = planner.loads
-        self._clock = clock
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self._inserting: CacheRequestHandle | None = None
         self._numbers = itertools.count()
@@ -171,7 +170,7 @@ class Returns:
         totals = [sum(parts) for parts in zip(*(each.parts for each in segments), strict=True)]
         expected_s = self._planner.costs.load_seconds(totals, ahead)
         self._loads.get(call.request).back = Back(
-            call.request, segments, self._clock(), expected_s, segments[-1].end, handles
+            call.request, segments, time.monotonic(), expected_s, segments[-1].end, handles
         )
         self._loads.move(call.request, State.BOTH_ENDS)
         self._notes.begun(call.request)
@@ -387,7 +386,7 @@ class Returns:
                 self._left(record),
                 start,
                 num_others=num_others,
-                late_s=self._clock() - record.begun_at - record.expected_s,
+                late_s=time.monotonic() - record.begun_at - record.expected_s,
             )
         )
         return not self._least(int(not own))

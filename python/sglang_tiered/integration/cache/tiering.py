@@ -8,7 +8,6 @@ disk, but for the start and the end.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
 from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
-from sglang_tiered.integration.cache.ahead.warm_restart import ColdStart, WarmHost
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
@@ -35,7 +33,6 @@ from sglang_tiered.policy.prefill_work import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
 
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.host_budget import HostBudget
-    from sglang_tiered.storage.base import Erasure
 
 __all__ = ["TierObserver", "Tiering", "stats_of"]
 
@@ -54,8 +50,7 @@ MIN_COST_S = 1e-6
 
 
 class Tiering:
-    """Decides on loads, on copies to host memory, on stores, and on what stays in host memory.
-    ``warms``: whether the prefixes that came back last are loaded after a restart."""
+    """Decides on loads, on copies to host memory, on stores, and on what stays in host memory."""
 
     def __init__(
         self,
@@ -65,8 +60,6 @@ class Tiering:
         agreement: RankAgreement,
         budget: HostBudget,
         *,
-        warms: bool,
-        clock: Callable[[], float] = time.monotonic,
         notes: Stories,
     ) -> None:
         self._cache = cache
@@ -77,9 +70,8 @@ class Tiering:
             planner.loads,
             patience_s=planner.patience_s,
             waiting_stores=self._waiting_stores,
-            clock=clock,
         )
-        self.returns = Returns(cache, planner, clock, notes)
+        self.returns = Returns(cache, planner, notes)
         self.loads = LoadScheduler(
             cache,
             planner,
@@ -96,25 +88,11 @@ class Tiering:
             budget,
             num_loading=self.loads.num_tokens,
             store_ended=self._store_ended,
-            clock=clock,
         )
-
-        def loader(name: str) -> ChainLoader:
-            window = budget.loading_tokens
-            return ChainLoader(
-                cache, self.loads, planner, self.copies, name=name, window_tokens=window
-            )
-
-        hints = loader("sglang-tiered-hint-")
-        self.hints = Hints(cache, self.loads, hints, budget.hinted_tokens, clock)
-        # One of them only: a cold start removes the list that the other one reads.
-        self.warm: WarmHost | ColdStart = (
-            WarmHost(
-                cache, self.loads, loader("sglang-tiered-warm-"), storage.notes, budget.warm_tokens
-            )
-            if warms
-            else ColdStart(storage.notes)
+        loader = ChainLoader(
+            cache, self.loads, planner, self.copies, window_tokens=budget.loading_tokens
         )
+        self.hints = Hints(cache, self.loads, loader, budget.hinted_tokens)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
@@ -140,7 +118,6 @@ class Tiering:
         self.planner.drop_reads()
         storage.use_planner(self.planner)
         storage.meter_of = self.notes.meter_of
-        self.warm.attached(storage.notes)
 
     def detached(self) -> None:
         """Let go of tiers that an operator detached; SGLang has dropped the stores under way."""
@@ -156,7 +133,6 @@ class Tiering:
         """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
         if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
             self.planner.loads.arrives(call.request)
-        self.warm.name_keys(call.extra_key, call.cache_salt)
         self.returns.drop(call.request)
         storage = self._cache.storage
         planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
@@ -279,7 +255,6 @@ class Tiering:
         path = core.collect_path_info([node_id])[0]
         if params.req is not None and path:
             hashes = [core.get_last_hash_value(node.node_id) for node in path]
-            self.warm.note_loaded_back(params.req, hashes[-1], path[-1].path_end, hashes[:-1])
             self.hints.note_use(hashes)
         self.residents.note_use(node_id)
 
@@ -324,12 +299,9 @@ class Tiering:
         self.copies.note_room()
         if storage is None:
             self.copies.retry()
-            self.warm.tick()
             return
         self.stores.step(storage)
         storage.settle_namespace()
-        if storage.knows_namespace:
-            self.warm.tick()
         self.hints.step(storage)
         self.hide_heard()
 
@@ -340,11 +312,6 @@ class Tiering:
             share = partial(first_ranks, self._cache)
             storage.remote_erasures.step(self.agreement, share, hide)
 
-    def erase_ahead(self, what: Erasure) -> Future[bool]:
-        """Load nothing ahead of what is erased, nor after a restart. True once that is durable."""
-        self.hints.erase(what)
-        return self.warm.erase(what)
-
     def tree_was_reset(self) -> None:
         """Drop the nodes and locks of a tree that was emptied."""
         self.loads.clear()
@@ -352,7 +319,6 @@ class Tiering:
         self.copies.clear()
         self.stores.clear()
         self.residents.clear()
-        self.warm.tree_was_reset()
         self.hints.tree_was_reset()
 
     def memory_was_hidden(self) -> None:
@@ -363,9 +329,7 @@ class Tiering:
             pass
 
     def close(self) -> None:
-        """Write the list of warm prefixes and the last lines of requests; no request may run. Waits
-        for the disk."""
-        self.warm.close()
+        """Write the last lines of requests; no request may run. Waits for the disk."""
         self.notes.close()
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import add_arguments, flags_of, refuse_gone
+from sglang_tiered.flags import add_arguments, flags_of
 from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
@@ -26,7 +26,6 @@ __all__ = [
     "as_words",
     "join_tier_values",
     "refuse_empty_settings",
-    "refuse_gone_flags",
     "refuse_settings",
     "without_our_flags",
 ]
@@ -36,13 +35,6 @@ NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
 TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
 ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
 _OURS = {flag.option: flag for flag in ALL_FLAGS}
-
-_ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
-_GONE = {
-    "--tier-flush": 'POST /tier/purge with {"all": true} empties every tier',
-    "--tier-object-sse": _ENCRYPTION,
-    "--tier-object-sse-kms-key": _ENCRYPTION,
-}
 
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,19 +52,13 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
 
 def refuse_settings(arguments: Sequence[str]) -> None:
     """Raise ``ConfigError`` for settings on the command line."""
-    settings = [flag for flag in _OURS.values() if flag.is_setting]
-    refuse_gone(
-        arguments,
-        {
-            flag.option: f"write {flag.name}: {flag.kind.metavar} in the YAML file of --config"
-            for flag in settings
-        },
-    )
-
-
-def refuse_gone_flags(arguments: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for flags that were removed, on the command line and in a file."""
-    refuse_gone(arguments, _GONE)
+    for word in arguments:
+        flag = _OURS.get(word.partition("=")[0])
+        if flag is not None and flag.is_setting:
+            raise ConfigError(
+                f"{flag.option} is no flag; write {flag.name}: {flag.kind.metavar} in the YAML "
+                "file of --config."
+            )
 
 
 def refuse_empty_settings(arguments: Sequence[str]) -> None:

@@ -336,10 +336,6 @@ def _resolve_nvme(
             "open, but the hard limit of open files (ulimit -Hn) leaves room for "
             f"{max(most, 0)}; raise either, or lower --tier-nvme-bytes."
         )
-    if values.get("warm_host") and num_ranks > 1:
-        raise ConfigError(
-            f"--tier-warm-host on needs a server of one rank, not {num_ranks}; drop it."
-        )
     return NvmeConfig(**values)
 
 

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Meter
-    from sglang_tiered.storage.region.notes import Notes
 
 __all__ = ["BegunStore", "TieredStorage"]
 
@@ -296,11 +295,6 @@ class TieredStorage(TierQueries):
         self.transfers.use_planner(planner)
 
     @property
-    def notes(self) -> Notes:
-        """The small files beside the pages."""
-        return self.region_engine.notes
-
-    @property
     def namespace(self) -> bytes:
         """What servers that share pages have in common; empty until the weights were read."""
         return self._namespace if self.knows_namespace else b""
@@ -323,7 +317,7 @@ class TieredStorage(TierQueries):
             self._set_claim()
             self._erase_late()
         self._collect()
-        if not search.is_nameless and not self.borrows:
+        if not search.is_nameless:
             self._remember_namespace()
         logger.info("NVMe tier: weights are known, namespace %s", self._namespace.hex()[:16])
 
@@ -333,8 +327,11 @@ class TieredStorage(TierQueries):
             self.stack.bucket.start_collecting()
 
     def _remember_namespace(self) -> None:
+        region = self.region_engine
+        if isinstance(region, BorrowedEngine):
+            return  # the lender does
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
-        arguments = (self.notes, self._namespace, host_pages.kv_page_size(pools))
+        arguments = (region.notes, self._namespace, host_pages.kv_page_size(pools))
         self._noting = threading.Thread(
             target=remember_namespace, args=arguments, name="tier-namespace", daemon=True
         )
@@ -354,8 +351,7 @@ class TieredStorage(TierQueries):
             self._stack.close()
         if self._budget is not None:
             self._budget.leave()
-        for _, is_durable in self._late:
-            keep(is_durable, False)
+        self._fail_late()
 
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
@@ -376,7 +372,7 @@ class TieredStorage(TierQueries):
             self._search = None
             self._num_updates += 1
             self._set_claim()
-            self._erase_late()
+            self._fail_late()
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
             "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
@@ -418,6 +414,12 @@ class TieredStorage(TierQueries):
     def _erase_late(self) -> None:
         for what, late in self._late:
             self.stack.erase(what).add_done_callback(partial(keep_as, late))
+        self._late.clear()
+
+    def _fail_late(self) -> None:
+        """Answer that what waited for a namespace is not erased: nobody knows that one any more."""
+        for _, late in self._late:
+            keep(late, False)
         self._late.clear()
 
     def use_hidden(self, pages: HiddenPages, *, counts_pages: bool) -> None:

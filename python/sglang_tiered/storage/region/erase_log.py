@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from sglang_tiered.storage.region.files import ERASED_NAME, OLDER_NAMES
+from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     newer_format,
@@ -115,7 +115,7 @@ class Erased:
     ids: dict[int, None] = field(default_factory=dict)  # the oldest first
     notes: dict[bytes, Note] = field(default_factory=dict)  # by name, the oldest first
     notes_bytes: int = 0
-    damaged: str = ""  # which file is, if one is: everything is dead
+    damaged: bool = False  # everything is dead
     num_bytes: int = 0  # of the file, up to where the next record goes; 0: it must be written anew
     parts: list[npt.NDArray[Any]] = field(default_factory=lambda: [np.zeros(0, _KEYS)])
 
@@ -386,11 +386,9 @@ def _is_sane(erased: Erased) -> bool:
 
 
 def read(device: Files) -> Erased:
-    """Return what the file says. One that is damaged erases everything there is, and says so, as
-    does one of an earlier program. Raises ``OSError`` for one that cannot be read and for
-    conditions of this process, and ``StoreFormatError`` for one of a newer version."""
-    if OLDER_NAMES[0] in device.list_names():
-        return Erased(everyone=_EVERYWHERE, damaged=f"{OLDER_NAMES[0]} is of an earlier version")
+    """Return what the file says. One that is damaged erases everything there is, and says so.
+    Raises ``OSError`` for one that cannot be read and for conditions of this process, and
+    ``StoreFormatError`` for one of a newer version."""
     try:
         data = persist(lambda: device.read_file(ERASED_NAME))
     except FileNotFoundError:
@@ -402,7 +400,7 @@ def read(device: Files) -> Erased:
         if error.errno not in NOT_A_FILE_ERRNOS:
             raise
         data = b""
-    return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=f"{ERASED_NAME} is damaged")
+    return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=True)
 
 
 def drop_gone(device: Device, erased: Erased) -> None:

@@ -21,13 +21,11 @@ __all__ = [
     "MANIFEST_NAME",
     "NAMESPACE_NAME",
     "NOTE_NAMES",
-    "OLDER_NAMES",
     "PAGE_SIZES_NAME",
     "PIN_PREFIX",
     "PROBE_NAME",
     "SHARD_PREFIX",
     "TEMPORARY_SUFFIX",
-    "WARM_NAME",
     "WEIGHTS_NAME",
     "is_pin_name",
     "is_shard_file",
@@ -48,22 +46,16 @@ ERASED_NAME = "ERASED"
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
 LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
-OLDER_NAMES = ("PURGES", "APPLIED-FORGETS", "APPLIED-PURGES")  # of earlier programs: removed
 NAMESPACE_NAME = "NAMESPACE"
 PAGE_SIZES_NAME = "PAGE-SIZES"
-WARM_NAME = "WARM"
 TEMPORARY_SUFFIX = ".tmp"
 
-NOTE_NAMES = (
-    NAMESPACE_NAME,
-    PAGE_SIZES_NAME,
-    WARM_NAME,
-)
+NOTE_NAMES = (NAMESPACE_NAME, PAGE_SIZES_NAME)
 LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
         LENDING_NAME,
-        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES, *NOTE_NAMES)),
+        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES)),
     }
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
@@ -74,9 +66,7 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = frozenset(
-    {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *OLDER_NAMES, *NOTE_NAMES, *LEFTOVER_NAMES}
-)
+_SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES})
 
 
 def is_shard_name(name: str) -> bool:

@@ -5,14 +5,13 @@ Outside the byte cap, never read by the store itself, as private as the pages ar
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.filesystem import read_small_file
-from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME, TEMPORARY_SUFFIX
+from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.walk import persist
 
 if TYPE_CHECKING:
@@ -74,17 +73,6 @@ class Notes:
         if name not in NOTE_NAMES:
             raise ValueError(f"{name!r} is not in NOTE_NAMES")
         self._device.replace_file(name, data)
-
-    def remove(self, name: str) -> None:
-        """Remove a note durably, with what a write that was cut off left of it. Raises
-        ``OSError``."""
-        is_gone = False
-        for file in (name, name + TEMPORARY_SUFFIX):
-            with contextlib.suppress(FileNotFoundError):
-                self._device.unlink(file)
-                is_gone = True
-        if is_gone:
-            self._device.sync_directory()
 
 
 def read_page_sizes(data: bytes) -> dict[bytes, PageSize]:

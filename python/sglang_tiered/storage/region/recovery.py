@@ -40,7 +40,6 @@ from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
     ERASED_NAME,
-    OLDER_NAMES,
 )
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -221,11 +220,10 @@ class _Recovery:
         return 0 if known.damaged else known.next_sequence()
 
     def _settle_erased(self, names: Sequence[str]) -> None:
-        """Leave a file that verifies and says no more than it must, and none of earlier
-        programs."""
+        """Leave a file that verifies and says no more than it must."""
         erased, device = self.report.erased, self.device
         if erased.damaged:
-            logger.warning("%s: all stored pages are erased", erased.damaged)
+            logger.warning("%s is damaged: all stored pages are erased", ERASED_NAME)
             erased.everyone = Bound(self.report.next_sequence, 0)
         try:
             erase_log.drop_gone(device, erased)
@@ -234,10 +232,6 @@ class _Recovery:
                 erase_log.rewrite(device, erased)
         except OSError as error:
             logger.warning("%s cannot be written (%s); it stays as it was", ERASED_NAME, error)
-            return
-        for name in OLDER_NAMES:
-            if name in names:
-                _unlink(device, name)
 
     def _remove(self, item: _FoundRegion) -> None:
         self.found.remove(item)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import refuse_gone
 from sglang_tiered.storage.base import KEY_BYTES
 from sglang_tiered.storage.bucket.names import ROOT
 from sglang_tiered.storage.region.format import parse_region_name
@@ -25,8 +24,6 @@ __all__ = ["main", "make_parser"]
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_ENCRYPTION = "set AWS_SERVER_SIDE_ENCRYPTION and AWS_SSE_KMS_KEY_ID in the environment"
-_GONE = {"--sse": _ENCRYPTION, "--sse-kms-key": _ENCRYPTION}
 _PROGRAM = "sglang-tiered store"
 _DESCRIPTION = """\
 Looks into the directory of the NVMe tier, or into the object tier, and checks it; of
@@ -110,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    refuse_gone(sys.argv[1:] if arguments is None else arguments, _GONE)
     options = make_parser().parse_args(arguments)
     if not _URL.match(options.place) and _is_bucket(Path(options.place)):
         options.place = Path(options.place).absolute().as_uri()

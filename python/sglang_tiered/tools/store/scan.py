@@ -20,7 +20,7 @@ import numpy as np
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME
 from sglang_tiered.storage.region.format import Contents, parse_region_name, region_name
 from sglang_tiered.storage.region.recovery import read_checkpoint
 from sglang_tiered.storage.region.walk import Problem, RegionScan
@@ -161,8 +161,8 @@ class ShardReader:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Yield what is wrong beside the regions, and in which file."""
         if self.erased.damaged:
-            file, _, what = self.erased.damaged.partition(" ")
-            yield file, Problem("file", 0, 0, f"{what}: the next start removes all pages")
+            what = "does not verify: the next start removes all pages"
+            yield ERASED_NAME, Problem("file", 0, 0, what)
         for file in self.pins.damaged:
             what = "does not verify: the next start removes it, and what it pinned may go"
             yield file, Problem("file", 0, 0, what)

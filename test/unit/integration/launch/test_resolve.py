@@ -131,8 +131,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--tier-nvme-region-bytes 4096", "at least 4MiB"),
         ("--tier-nvme-writes-per-day 0", "greater than zero; drop it to write without a limit"),
         ("--tier-load some", "--tier-load some is unknown; choose one of measured, always"),
-        ("--tier-warm-host yes", "--tier-warm-host yes is unknown; choose one of on, off"),
-        ("--tier-warm-host on --tp 2", "--tier-warm-host on needs a server of one rank, not 2"),
+        ("--tier-both-ends yes", "--tier-both-ends yes is unknown; choose one of on, off"),
         ("--tier-tenant-share 25", "--tier-tenant-share 25 is not a share"),
         ("--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB", "allow 10 regions of 128MiB"),
         ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
@@ -262,7 +261,7 @@ def test_flags_are_frozen() -> None:
         NvmeConfig: (
             "--tier-dir --tier-nvme-bytes --tier-machine-budget --tier-nvme-floor "
             "tier-nvme-region-bytes --tier-nvme-writes-per-day --tier-codec --tier-load "
-            "--tier-both-ends --tier-warm-host --tier-checkpoint-tokens --tier-tenant-share "
+            "--tier-both-ends --tier-checkpoint-tokens --tier-tenant-share "
             "--tier-trust-mm-hashes"
         ),
         ObjectConfig: (

@@ -183,7 +183,6 @@ def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None
         (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
         (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
         (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
-        (("gc", "s3://bucket/kv", "--sse", "AES256"), "set AWS_SERVER_SIDE_ENCRYPTION"),
         (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
         (("stat", "ftp://bucket/kv"), "is not a place for the object tier"),
         (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),

@@ -30,16 +30,14 @@ from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.base import Erasure
 
-__all__ = ["Chain", "ChainLoader", "PieceOutcome", "chain_of", "erased_by"]
+__all__ = ["Chain", "ChainLoader", "PieceOutcome", "chain_of"]
 
 ATTEMPT = -1
 """Of the handles of loads for which no request waits: those of requests count from 0."""
@@ -60,18 +58,6 @@ class Chain(NamedTuple):
         """Return the key of the first ``end`` tokens; pages of pairs take one token more."""
         tokens = self.tokens[: end + int(cache.tree_core.is_eagle)]
         return RadixKey(tokens, self.extra_key, cache_salt=self.cache_salt)
-
-    def tenant_in(self, cache: HidingCache) -> bytes:
-        """Return whose it is."""
-        return cache.hidden_tenants.tenant_of(self.extra_key, self.cache_salt)
-
-
-def erased_by(what: Erasure, cache: HidingCache) -> Callable[[Chain], bool]:
-    """Return what tells whether some of a chain is erased."""
-    if what.keys is None:
-        return lambda chain: what.tenant in (None, chain.tenant_in(cache))
-    gone = frozenset(what.hashes)
-    return lambda chain: not gone.isdisjoint(chain.hashes)
 
 
 class PieceOutcome(enum.Enum):
@@ -99,8 +85,7 @@ def chain_of(
 
 
 class ChainLoader:
-    """See the module docstring. ``name``: of its loads in SGLang's log; ``window_tokens``: what
-    loads may fill."""
+    """See the module docstring. ``window_tokens``: what loads may fill."""
 
     def __init__(
         self,
@@ -109,14 +94,12 @@ class ChainLoader:
         planner: LoadPlanner[CacheRequestHandle],
         copies: HostCopies,
         *,
-        name: str,
         window_tokens: int,
     ) -> None:
         self._cache = cache
         self._loads = loads
         self._planner = planner
         self._copies = copies
-        self._name = name
         self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
         self._numbers = itertools.count()
         self._asked: CacheRequestHandle | None = None  # of which the ranks say how much to load
@@ -158,7 +141,7 @@ class ChainLoader:
         if not (cache.is_root(node) or cache.is_backuped(node)):
             return self._ends(PieceOutcome.LATER)
         if self._asked is None:
-            self._asked = CacheRequestHandle(f"{self._name}{next(self._numbers)}", ATTEMPT)
+            self._asked = CacheRequestHandle(f"sglang-tiered-hint-{next(self._numbers)}", ATTEMPT)
         handle = self._asked
         first, last = start // page_size, end // page_size
         if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):

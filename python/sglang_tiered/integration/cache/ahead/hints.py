@@ -16,13 +16,11 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome, erased_by
+from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -87,12 +85,11 @@ class Hints:
         loads: LoadScheduler,
         loader: ChainLoader,
         capacity: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._loads = loads
         self._loader = loader
-        self._clock = clock
+        self._clock = time.monotonic
         self._queue: HintQueue[str] = HintQueue(capacity)  # by the hash of the last page
         self._hinted: dict[str, Hinted] = {}
         self._served: Hinted | None = None
@@ -241,10 +238,14 @@ class Hints:
 
     def erase(self, what: Erasure) -> None:
         """Drop the hints for what is erased. As ``end_all``."""
-        is_erased = erased_by(what, self._cache)
+        gone, tenant_of = frozenset(what.hashes), self._cache.hidden_tenants.tenant_of
         for last, hinted in list(self._hinted.items()):
-            if is_erased(hinted.chain):
-                self._end(last, hinted, PURGED if what.keys is None else FORGOTTEN)
+            chain = hinted.chain
+            if what.keys is not None:
+                if not gone.isdisjoint(chain.hashes):
+                    self._end(last, hinted, FORGOTTEN)
+            elif what.tenant in (None, tenant_of(chain.extra_key, chain.cache_salt)):
+                self._end(last, hinted, PURGED)
 
     def _end(self, last: str, hinted: Hinted, why: str) -> None:
         if hinted.is_active:
