@@ -66,7 +66,7 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES})
+_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES}
 
 
 def is_shard_name(name: str) -> bool:
