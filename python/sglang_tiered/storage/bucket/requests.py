@@ -196,6 +196,17 @@ class Requests:
             self.bytes_in += len(data)
         return data
 
+    def whole(self, listed: Listed) -> memoryview | None:
+        """Return an object that was listed; None where it is gone."""
+        try:
+            return self.get(listed.path, max(listed.size, 1))
+        except BucketError as error:
+            if error.failure is Failure.BAD_RANGE:
+                return memoryview(b"")
+            if error.failure is not Failure.NOT_FOUND:
+                raise
+            return None
+
     def open_cached(self, path: str) -> int | None:
         """Open a directory's file, which may wait for storage; None for anything amiss."""
         assert isinstance(self._place, Directory)

@@ -25,8 +25,8 @@ from sglang_tiered.storage.bucket.names import (
     ROOT,
     Layout,
     PageName,
+    is_page,
     namespace_of,
-    page_checksum,
     parse_page,
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
@@ -73,10 +73,7 @@ def stat(arguments: argparse.Namespace) -> int:
     target = _open(arguments.place)
     with _requests_end(target.url):
         records = all_records(target.requests)
-        erased = BucketErasures()
-        for record in records:
-            if record.what is not None:
-                erased.add(record)
+        erased = BucketErasures.of(records)
         namespaces = [
             _count(target.requests, Layout(name), erased, sizes.get(name))
             for name in target.namespaces
@@ -222,7 +219,7 @@ def _verify(
         named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
         counts["pages"] += len(named)
         counts["page_bytes"] += sum(name.length for _, name in named)
-        checked = pool.map(lambda page: _verify_page(requests, layout, *page), named)
+        checked = pool.map(lambda page: _verify_page(requests, *page), named)
         for (each, _), wrong in zip(named, checked, strict=True):
             if wrong is None:
                 counts["gone_meanwhile"] += 1
@@ -231,32 +228,21 @@ def _verify(
                 problems.append(_problem(each.path, wrong))
     for chunk in requests.listing(layout.pins):
         for each in chunk:
-            data = _get(requests, each)
+            data = requests.whole(each)
             counts["pins"] += 1
             if data is not None and unpack_pin(bytes(data)) is None:
                 problems.append(_problem(each.path, "does not verify: what it pinned may go"))
     return counts, problems
 
 
-def _get(requests: Requests, listed: Listed) -> memoryview | None:
-    try:
-        return requests.get(listed.path, max(listed.size, 1))
-    except BucketError as error:
-        if error.failure is Failure.BAD_RANGE:
-            return memoryview(b"")
-        if error.failure is not Failure.NOT_FOUND:
-            raise
-        return None
-
-
-def _verify_page(requests: Requests, layout: Layout, listed: Listed, name: PageName) -> str | None:
+def _verify_page(requests: Requests, listed: Listed, name: PageName) -> str | None:
     """Return what is wrong with a page; empty for nothing, None for one that is gone."""
-    data = _get(requests, listed)
+    data = requests.whole(listed)
     if data is None:
         return None
     if len(data) != listed.size:
         return f"has {len(data)} bytes instead of {listed.size}"
-    matches = page_checksum(name.stem(layout), (data,)) == name.checksum
+    matches = is_page(listed.path, name.checksum, (data,))
     return "" if matches else "does not match the checksum in its name"
 
 
@@ -280,12 +266,12 @@ def _show_verify(report: dict[str, Any]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    settings = CollectorSettings(
-        ttl_s=None if arguments.ttl is None else parse_duration("--ttl", arguments.ttl),
-        capacity_bytes=None
-        if arguments.max_bytes is None
-        else parse_bytes("--max-bytes", arguments.max_bytes, otherwise="leave it out for no cap"),
-    )
+    ttl, most = arguments.ttl, arguments.max_bytes
+    if ttl is not None:
+        ttl = parse_duration("--ttl", ttl)
+    if most is not None:
+        most = parse_bytes("--max-bytes", most, otherwise="leave it out for no cap")
+    settings = CollectorSettings(ttl_s=ttl, capacity_bytes=most)
     target = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
     collector = Collector(target.requests, settings, clock=time.time)
