@@ -110,10 +110,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = make_parser().parse_args(arguments)
     if not _URL.match(options.place) and _is_bucket(Path(options.place)):
         options.place = Path(options.place).absolute().as_uri()
-    if _URL.match(options.place):
-        return _bucket_command(options.command)(options)
     options.directory = Path(options.place)
-    return _command(options.command)(options)
+    is_bucket = _URL.match(options.place) is not None
+    return _command(options.command, is_bucket=is_bucket)(options)
 
 
 def _is_bucket(directory: Path) -> bool:
@@ -123,28 +122,22 @@ def _is_bucket(directory: Path) -> bool:
     return False
 
 
-def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
-    if name == "dump":
-        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
-    from sglang_tiered.tools.store import bucket
-
-    return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
-
-
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
+def _command(name: str, *, is_bucket: bool) -> Callable[[argparse.Namespace], int]:
     # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
-    if name == "stat":
-        from sglang_tiered.tools.store.stat import run
-    elif name == "verify":
-        from sglang_tiered.tools.store.verify import run
-    elif name == "dump":
-        from sglang_tiered.tools.store.dump import run
-    else:
+    if is_bucket and name != "dump":
+        from sglang_tiered.tools.store import bucket
+
+        return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
+    if is_bucket:
+        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
+    if name == "gc":
         raise ConfigError(
             "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
             "back what is of no use itself."
         )
-    return run
+    from sglang_tiered.tools.store import dump, stat, verify
+
+    return {"stat": stat.run, "verify": verify.run, "dump": dump.run}[name]
 
 
 def make_parser() -> argparse.ArgumentParser:
