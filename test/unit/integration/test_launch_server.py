@@ -26,12 +26,13 @@ from kit.unprivileged import run_unprivileged
 from kit.waiting import finished
 from sglang_tiered import launch_server
 from sglang_tiered.codecs import PageLayout
-from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format

@@ -48,7 +48,6 @@ from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
-from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
@@ -228,17 +227,6 @@ class KVManagerRole:
     def _of_rank(self) -> Any:
         return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
 
-    def _settings(self) -> TransferSettings:
-        chosen = self._transfer
-        return TransferSettings(
-            peer_timeout_s=chosen.peer_timeout_s,
-            window_bytes=chosen.window_bytes,
-            num_connections=chosen.num_connections,
-            same_host=chosen.same_host,
-            encrypt_data=chosen.encrypt_data,
-            allowed_networks=chosen.allowed_networks,
-        )
-
     def _keys(self, role: str) -> Keys | None:
         directory: Path | None = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
@@ -277,7 +265,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
-            settings=self._settings(),
+            settings=self._transfer,
             keys=keys,
             on_tick=self._on_tick,
         )
@@ -349,7 +337,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             layout=self._of_rank(),
             memories=self._memories,
             listener=self,
-            settings=self._settings(),
+            settings=self._transfer,
             keys=self._keys("decode"),
             on_tick=self._on_tick,
         )

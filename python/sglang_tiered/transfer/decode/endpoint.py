@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     import zmq
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.decode.sessions import Address, PrefillLink
     from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Asked, KVLayout
-    from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "DecodeTarget"]
@@ -98,7 +98,7 @@ class DecodeEndpoint:
         layout: KVLayout,
         memories: Memories,
         listener: DecodeListener,
-        settings: TransferSettings,
+        settings: TransferConfig,
         keys: Keys | None = None,
         on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
     ) -> None:
