@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.config import (
-    NvmeConfig,
-    ObjectConfig,
-    TieredConfig,
-    TransferConfig,
-)
+from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric, MetricKind
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.request_record import RequestRecord
