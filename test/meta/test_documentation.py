@@ -62,7 +62,7 @@ def test_a_stale_table_is_found_and_mended() -> None:
         write_tables.rewritten(page, {"other": ""})
 
 
-def test_every_flag_and_metric_is_in_one_table() -> None:
+def test_every_table_stands_on_one_page() -> None:
     shown = "".join(page(name) for name in write_tables.PAGES)
     for name, table in write_tables.tables().items():
         assert shown.count(f"<!-- table: {name} -->\n{table}") == 1, name
