@@ -24,7 +24,6 @@ from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric, MetricKind
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
-from sglang_tiered.route.settings import RouteConfig
 from sglang_tiered.sharing import membership
 from sglang_tiered.sharing.pages import messages as pages
 from sglang_tiered.storage.bucket import names as bucket
@@ -124,7 +123,6 @@ def tables() -> dict[str, str]:
         "peers": (PeerConfig,),
         "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
-        "route": (RouteConfig,),
     }
     every = [flag for configs in sections.values() for flag in flags_of(*configs)]
     return {
