@@ -95,7 +95,7 @@ class PodConfig:
             raise ValueError(f"ctas_per_sm is {self.ctas_per_sm}; it must be at least 1")
 
 
-# Letters as in the README's table of what the compiler made of each.
+# Letters as in the report of ``tuning.py``.
 CONFIGS: dict[str, PodConfig] = {
     config.name: config
     for config in (
