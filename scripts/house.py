@@ -30,7 +30,7 @@ HELD = {
     "laboratory lines": 10_700,
     "kernel lines": 3_500,
     "benchmark lines": 18_400,
-    "test lines": 85_100,
+    "test lines": 85_150,
     "Markdown bytes": 302_600,
 }
 

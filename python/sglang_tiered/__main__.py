@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "what the tiers do, in about two minutes, with a small model",
-        "sglang_tiered.demo.__main__",
+        "sglang_tiered.demo.command",
     ),
     "route": Command(
         "the front of a cluster, by Envoy: serve",

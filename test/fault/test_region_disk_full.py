@@ -104,3 +104,21 @@ def test_the_disk_fills_up_at_any_store(tmp_path: Path, sparse: bool) -> None:
             device.capacity_bytes = None
             expect_room_again(engine, ledger, clock)
         assert not device.misuse, device.misuse
+
+
+def test_unlinks_that_give_no_room_cost_one_region(tmp_path: Path) -> None:
+    """As where a snapshot keeps the blocks: a store that finds no room asks for one region's."""
+    device, ledger, clock = SimulatedDevice(), Ledger(), Clock(1000.0)
+
+    def num_regions() -> int:
+        return sum(name.startswith("region-") for name in device.list_names())
+
+    with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+        fill(engine, ledger, clock, ROUNDS)
+        held = num_regions()
+        device.capacity_bytes = 0
+        fresh = iter(range(500, 600))
+        while ledger.store(engine, keys([next(fresh)])) == [Reason.OK]:
+            pass  # until the open region is full
+        # One for the cap, and one for the disk.
+        assert num_regions() >= held - 2 > 0

@@ -283,6 +283,24 @@ def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
         assert not [child for child in children if child.is_running()]
 
 
+def test_stopped_front_turns_clients_away_gently(mocks: Mocks, tmp_path: Path) -> None:
+    """With nothing running: each is told with an answer, and who was not is taken for a while."""
+    mocks.well()
+    with Front.before(mocks, tmp_path) as front, front.connected() as kept:
+
+        def is_told() -> bool:
+            kept.request("GET", "/ready")
+            answer = kept.getresponse()
+            assert (answer.status, answer.read()) == (200, b"")
+            return answer.getheader("connection") == "close"
+
+        assert not is_told()
+        front.process.terminate()
+        eventually(is_told, "an answer says so")
+        assert front.chat().status == 200, "on a new connection"
+        assert front.process.wait(20) == 0
+
+
 @pytest.mark.parametrize(("name", "usual"), [("", "300s"), ("_headers", "10s")])
 def test_half_request_fills_no_memory(mocks: Mocks, tmp_path: Path, name: str, usual: str) -> None:
     """Without a key, of anybody who reaches the port. An answer may take longer. Here Envoy waits

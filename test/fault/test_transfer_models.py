@@ -111,6 +111,17 @@ def test_late_answer_refuses_rooms_that_waited() -> None:
         assert all(SENTENCE in reason for reason in reasons(sender, receiver))
 
 
+def test_prefill_hears_of_rooms_closed_meanwhile() -> None:
+    """Prefill had the claim, and waited for the rest until SGLang gave the request up."""
+    with prefill() as sender, decode(model=None) as receiver:
+        sender.endpoint.expect_room(1)
+        receiver.claim(1, [sender])
+        receiver.open(1, [sender], [1, 2])
+        receiver.endpoint.close_room(1)
+        receiver.endpoint.set_model(MODEL)
+        assert "dropped it: the request ended" in sender.events.wait_for("failed", 1)[2]
+
+
 def test_rooms_under_way_end_with_prefills_update() -> None:
     with prefill() as sender, decode() as receiver:
         open_room(sender, receiver)

@@ -23,7 +23,7 @@ def at_most(number: int, of: Any) -> Any:
 
 TEXTS = list[str], []
 LABELS = dict[str, str]
-NAMED = kind(name=str, files=list[str])
+NAMED = kind(name=str, files=list[str], options=(dict[str, bool], {}))
 IMAGE = kind(name=str, newName=str, newTag=str)
 PATCH = kind(target=kind(kind=str, name=str), patch=str)
 Kustomization = kind(

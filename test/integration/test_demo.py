@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -21,7 +22,13 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo"
 ENDS_WITHIN_S = 60.0
-ROWS = ("first time", "from device", "from host", "from NVMe", "after kill -9")
+EXPECTED = {
+    "first time": "computed",
+    "device": "device",
+    "host": "host",
+    "NVMe": "nvme",
+    "NVMe after kill -9": "nvme",
+}
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -93,19 +100,10 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
     assert demo.returncode == 0, err
     assert not err
     assert "\x1b" not in out, "control characters where there is no terminal"
-    lines = [line.strip() for line in out.splitlines()]
-    for label in ROWS:
-        assert sum(line.startswith(label) for line in lines) == 1, out
     rows = rows_of(path)
-    expected = {
-        "first time": "computed",
-        "device": "device",
-        "host": "host",
-        "NVMe": "nvme",
-        "NVMe after kill -9": "nvme",
-    }
-    assert rows.keys() == expected.keys()
-    for source, tier in expected.items():
+    assert rows.keys() == EXPECTED.keys()
+    for source, tier in EXPECTED.items():
+        assert len(re.findall(rf"^{source} +\d+ \(", out, re.MULTILINE)) == 1, out
         assert share_from(rows[source], tier) > 0.9, rows[source]
     expect_nothing_left(temporary)
 
@@ -122,7 +120,7 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
 def test_stopped_demo_leaves_no_process_and_no_folder(
     temporary: Path, phase: str, number: signal.Signals, code: int
 ) -> None:
-    demo = start(temporary, "--max-tokens", "4000")
+    demo = start(temporary)
     assert demo.stdout is not None
     for line in demo.stdout:
         if line.startswith(phase):
@@ -133,7 +131,7 @@ def test_stopped_demo_leaves_no_process_and_no_folder(
     out, err = demo.communicate(timeout=ENDS_WITHIN_S)
     assert demo.returncode == code
     assert err == ("sglang-tiered: stopped\n" if number == signal.SIGINT else "")
-    assert "from device" not in out
+    assert "All answers were equal" not in out
     expect_nothing_left(temporary)
 
 
@@ -143,17 +141,16 @@ def test_demo_uses_a_running_server_without_stopping_it(
     memory = ("--max-total-tokens", "2048", "--tier-host-bytes", "9MiB")
     server = launch(*memory, "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
-    # A bound, so that a machine with other work asks the same.
-    demo = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "15000")
+    demo = start(temporary, "--url", server.url, "--json", str(path))
     out, err = demo.communicate(timeout=400)
     assert demo.returncode == 0, err
     assert "kill -9" not in out
-    assert err.count("\n") == 1, "what it does to that server, and no more"
+    assert not err
     rows = rows_of(path)
-    assert list(rows) == ["first time", "device", "host", "NVMe"]
+    assert list(rows) == list(EXPECTED)[:4]
     assert share_from(rows["NVMe"], "nvme") > 0.9
     # Another run has pages of its own: the first time is the first time again.
-    again = start(temporary, "--url", server.url, "--json", str(path), "--max-tokens", "1000")
+    again = start(temporary, "--url", server.url, "--json", str(path))
     again.communicate(timeout=400)
     assert again.returncode == 0
     assert share_from(rows_of(path)["first time"], "computed") == 1

@@ -75,13 +75,12 @@ class Stack:
             if mount.path is None:
                 place = self.folder / "volumes" / mount.source
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            elif mount.path.is_dir():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not place.is_symlink():
-                    place.symlink_to(mount.path)
             else:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(self.here(service, mount.path.read_text(encoding="utf-8")))
+                is_folder = mount.path.is_dir()
+                for file in mount.path.iterdir() if is_folder else [mount.path]:
+                    to = place / file.name if is_folder else place
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    to.write_text(self.here(service, file.read_text(encoding="utf-8")))
             found[mount.target] = place
         if "build" in service.record:
             _, stages = read_dockerfile()

@@ -16,6 +16,7 @@ import yaml
 
 from kit.promtool import promtool
 from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Metric, MetricKind
+from sglang_tiered.route.numbers import Numbers
 
 ALERTS = Path(__file__).parents[2] / "scripts" / "grafana" / "alerts.yaml"
 RULES: dict[str, dict[str, Any]] = {
@@ -30,6 +31,7 @@ OF_SERVER = OF_TARGET | {"model_name": "m", "engine_type": "prefill"}
 OF_DECODE = {"instance": "b:30000", "engine_type": "decode"}
 OF_OTHERS = (OF_DECODE, {"instance": "c:30000"})
 NAMED = set(re.findall(rf"{PREFIX}\w+", ALERTS.read_text(encoding="utf-8")))
+OF_FRONT = {"job": "router", "instance": "r:30002"}
 # What a server that is well keeps at 0, by a label's value and by name.
 AT_ZERO_KEYS = re.compile(r"corrupt|damaged|io_error|no_space|dropped_\w+|lost_\w+|gave_up|failed")
 AT_ZERO = {
@@ -50,6 +52,8 @@ CASES: dict[str, list[Change]] = {
     "ServerDown": [("up", OF_TARGET, "1x20 0x40"), ("build_info", OF_TARGET, "1x20 stale")],
     "NoServer": [("build_info", {}, "_x60"), ("up", {}, "_x60")],
     "RoleMissing": [("build_info", OF_DECODE, "1x20 stale")],
+    "FrontDown": [("up", OF_FRONT, "1x30 0x30")],
+    "NoServerReady": [("route_servers", {"state": "ready"}, "1x30 0x30")],
     "TierSick": [("tier_healthy", {"tier": "nvme", "tp_rank": "1"}, "1x30 0x30")],
     "PagesDamaged": [("page_outcomes_total", {"tier": "nvme", "reason": "corrupt"}, "0x50 1x10")],
     "DiskErrors": [("page_outcomes_total", NVME_LOAD | {"reason": "io_error"}, "0x50 1x10")],
@@ -117,7 +121,9 @@ def series_of(metric: Metric) -> Series:
 def fleet(changes: list[Change]) -> Series:
     """Two ranks of a server that are well, their target, and another server, but for some
     changes: all series that the rules name, and those of ``changes``."""
-    well: Series = {("up", frozenset(OF_TARGET.items())): STANDS}
+    well: Series = {("up", frozenset(one.items())): STANDS for one in (OF_TARGET, OF_FRONT)}
+    for state in ("ready", "other"):
+        well["route_servers", frozenset((OF_FRONT | {"state": state}).items())] = STANDS
     for other in OF_OTHERS:
         well["up", frozenset((OF_TARGET | {"instance": other["instance"]}).items())] = STANDS
         well["build_info", frozenset((OF_SERVER | other).items())] = STANDS
@@ -222,12 +228,19 @@ def test_server_that_never_came_up_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_last_server_of_a_role_is_missed(role: str, tmp_path: Path) -> None:
-    """But where a dynamic one may take its place."""
+    """But where one of the same model may take its place."""
     gone: list[Change] = [("build_info", {"engine_type": role}, "_x60")]
-    stands_in = case(gone, [])
-    dynamic = {"series": 'sglang_tiered_build_info{engine_type="dynamic"}', "values": STANDS}
-    stands_in["input_series"].append(dynamic)
-    judge(tmp_path, case(gone, ["RoleMissing"]), stands_in)
+
+    def beside(model: str, kind: str, firing: list[str]) -> dict[str, Any]:
+        asked = case(gone, firing)
+        labels = f'{{model_name="{model}", engine_type="{kind}"}}'
+        more = {"series": f"sglang_tiered_build_info{labels}", "values": STANDS}
+        asked["input_series"].append(more)
+        return asked
+
+    whole = [beside("m", kind, []) for kind in ("dynamic", "unified")]
+    others = [beside("n", kind, ["RoleMissing"]) for kind in ("dynamic", "unified")]
+    judge(tmp_path, *whole, *others)
 
 
 def test_servers_of_another_job_are_told(tmp_path: Path) -> None:
@@ -246,6 +259,7 @@ def test_rules_know_only_metrics_of_the_table() -> None:
     """Those of other cases are series that promtool would take for absent."""
     exported = {f"{PREFIX}{name}" for name, _ in fleet([])}
     assert exported >= NAMED
+    assert f"{PREFIX}route_servers" in {one.name for one in Numbers().registry.collect()}
     assert len(NAMED) > 10
 
 

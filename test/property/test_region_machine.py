@@ -267,12 +267,13 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def pin(self, name: str, chosen: list[bytes], tenant: bytes, lasts_s: float | None) -> None:
         until = None if lasts_s is None else self.now + lasts_s
-        made = self.engine.pin(name, chosen, tenant, until)
-        if isinstance(made, PinRefusal):
-            assert made.asked_bytes + made.pinned_bytes > made.bound_bytes
-            return
-        assert is_true(made, TIMEOUT_S), "a pin fails on a working device"
-        self.pins[name] = tenant, set(chosen), until
+        with self.forgetting_what_is_evicted():
+            made = self.engine.pin(name, chosen, tenant, until)
+            if isinstance(made, PinRefusal):
+                assert made.asked_bytes + made.pinned_bytes > made.bound_bytes
+                return
+            assert is_true(made, TIMEOUT_S), "a pin fails on a working device"
+            self.pins[name] = tenant, set(chosen), until
 
     @rule(name=st.sampled_from("xyz"))
     def unpin(self, name: str) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import sglang_tiered_lab
 from kit.commands import ran
 from sglang_tiered.__main__ import COMMANDS
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = [Path(package.__file__).parent for package in (sglang_tiered, sglang_tiered_lab)]
 
 
@@ -112,3 +114,14 @@ def test_command_runs_alike_by_name_and_module(tmp_path: Path) -> None:
     directly = run("-m", "sglang_tiered.tools.store.cli", *arguments)
     assert by_name.returncode == directly.returncode == 2
     assert by_name.stderr == directly.stderr != ""
+
+
+def test_list_of_servers_is_not_overwritten(tmp_path: Path) -> None:
+    """Of ``scripts/serve-cluster``; that its port is in use, it says later."""
+    mine = tmp_path / "servers.txt"
+    mine.write_text("http://a:1\n")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = f"--port={busy.getsockname()[1]}"
+        ended = ran(ROOT / "scripts/serve-cluster", port, "--list", mine)
+    assert ended.returncode == 2 and f"--list {mine} is there already" in ended.stderr
+    assert mine.read_text() == "http://a:1\n"

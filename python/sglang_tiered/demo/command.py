@@ -1,51 +1,28 @@
-"""The command line of ``sglang-tiered demo``, and its phases. Ctrl-C at any moment is taken only
-where nothing can be left behind."""
+"""The command line of ``sglang-tiered demo``: what the tiers do, seen in some two minutes.
+
+Every prompt goes to the device and, at the same time, to host memory and NVMe; the least recently
+used leave device and host memory. So the newest are on the device, those before them in host memory
+only, and the first on NVMe only. A prompt at the edge of a tier may lie on either side, so none of
+those is asked again. Ctrl-C at any moment is taken only where nothing can be left behind.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
+import math
 import os
 import signal
+import statistics
 import sys
 import tempfile
-import uuid
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.markup import escape
-
-from sglang_tiered.demo.plan import (
-    DEVICE,
-    FIRST,
-    HOST,
-    KILLED,
-    NUM_NEW,
-    NVME,
-    DemoPlan,
-    Talk,
-    make_plan,
-)
-from sglang_tiered.demo.questions import (
-    TIERS,
-    AskingError,
-    Client,
-    DemoTarget,
-    TimedAnswer,
-    read_target,
-)
-from sglang_tiered.demo.report import (
-    STYLES,
-    Phases,
-    Row,
-    document,
-    make_table,
-    one_line,
-    verdict,
-)
+from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,
@@ -54,25 +31,24 @@ from sglang_tiered.demo.server import (
     free_port,
 )
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import require_positive
-from sglang_tiered.loopback import ask_loopback_directly
-from sglang_tiered.tools.terminal import Parser, note
+from sglang_tiered.tools.machine import describe_machine, describe_versions
+from sglang_tiered.tools.terminal import Parser, note, print_table, printable, run_program
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Interruption", "make_parser", "run"]
+__all__ = ["Interruption", "document", "make_parser", "make_plan", "run", "show"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FIRST, DEVICE, HOST, NVME = "first time", "device", "host", "NVMe"
+KILLED = "NVMe after kill -9"
+EXPECTED = {FIRST: "computed", DEVICE: "device", HOST: "host", NVME: "nvme", KILLED: "nvme"}
+
 _START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
-_MOST_S = 60
-_WARM_UP = 1 << 20  # numbers of prompts that no plan reaches
-_WHERE = {
-    DEVICE: "on the device",
-    HOST: "in host memory only",
-    NVME: "on NVMe only",
-}
+_MOST_S = 60  # of new prompts to a server that was up
+_MOST_PROMPT_TOKENS = 1536  # long enough for a load to be worth it with a model so small
+_LEAST_ON_DEVICE = 5
+_PROMPTS_PER_ROW = 3
 
 
 class Interruption:
@@ -83,19 +59,15 @@ class Interruption:
     def __init__(self) -> None:
         self._number: int | None = None
         self._is_allowed = False
-
-    def install(self) -> None:
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     def check(self) -> None:
         """Raise what Python raises by itself at Ctrl-C, or end with the code of a shell."""
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
         if self._number is not None:
-            raise (
-                KeyboardInterrupt
-                if self._number == signal.SIGINT
-                else SystemExit(128 + self._number)
-            )
+            raise SystemExit(128 + self._number)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -111,215 +83,206 @@ class Interruption:
         if self._number is None:
             self._number = number
             if self._is_allowed:
-                self._is_allowed = False
                 self.check()
-
-
-def run(arguments: Sequence[str], interruption: Interruption) -> int:
-    options = make_parser().parse_args(arguments)
-    ask_loopback_directly()
-    if options.max_tokens is not None:
-        require_positive("--max-tokens", options.max_tokens)
-    if options.json is not None:
-        _check_writable(options.json)
-    if options.url is None:
-        client = Client(f"http://127.0.0.1:{free_port()}", "demo")
-    else:
-        client = Client(options.url.rstrip("/"), f"sglang-tiered-demo-{uuid.uuid4()}")
-    demo = _Demo(interruption, Phases(Console()), client, Talk(client.tokenize))
-    try:
-        if options.url is None:
-            target, plan = _ask_our_own(demo, options.demo_model, options.max_tokens)
-        else:
-            target, plan = _ask_another(demo, options.max_tokens)
-    except (AskingError, NotServingError) as error:
-        note(str(error))
-        return 1
-    interruption.check()
-    rows = demo.rows
-    console = Console()
-    console.print(make_table(rows, plan))
-    for row, why in plan.missing.items():
-        note(f"the row {row!r} is missing: {why}")
-    problem = verdict(rows)
-    if problem is None:
-        console.print("All answers were equal, token by token.", highlight=False)
-    else:
-        note(problem)
-    if options.json is not None:
-        settings = {
-            "server": "the demo's own" if options.url is None else "one that was up (--url)",
-            "model": target.model,
-            "device_tokens": target.pools.device_tokens,
-            "host_tokens": target.pools.host_tokens,
-            "page_size": target.pools.page_size,
-            "prompt_tokens": plan.prompt_tokens,
-            "new_tokens": NUM_NEW,
-            "missing": plan.missing,
-        }
-        host = "localhost" if options.url is None else urlsplit(options.url).hostname
-        is_here = host in ("localhost", "127.0.0.1", "::1")
-        report = document(rows, settings, is_here=is_here)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if problem is None else 1
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sglang-tiered demo",
         description="Asks a small server more than its device and host memory hold, asks again, "
-        "kills it with kill -9, starts it and asks again; shows where prompts came from, and how "
-        "soon.",
+        "kills it with kill -9 and asks again; shows where prompts came from, and how soon.",
     )
     parser.add_argument(
         "--url",
-        help="ask the server that is up there instead, which fills its device and host memory and "
-        "ends nothing",
+        help="ask the server that is up there instead, and end nothing: what others have in its "
+        f"device and host memory moves to NVMe, as far as {_MOST_S} s of new prompts go",
     )
     add_model_flag(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of new prompts at most; default with --url: what the server computes in about "
-        "a minute",
-    )
     return parser
 
 
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written; name a file in a writable directory")
+def run(arguments: Sequence[str], interruption: Interruption) -> int:
+    options = make_parser().parse_args(arguments)
+    if options.json is not None:
+        options.json.open("a").close()  # or it were refused behind all the work
+    try:
+        if options.url is None:
+            demo = _ask_our_own(options.demo_model, interruption)
+        else:
+            with interruption.allowed():
+                demo = Demo(options.url)
+                demo.ask_rows(_MOST_S)
+    except NotServingError as error:
+        note(str(error))
+        return 1
+    interruption.check()
+    report = document(demo.rows, demo.client.target, is_ours=options.url is None)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if missing := [row for row in demo.ages if row not in demo.rows]:
+        note(f"not asked: {', '.join(missing)}; too little was computed in time, or lies there")
+    return show(report)
 
 
-@dataclass
-class _Demo:
-    interruption: Interruption
-    phases: Phases
-    client: Client
-    talk: Talk
-    rows: list[Row] = field(default_factory=list)
-
-    def warm_up(self, plan: DemoPlan, number: int) -> float:
-        """Two prompts of no row: the first one of a server's life takes seconds. Returns how long
-        the second took."""
-        prompts = [
-            self.talk.prompt(_WARM_UP + number + offset, plan.prompt_tokens) for offset in range(2)
-        ]
-        return [self.client.ask(prompt).ttft_s for prompt in prompts][-1]
-
-    def ask_row(self, plan: DemoPlan, source: str, numbers: Sequence[int], title: str) -> None:
-        answers = {}
-        with self.phases.phase(title, len(numbers)) as step:
-            for number in numbers:
-                prompt = self.talk.prompt(number, plan.prompt_tokens)
-                answers[number] = self.client.ask(prompt, step.hear)
-                self.phases.say(_said(self.talk.question(number), answers[number]))
-                step.done()
-        self.rows.append(Row(source, answers))
-
-    def ask_rows(self, plan: DemoPlan) -> None:
-        everything = range(plan.num_prompts)
-        title = f"Asking {plan.num_prompts} new prompts of {plan.prompt_tokens:,} tokens"
-        self.ask_row(plan, FIRST, everything, title)
-        for source, numbers in plan.returns.items():
-            title = f"Asking again: {len(numbers)} {_WHERE[source]}"
-            self.ask_row(plan, source, numbers, title)
-
-
-def _said(question: str, answer: TimedAnswer) -> str:
-    """Question, answer, and where the prompt's tokens came from."""
-    found = {tier: answer.tokens[tier] for tier in TIERS if answer.tokens[tier]}
-    sources = ", ".join(f"[{STYLES[tier]}]{tier} {number:,}[/]" for tier, number in found.items())
-    text = escape(one_line(answer.text))
-    return f"  {question} [bold]{text} [/][dim]({answer.ttft_s:.2f} s:[/] {sources}[dim])[/]"
-
-
-def _ask_another(demo: _Demo, max_tokens: int | None) -> tuple[DemoTarget, DemoPlan]:
-    with demo.interruption.allowed():
-        target = read_target(demo.client.url)
-        note(
-            "this fills device and host memory of that server: what others have there moves to "
-            "NVMe, and the prompts stay until they are evicted"
+def make_plan(target: AskedServer) -> tuple[int, dict[str, range]]:
+    """The length of a prompt, and by row the ages of those asked again: how many new prompts are
+    asked after one."""
+    page = target.page_size
+    pages = min(_MOST_PROMPT_TOKENS, target.device_tokens // _LEAST_ON_DEVICE) // page
+    length = max(pages, 1) * page + 1  # the last token of a prompt is always computed
+    held = (length + NUM_NEW) // page * page  # what stays of a prompt and its answer
+    fit_device, fit_host = target.device_tokens // held, target.host_tokens // held
+    if fit_device < 2:
+        raise ConfigError(
+            f"the device holds {target.device_tokens:,} tokens, fewer than two prompts of "
+            f"{held:,}; the demo needs a larger --max-total-tokens"
         )
-        with demo.phases.shown():
-            with demo.phases.phase("Warming up"):
-                whole = make_plan(target.pools)
-                warm_up_s = demo.warm_up(whole, 0)
-            in_time = max(int(_MOST_S / warm_up_s), 1) * whole.prompt_tokens
-            plan = make_plan(target.pools, in_time if max_tokens is None else max_tokens)
-            demo.ask_rows(plan)
-    return target, plan
+    off_device = -(-target.device_tokens // held)
+    off_host = max(off_device, -(-target.host_tokens // held)) + 1
+    return length, {
+        DEVICE: range(min(_PROMPTS_PER_ROW, fit_device - 1)),
+        HOST: range(off_device, min(off_device + _PROMPTS_PER_ROW, fit_host)),
+        NVME: range(off_host, off_host + (_PROMPTS_PER_ROW if target.has_nvme else 0)),
+    }
 
 
-def _ask_our_own(demo: _Demo, model: str, max_tokens: int | None) -> tuple[DemoTarget, DemoPlan]:
+class Demo:
+    """A server that is asked, and by row what it answered to which prompt."""
+
+    def __init__(self, url: str) -> None:
+        self.client = Client(url)
+        self.length, self.ages = make_plan(self.client.target)
+        self.prompts: list[list[int]] = []
+        self.rows: dict[str, dict[int, Answer]] = {}
+        self.warm_up(1)
+
+    def warm_up(self, life: int) -> None:
+        """A prompt of no row: the first one of a server's life takes seconds."""
+        self.client.ask(self.client.prompt(-life, self.length))
+
+    def ask_rows(self, most_s: float = math.inf) -> None:
+        """New prompts until some lie on NVMe only, or for so long; then some of each tier."""
+        wanted = max(age for ages in self.ages.values() for age in ages) + 1
+        deadline = time.monotonic() + most_s
+        _say(f"Asking {wanted:,} new prompts of {self.length:,} tokens")
+        while len(self.prompts) < wanted and (not self.prompts or time.monotonic() < deadline):
+            self.prompts.append(self.client.prompt(len(self.prompts), self.length))
+            self._ask(FIRST, len(self.prompts) - 1)
+        newest = len(self.prompts) - 1
+        for source, ages in self.ages.items():
+            if numbers := [newest - age for age in ages if age <= newest]:
+                self.ask_again(source, numbers)
+
+    def ask_again(self, source: str, numbers: Sequence[int]) -> None:
+        _say(f"Asking {len(numbers)} again: {source}")
+        for number in numbers:
+            self._ask(source, number)
+
+    def _ask(self, source: str, number: int) -> None:
+        answer = self.client.ask(self.prompts[number])
+        self.rows.setdefault(source, {})[number] = answer
+        found = ", ".join(f"{tier} {tokens:,}" for tier, tokens in answer.tokens.items() if tokens)
+        text = " ".join(answer.text.split())
+        _say(f"  {ASKED[number % len(ASKED)]}: {text} ({answer.ttft_s:.2f} s: {found})")
+
+
+def document(
+    rows: dict[str, dict[int, Answer]], target: AskedServer, *, is_ours: bool
+) -> dict[str, Any]:
+    """``is_ours``: whether the server was the demo's own; another may run elsewhere."""
+    shown = []
+    for source, answers in rows.items():
+        seconds = [answer.ttft_s for answer in answers.values()]
+        ttft_s = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+        tokens = {
+            tier: sum(answer.tokens[tier] for answer in answers.values())
+            for tier in ("device", "host", "nvme", "computed")
+        }
+        row = {"from": source, "num_prompts": len(answers), "ttft_s": ttft_s, "tokens": tokens}
+        shown.append(row)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine() if is_ours else {},
+        "settings": {**asdict(target), "versions": describe_versions() if is_ours else {}},
+        "rows": shown,
+        "answers_equal": all(
+            answer.output_ids == rows[FIRST][number].output_ids
+            for answers in rows.values()
+            for number, answer in answers.items()
+        ),
+    }
+
+
+def show(report: dict[str, Any]) -> int:
+    """A table of 80 columns at most, and whether all is as it should be: the exit code."""
+    lines, wrong = [], []
+    for row in report["rows"]:
+        median, least, most = (f"{seconds * 1e3:.0f}" for seconds in row["ttft_s"].values())
+        faster = report["rows"][0]["ttft_s"]["median"] / row["ttft_s"]["median"]
+        tokens = [f"{number:,}" for number in row["tokens"].values()]
+        lines.append([row["from"], f"{median} ({least} to {most})", *tokens, f"{faster:.1f}x"])
+        if row["tokens"][EXPECTED[row["from"]]] * 2 <= sum(row["tokens"].values()):
+            wrong.append(row["from"])
+    _say("Time to the first token in ms, median (least to most), and prompt tokens by their place:")
+    print_table(("asked", "TTFT", "device", "host", "NVMe", "computed", "faster"), lines)
+    if not report["answers_equal"]:
+        note("every answer was expected to be the same as the first time, but some differ")
+    elif wrong:
+        note(f"not mostly from where they were expected: {', '.join(wrong)}")
+    else:
+        _say("All answers were equal, token by token.")
+        return 0
+    return 1
+
+
+def _ask_our_own(model: str, interruption: Interruption) -> Demo:
     """Whatever happens, nothing of the server is left."""
-    allowed, phase = demo.interruption.allowed, demo.phases.phase
+    allowed = interruption.allowed
     with allowed():
         command = demo_command(["--demo-model", model])  # which may fetch it
     # Not in /tmp, which is memory on many systems, unless TMPDIR says so.
     place = None if "TMPDIR" in os.environ or not os.access("/var/tmp", os.W_OK) else "/var/tmp"
-    with tempfile.TemporaryDirectory(prefix="sglang-tiered-demo-", dir=place) as name:
-        folder, client = Path(name), demo.client
-        port = urlsplit(client.url).port or 0
-        server = _spawn(command, folder, port)
+    with tempfile.TemporaryDirectory(prefix="sglang-tiered-demo-", dir=place) as folder:
+        _say("Starting the demo server")
+        server = _start(command, Path(folder))
         try:
-            with demo.phases.shown():
-                with allowed(), phase("Starting the demo server"):
-                    _wait(server)
-                    target = read_target(client.url)
-                    if not target.pools.has_nvme:
-                        raise AskingError(
-                            "the demo server has no NVMe tier: " + _last_words(server.log_path)
-                        )
-                    plan = make_plan(target.pools, max_tokens)
-                    demo.warm_up(plan, 0)
-                with allowed():
-                    demo.ask_rows(plan)
-                    with phase("Waiting until all of it is durable", plan.num_prompts) as step:
-                        for number in range(plan.num_prompts):
-                            prompt = demo.talk.prompt(number, plan.prompt_tokens)
-                            client.wait_until_durable(prompt)
-                            step.done()
-                with phase("Killing it (kill -9), starting it again"):
-                    server.kill()
-                    server = _spawn(command, folder, port)
-                    with allowed():
-                        _wait(server)
-                        demo.warm_up(plan, 2)
-                with allowed():
-                    again = sorted({number for row in plan.returns.values() for number in row})
-                    title = f"Asking again: those {len(again)}, on NVMe only"
-                    demo.ask_row(plan, KILLED, again, title)
+            with allowed():
+                server.wait_until_it_serves(_START_DEADLINE_S)
+                demo = Demo(server.url)
+                if not demo.client.target.has_nvme:
+                    raise NotServingError(f"no NVMe tier is there:\n{server.log[-4000:]}")
+                demo.ask_rows()
+                again = sorted({number for row in demo.ages for number in demo.rows[row]})
+                _say("Waiting until all of it is durable")
+                for number in again:
+                    demo.client.wait_until_durable(demo.prompts[number])
+            _say("Killing it (kill -9), starting it again")
+            server.kill()
+            server = _start(command, Path(folder), server.port)
+            with allowed():
+                server.wait_until_it_serves(_START_DEADLINE_S)
+                demo.warm_up(2)
+                demo.ask_again(KILLED, again)
         finally:
             server.kill()
-    return target, plan
+    return demo
 
 
-def _last_words(log: Path) -> str:
-    """The last sentence that is ours in a server's log."""
-    ours = [
-        line for line in log.read_text(errors="replace").splitlines() if "sglang-tiered: " in line
-    ]
-    return ours[-1].partition("sglang-tiered: ")[2] if ours else "its log does not say why"
-
-
-def _spawn(command: Sequence[str], folder: Path, port: int) -> ServerProcess:
+def _start(command: Sequence[str], folder: Path, port: int | None = None) -> ServerProcess:
     """With a place of its own, and without the index of other servers."""
+    port, log = port or free_port(), folder / "server.log"
     environment = {**os.environ, "TMPDIR": str(folder)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     environment.pop("SGLANG_TIERED_INDEX_URL", None)
     command = [*command, "--tier-dir", str(folder / "kv"), "--port", str(port)]
-    log_path = folder / "server.log"
-    process = ServerProcess.open_process(command, environment, log_path)
-    return ServerProcess(port, process, log_path)
+    return ServerProcess(port, ServerProcess.open_process(command, environment, log), log)
 
 
-def _wait(server: ServerProcess) -> None:
-    try:
-        server.wait_until_it_serves(_START_DEADLINE_S)
-    except NotServingError as error:
-        why = str(error).partition("\n")[0]
-        last = (server.log.strip().splitlines() or ["nothing in its log"])[-1]
-        raise AskingError(f"the demo {why} {last}") from error
+def _say(line: str) -> None:
+    """At once, also into a pipe. What another's server says may be anything."""
+    print(printable(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: run(sys.argv[1:], Interruption())))

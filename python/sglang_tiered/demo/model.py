@@ -12,7 +12,6 @@ The same seed gives the same bytes. No network, and no import of transformers.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -20,7 +19,6 @@ import json
 import os
 import shutil
 import string
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +74,6 @@ class Shape:
 SHAPES = {
     "8m": Shape(hidden_size=512, num_layers=3, num_kv_heads=2, intermediate_size=1536),
     "24m": Shape(hidden_size=512, num_layers=8, num_kv_heads=2, intermediate_size=1536),
-    "44m": Shape(hidden_size=640, num_layers=9, num_kv_heads=2, intermediate_size=2048),
     "85m": Shape(hidden_size=768, num_layers=12, num_kv_heads=4, intermediate_size=2400),
     "kv256": Shape(128, 32, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
     "kv512": Shape(128, 64, 8, 256, head_dim=128, num_query_heads=8, residual_gain=1 / 8),
@@ -211,16 +208,11 @@ def fill(folder: Path, seed: int, shape: Shape) -> None:
 
 def _require_ours(out_dir: Path, seed: int, shape: Shape) -> None:
     """Raises ``FileExistsError`` unless the folder holds this model, whole or damaged."""
-    try:
+    found = None
+    with contextlib.suppress(OSError, ValueError):
         found = json.loads((out_dir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileExistsError(f"{out_dir} is there, and holds no model of this kind") from error
-    if found.get("demo_seed") != seed:
-        raise FileExistsError(
-            f"{out_dir} holds another model (seed {found.get('demo_seed')}, wanted {seed})"
-        )
     if found != model_config(seed, shape):
-        raise FileExistsError(f"{out_dir} holds another model (another shape)")
+        raise FileExistsError(f"{out_dir} is there, and is not this model")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -306,21 +298,3 @@ def _sums(folder: Path) -> str:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{digest}  {path.name}\n")
     return "".join(lines)
-
-
-def main() -> int:
-    """The command line of ``scripts/make_demo_model.py``. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="8m", help="parameters, in millions; KiB of KV"
-    )
-    args = parser.parse_args()
-    try:
-        made = write_model(args.out_dir, args.seed, SHAPES[args.shape])
-    except OSError as error:
-        print(f"make_demo_model: {error}", file=sys.stderr)
-        return 1
-    print(f"{'made' if made else 'already there:'} {args.out_dir}", file=sys.stderr)
-    return 0

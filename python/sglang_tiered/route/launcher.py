@@ -36,6 +36,8 @@ START_S = 30.0
 LOOK_S = 0.05
 AGAIN_S = 0.5
 STOP_S = 5.0
+GRACE_S = 3
+"""How long a stopped front takes connections: not everybody has heard of its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class _Front:
         self._config, self._members = config, members
         self._envoy_command = [program, "-c", str(path), "-l", "warning", "--use-dynamic-base-id"]
         self._envoy_command += ["--log-format", "envoy: %v", "--concurrency", _concurrency()]
+        self._envoy_command += ["--drain-strategy", "immediate", "--drain-time-s", str(GRACE_S)]
         self._picker_command = [sys.executable, "-m", "sglang_tiered.route.cli", *arguments]
         self._picker_command += ["--envoy", "off", "--members", str(members), "--with-parent"]
         self._admin = path.parent / "admin"
@@ -196,19 +199,21 @@ class _Front:
             await asyncio.sleep(LOOK_S)
 
     async def _drain(self) -> None:
-        """Take no new connections, and let what runs end."""
+        """Close each connection with its next answer, after a while take no more, and let what
+        runs end."""
         deadline = time.monotonic() + self._config.drain_s
         connector = aiohttp.UnixConnector(str(self._admin))
         timeout = aiohttp.ClientTimeout(total=STOP_S)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                async with session.post("http://envoy/drain_listeners"):
-                    pass
+                async with session.post("http://envoy/drain_listeners?graceful"):
+                    grace = time.monotonic() + GRACE_S
                 name = "http.front.downstream_rq_active"
                 while time.monotonic() < deadline:
                     async with session.get(f"http://envoy/stats?filter=^{name}$") as answer:
-                        if (await answer.text()).strip() in (f"{name}: 0", ""):
-                            return
+                        is_idle = (await answer.text()).strip() in (f"{name}: 0", "")
+                    if is_idle and time.monotonic() > grace:
+                        return
                     await asyncio.sleep(LOOK_S)
 
 

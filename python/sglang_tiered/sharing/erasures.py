@@ -100,12 +100,7 @@ class _Shelf:
 
     def add(self, name: bytes, record: _KnownErasure) -> None:
         self.records[name] = record
-        self.sum ^= xxhash.xxh3_128_intdigest(name)
-        if record.is_noted:
-            self.noted ^= xxhash.xxh3_128_intdigest(name)
-        if record.keys is not None:
-            self.keys_bytes += len(record.keys)
-            self.num_forgets += 1
+        self._count(name, record, 1)
         while self.num_forgets > MAX_FORGETS or self.keys_bytes > MAX_KEYS_BYTES:
             self.drop(next(n for n, each in self.records.items() if each.keys is not None))
         while len(self.records) - self.num_forgets > MAX_PURGES:
@@ -124,13 +119,15 @@ class _Shelf:
 
     def withdraw(self, name: bytes) -> None:
         """Know it no longer: whoever does may tell it again."""
-        record = self.records.pop(name)
+        self._count(name, self.records.pop(name), -1)
+
+    def _count(self, name: bytes, record: _KnownErasure, sign: int) -> None:
         self.sum ^= xxhash.xxh3_128_intdigest(name)
         if record.is_noted:
             self.noted ^= xxhash.xxh3_128_intdigest(name)
         if record.keys is not None:
-            self.keys_bytes -= len(record.keys)
-            self.num_forgets -= 1
+            self.keys_bytes += sign * len(record.keys)
+            self.num_forgets += sign
 
 
 class _Spreading(NamedTuple):

@@ -157,7 +157,7 @@ class Follower:
             each.is_named = each.address in addresses
         for address in addresses:
             if address not in self._followed:
-                backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
+                backoff = Backoff(self._clock, _FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
                 self._followed[address] = _FollowedAddress(address, backoff, Position(self._mirror))
         self._tick(0.0)
 
@@ -171,7 +171,7 @@ class Follower:
                 if not each.is_named:
                     if each.known is None:
                         self._end(each)
-                elif each.backoff.is_over(now) and each.aside_until <= now and not self._is_closed:
+                elif each.backoff.is_over and each.aside_until <= now and not self._is_closed:
                     self._connect(each, now)
             elif not link.is_open and now - link.opened_at > self._settings.connect_timeout_s:
                 self._lose(each, "it does not answer")
@@ -414,7 +414,7 @@ class Follower:
 
     def _fail(self, each: _FollowedAddress, why: str) -> None:
         self.num_failures += 1
-        each.backoff.fail(self._clock())
+        each.backoff.fail()
         self._report(each, why)
 
     def _report(self, each: _FollowedAddress, why: str) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Backoff", "OnceLog"]
 
@@ -13,33 +18,49 @@ LAST_RETRY_S = 60.0
 
 class Backoff:
     """A pause after each failure in a row, twice as long each time: 1 s up to 60 s by default.
-    ``spread`` takes up to that part off a pause, so that many do not try again at once."""
+    ``spread`` takes up to that part off a pause, so that many do not try again at once. Any
+    thread."""
 
     def __init__(
-        self, first_s: float = FIRST_RETRY_S, longest_s: float = LAST_RETRY_S, spread: float = 0.0
+        self,
+        clock: Callable[[], float],
+        first_s: float = FIRST_RETRY_S,
+        longest_s: float = LAST_RETRY_S,
+        spread: float = 0.0,
     ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # a leaf
         self._first_s = first_s
         self._longest_s = longest_s
         self._spread = spread
-        self.num_failures = 0
+        self.num_failures = 0  # that began a pause
+        self._num_tolerated = 0
         self._retry_at = 0.0
 
-    def is_over(self, now: float) -> bool:
-        return self.num_failures == 0 or now >= self._retry_at
+    @property
+    def wait_s(self) -> float:
+        """How long until the pause is over."""
+        return max(0.0, self._retry_at - self._clock()) if self.num_failures else 0.0
 
-    def wait_s(self, now: float) -> float:
-        """Return how long until the pause is over."""
-        return 0.0 if self.is_over(now) else self._retry_at - now
+    @property
+    def is_over(self) -> bool:
+        return not self.wait_s
 
-    def fail(self, now: float) -> None:
-        if not self.is_over(now):
-            return  # one incident: jobs already under way when it began do not lengthen the pause
-        pause_s = min(self._first_s * 2.0 ** min(self.num_failures, 16), self._longest_s)
-        self._retry_at = now + pause_s * random.uniform(1.0 - self._spread, 1.0)
-        self.num_failures += 1
+    def fail(self, tolerated: int = 0) -> None:
+        """Begin a pause; the first one behind more failures in a row than are tolerated."""
+        with self._lock:
+            if not self.is_over:
+                return  # one incident: what was under way when it began lengthens no pause
+            if not self.num_failures and self._num_tolerated < tolerated:
+                self._num_tolerated += 1
+                return
+            pause_s = min(self._first_s * 2.0 ** min(self.num_failures, 16), self._longest_s)
+            self._retry_at = self._clock() + pause_s * random.uniform(1.0 - self._spread, 1.0)
+            self.num_failures += 1
 
     def succeed(self) -> None:
-        self.num_failures = 0
+        with self._lock:
+            self.num_failures = self._num_tolerated = 0
 
 
 class OnceLog:

@@ -1,20 +1,31 @@
-"""``JobBook``: the jobs of a tier that are under way, and what became of the others."""
+"""Jobs of a tier: the book of those under way, and loads whose pages several holders have."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sglang_tiered.metrics import Durations
-from sglang_tiered.storage.base import Job, JobKind, Reason
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from sglang_tiered.storage.base import Erasure, Run
+    from sglang_tiered.storage.base import Erasure
 
-__all__ = ["JobBook", "selects"]
+__all__ = ["JobBook", "LoadPart", "SplitLoad", "selects"]
+
+logger = logging.getLogger(__name__)
+
+_Holder = TypeVar("_Holder")
+
+_INTERNAL_ERROR = "internal error while loading; pages not yet read are misses"
+_MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
+_MIN_AGAIN_S = 0.002  # nobody else is asked for less
 
 
 def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
@@ -77,3 +88,95 @@ class JobBook:
         for position in positions:
             job.reasons[position] = reason
         self.finish(job)
+
+
+@dataclass(slots=True, eq=False)
+class LoadPart(Generic[_Holder]):
+    """Pages that one holder is asked for."""
+
+    load: SplitLoad[_Holder]
+    holder: _Holder
+    run: Run  # of these pages
+    positions: Sequence[int]  # in the run of the load
+    failed: frozenset[_Holder]  # these could not serve them
+
+
+@dataclass(slots=True, eq=False)
+class SplitLoad(Generic[_Holder]):
+    """One load whose pages are each asked of one holder. One that a holder turns out not to have
+    whole (damaged, unreadable, gone meanwhile) is asked of another, while the deadline allows. The
+    job ends when the last part has ended, so no thread touches its buffers afterwards.
+
+    ``find`` says for each key whom to ask, but for those who failed. ``read`` begins a part in
+    so many seconds, and raises nothing; whoever reads calls ``end`` after the last touch of its
+    pages. ``over`` is called just before the caller may know. None of them may block."""
+
+    job: Job
+    clock: Callable[[], float]
+    deadline: float | None  # of the clock
+    find: Callable[[Sequence[bytes], frozenset[_Holder]], Sequence[_Holder | None]]
+    read: Callable[[LoadPart[_Holder], float | None], None]
+    over: Callable[[Job], None]
+    _num_left: int = 1  # parts under way, and who asks for more
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        """Ask for all pages; one without a holder is a miss. Raises nothing: parts may be under
+        way."""
+        self.job.reasons = [Reason.MISS] * self.job.run.num_pages
+        try:
+            self._ask(range(self.job.run.num_pages), frozenset())
+        except Exception:
+            logger.exception(_INTERNAL_ERROR)
+        self._settle()
+
+    def end(
+        self,
+        part: LoadPart[_Holder],
+        reasons: Sequence[Reason],
+        learn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Note how a part ended, and ``learn`` from that while the pages are still the load's; then
+        ask others for what failed."""
+        try:
+            for position, reason in zip(part.positions, reasons, strict=True):
+                self.job.reasons[position] = reason
+            learn()
+            again = [i for i in part.positions if self.job.reasons[i] in _MAY_BE_ELSEWHERE]
+            left_s = self._left_s()
+            if again and (left_s is None or left_s >= _MIN_AGAIN_S):
+                self._ask(again, part.failed | {part.holder})
+        except Exception:
+            logger.exception(_INTERNAL_ERROR)
+        self._settle()
+
+    def _ask(self, positions: Sequence[int], failed: frozenset[_Holder]) -> None:
+        run = self.job.run
+        groups: dict[_Holder, list[int]] = {}
+        found = self.find([run.keys[i] for i in positions], failed)
+        for position, holder in zip(positions, found, strict=True):
+            if holder is not None:
+                groups.setdefault(holder, []).append(position)
+        for holder, group in groups.items():
+            part = LoadPart(self, holder, _select(run, group), group, failed)
+            with self._lock:  # the last thing before: what raises leaves no part that never ends
+                self._num_left += 1
+            self.read(part, self._left_s())
+
+    def _left_s(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - self.clock())
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._num_left -= 1
+            if self._num_left:
+                return
+        self.over(self.job)
+        self.job.finish()
+
+
+def _select(run: Run, positions: Sequence[int]) -> Run:
+    if len(positions) == run.num_pages:
+        return run
+    keys = tuple(run.keys[i] for i in positions)
+    return Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)

@@ -99,8 +99,8 @@ def test_existing_other_folder_is_refused_and_untouched(model_dir: Path, tmp_pat
 
     before = (model_dir / "model.safetensors").stat()
     assert make(model_dir).returncode == 0
-    assert "another model (seed 0, wanted 7)" in make(model_dir, "--seed", "7").stderr
-    assert "another model (another shape)" in make(model_dir, "--shape", "24m").stderr
+    for other in (("--seed", "7"), ("--shape", "24m")):
+        assert "is not this model" in make(model_dir, *other).stderr
     assert (model_dir / "model.safetensors").stat() == before
 
 
@@ -109,7 +109,7 @@ def test_demo_model_never_changes_its_bytes(model_dir: Path) -> None:
     assert digest.startswith("480d0ec523d0b976")
 
 
-@pytest.mark.parametrize("shape", ["24m", "44m", "85m", "kv256", "kv512"])
+@pytest.mark.parametrize("shape", ["24m", "85m", "kv256", "kv512"])
 def test_shape_has_the_size_of_its_name(shape: str) -> None:
     size = model.SHAPES[shape]
     config = model.model_config(0, size)

@@ -6,37 +6,40 @@ import logging
 
 import pytest
 
+from kit.clock import Clock
 from sglang_tiered.storage.backoff import Backoff, OnceLog
 
 
 def test_spread_pauses_stay_within_their_bounds() -> None:
-    backoff, now, pauses = Backoff(0.1, 5.0, spread=0.5), 0.0, []
+    clock = Clock()
+    backoff, pauses = Backoff(clock, 0.1, 5.0, spread=0.5), []
     for _ in range(12):
-        backoff.fail(now)
-        pauses.append(backoff.wait_s(now))
-        now += pauses[-1]
+        backoff.fail()
+        pauses.append(backoff.wait_s)
+        clock.now += pauses[-1]
     whole = [min(0.1 * 2**number, 5.0) for number in range(12)]
     assert all(
         0.499 * top <= pause <= 1.001 * top for pause, top in zip(pauses, whole, strict=True)
     )
     backoff.succeed()
-    assert backoff.wait_s(now) == 0.0
+    assert backoff.wait_s == 0.0
 
 
 def test_a_pause_doubles_to_a_minute_then_resets() -> None:
     """Failures within a pause are one incident."""
-    backoff, now, pauses = Backoff(), 0.0, []
+    clock = Clock()
+    backoff, pauses = Backoff(clock), []
     for _ in range(9):
         for _ in range(3):
-            backoff.fail(now)
-        start = now
-        while not backoff.is_over(now):
-            now += 0.5
-        pauses.append(now - start)
+            backoff.fail()
+        start = clock.now
+        while not backoff.is_over:
+            clock.now += 0.5
+        pauses.append(clock.now - start)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     backoff.succeed()
-    backoff.fail(now)
-    assert backoff.is_over(now + 1.0)
+    backoff.fail()
+    assert backoff.wait_s == 1.0
 
 
 def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.decode.sessions import Address
 
 __all__ = [
-    "LOOKUP_DEADLINE_S",
     "BootstrapClient",
     "RankKey",
     "address_of",
@@ -123,6 +122,28 @@ class BootstrapClient:
                 self._running.add(server)
                 self._threads.submit(self._look_up, server)
         return False
+
+    def sort_waiting(self, waiting: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[Any]]:
+        """The requests whose server is known by now, by server, and those that wait on. A request
+        fails that has waited for ``LOOKUP_DEADLINE_S``. SGLang calls this instead of its own
+        ``_ensure_prefill_info``, which counts steps of the scheduler, however long they take."""
+        known, remaining, now = {}, [], time.monotonic()
+        for server, pending in waiting.items():
+            if self.ensure_known(server):
+                known[server] = pending
+                continue
+            for request in pending:
+                receiver = request.kv_receiver
+                if receiver is None:  # the request has ended
+                    continue
+                receiver.waits_since = receiver.waits_since or now
+                if now - receiver.waits_since < LOOKUP_DEADLINE_S:
+                    remaining.append(request)
+                else:
+                    late = f"prefill bootstrap failed: the server at {server} has not answered yet"
+                    reason = self.lookup_failure(server) or late
+                    self._manager.room_failed(receiver.bootstrap_room, reason)
+        return known, remaining
 
     def mark_used(self, server: str) -> bool:
         """Remember a server longer than those not used since. Returns whether it is known."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -372,10 +373,6 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             for address in addresses_of(host):
                 check_is_allowed(address, self._transfer.allowed_networks)
 
-    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill server is known by now. Asks it in the background."""
-        return self.bootstrap_client.ensure_known(bootstrap_addr)
-
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Have prefill compute again what a pause took from a request."""
         super().submit_prefill_recompute(kv_receiver, payload | dict(kv_receiver.recompute))
@@ -464,6 +461,10 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
         super().abort()
+        # SGLang asks no more of a request that waited for its turn or was computed.
+        with suppress(KVTransferError):
+            super().failure_exception()
+        self.bootstrap_room = next(_NO_ROOMS)
 
     def failure_exception(self) -> None:
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
@@ -482,6 +483,7 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
 
     kv_mgr: DecodeKVManager
     bootstrap_infos: list[dict[str, Any]] | None = None
+    waits_since: float | None = None  # for its prefill server to be known
 
     def __init__(self, mgr: DecodeKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
@@ -533,9 +535,6 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
 
     def abort(self) -> None:
         self.kv_mgr.endpoint.close_room(self.bootstrap_room)
-        reason = self.kv_mgr.bootstrap_client.lookup_failure(self.bootstrap_addr)
-        if reason is not None and self.conclude_state is None:
-            self._fail(reason)
         super().abort()
 
     def _clear(self) -> None:

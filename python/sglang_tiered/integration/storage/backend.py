@@ -351,8 +351,7 @@ class TieredStorage(TierQueries):
             self._stack.close()
         if self._budget is not None:
             self._budget.leave()
-        for _, is_durable in self._late:
-            keep(is_durable, False)
+        self._fail_late()
 
     def change_weights(self, *, tree_is_empty: bool) -> None:
         """Start a namespace of its own for weights that were replaced in this process.
@@ -373,7 +372,7 @@ class TieredStorage(TierQueries):
             self._search = None
             self._num_updates += 1
             self._set_claim()
-            self._erase_late()
+            self._fail_late()
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
             "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex(), waits
@@ -415,6 +414,12 @@ class TieredStorage(TierQueries):
     def _erase_late(self) -> None:
         for what, late in self._late:
             self.stack.erase(what).add_done_callback(partial(keep_as, late))
+        self._late.clear()
+
+    def _fail_late(self) -> None:
+        """Answer that what waited for a namespace is not erased: nobody knows that one any more."""
+        for _, late in self._late:
+            keep(late, False)
         self._late.clear()
 
     def use_hidden(self, pages: HiddenPages, *, counts_pages: bool) -> None:

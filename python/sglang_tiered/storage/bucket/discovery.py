@@ -58,8 +58,8 @@ class Discovery:
         self._newest_s = 0.0  # by the store's clock
         self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
-        self._pause = Backoff()  # behind a pass that failed
-        self._tell_pause = Backoff()  # behind an owner that failed, which keeps no pass waiting
+        self._pause = Backoff(state.clock)  # behind a pass that failed
+        self._tell_pause = Backoff(state.clock)  # behind an owner that failed: no pass waits
 
     def run(self) -> None:
         state = self._state
@@ -78,9 +78,9 @@ class Discovery:
             except _PassOver:
                 pass
             except BucketError:  # counted by the client; the breaker knows
-                self._pause.fail(state.clock())
+                self._pause.fail()
             except BaseException:  # a panic of the library is no Exception
-                self._pause.fail(state.clock())
+                self._pause.fail()
                 logger.exception("internal error while listing pages; known ones stay")
             for _, future in orders or ():
                 keep(future, succeeded)
@@ -93,7 +93,7 @@ class Discovery:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            if not self._tell_pause.wait_s(state.clock()):
+            if not self._tell_pause.wait_s:
                 self._tell()
             with state.lock:
                 if state.closed:
@@ -103,7 +103,7 @@ class Discovery:
                     wait_s = self._breaker.wait_s()
                 elif self._epoch != state.epoch:
                     wait_s = 0.0
-                wait_s = max(wait_s, self._pause.wait_s(state.clock()))
+                wait_s = max(wait_s, self._pause.wait_s)
                 if state.refreshes or wait_s <= 0:
                     orders, state.refreshes = state.refreshes, []
                     return orders
@@ -116,7 +116,7 @@ class Discovery:
             self._records.tell()
             self._tell_pause.succeed()
         except Exception:
-            self._tell_pause.fail(self._state.clock())
+            self._tell_pause.fail()
             logger.exception("internal error while telling of erasures; it is tried again")
 
     def _sweep(self, unseen_of: int | None = None) -> None:

@@ -143,7 +143,7 @@ class Keeper:
         self._state = state
         self._requests = requests
         self._records = records
-        self._backoff = Backoff()
+        self._backoff = Backoff(state.clock)
         self._attempted: set[str] = set()  # paths of records that may have to be written anew
 
     def run(self) -> None:
@@ -158,7 +158,7 @@ class Keeper:
             if are_erased and all(are_done):
                 self._backoff.succeed()
             else:
-                self._backoff.fail(self._state.clock())
+                self._backoff.fail()
 
     def _tried(self, step: Callable[..., None], *arguments: object) -> bool:
         """Return whether a step succeeded; it is tried again."""
@@ -179,7 +179,7 @@ class Keeper:
                 if state.closed:
                     return None
                 has_work = bool(state.orders or state.pins.unsettled or state.doomed)
-                pauses_s = self._backoff.wait_s(state.clock())
+                pauses_s = self._backoff.wait_s
                 if state.is_asked or (has_work and not pauses_s):
                     state.is_asked = False
                     return list(state.orders)

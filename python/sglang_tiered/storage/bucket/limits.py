@@ -26,8 +26,8 @@ class Breaker:
     discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
     RUNNING back. (A ``HealthMonitor`` lets loads be the probes, which may take seconds here.)
 
-    Failed stores pause stores only. A bucket that never answered yet gets no benefit of the doubt:
-    its first failure opens. Thread-safe."""
+    A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
+    Thread-safe."""
 
     def __init__(
         self,
@@ -36,14 +36,13 @@ class Breaker:
         name: str = "",
         on_open: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock = clock
         self._name = name
         self._on_open = on_open
         self._lock = threading.Lock()
-        self._num_failures = _FAILURES_TOLERATED  # in a row
-        self._probes = Backoff()  # open while one failed
+        self._tolerated = 0  # failures in a row
+        self._probes = Backoff(clock)  # open while one failed
         self._cause = ""
-        self._stores = Backoff()
+        self.stores = Backoff(clock)  # which failed ones pause, while loads go on
         self.num_opened = 0
 
     @property
@@ -59,20 +58,17 @@ class Breaker:
 
     def wait_s(self) -> float:
         """Return how long until the next probe is due; 0 when it is, or when it is closed."""
-        with self._lock:
-            return self._probes.wait_s(self._clock())
+        return self._probes.wait_s
 
     def note(self, error: BucketError | None) -> None:
         """Note a request that reads: None was answered, if only by "not found"; an error after its
         retries."""
         if error is not None:
-            self._failed(error.clause)
-            return
-        if not self._num_failures:  # as nearly always: no turn with the lock
+            self._failed(error.clause, self._tolerated)
             return
         with self._lock:
             was_open = self.is_open
-            self._num_failures = 0
+            self._tolerated = _FAILURES_TOLERATED
             self._probes.succeed()
         if was_open:
             logger.info("%s answers again", self._name)
@@ -81,31 +77,17 @@ class Breaker:
         """Note that the engine failed, not the bucket, in an except clause: misses until a probe
         succeeds."""
         logger.exception("%s: internal error while %s", self._name, what)
-        with self._lock:
-            self._num_failures = max(self._num_failures, _FAILURES_TOLERATED)
-        self._failed(f"internal error while {what}")
+        self._failed(f"internal error while {what}", 0)
 
-    def _failed(self, cause: str) -> None:
+    def _failed(self, cause: str, tolerated: int) -> None:
         with self._lock:
-            self._num_failures += 1
-            self._cause = cause
-            opens = not self.is_open and self._num_failures > _FAILURES_TOLERATED
-            if self.is_open or opens:
-                self.num_opened += opens
-                self._probes.fail(self._clock())  # but for one under way since before it opened
+            was_open, self._cause = self.is_open, cause
+            self._probes.fail(tolerated)
+            opens = self.is_open and not was_open
+            self.num_opened += opens
         if opens:
             self._on_open()
             logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)
 
     def accepts_stores(self) -> bool:
-        with self._lock:
-            return not self.is_open and self._stores.is_over(self._clock())
-
-    def store_failed(self) -> None:
-        """Pause stores; loads go on."""
-        with self._lock:
-            self._stores.fail(self._clock())
-
-    def store_succeeded(self) -> None:
-        with self._lock:
-            self._stores.succeed()
+        return not self.is_open and self.stores.is_over

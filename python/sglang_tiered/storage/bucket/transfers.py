@@ -304,7 +304,7 @@ class Transfers:
         try:
             reason = self._upload(upload)
         except BucketError:
-            self._breaker.store_failed()
+            self._breaker.stores.fail()
         except BaseException:  # a panic of the library is no Exception
             self._breaker.fault("uploading")
         with state.lock:
@@ -335,7 +335,7 @@ class Transfers:
             with state.lock:
                 state.write_budget.spend(len(data))
                 state.request_budget.spend(1)
-        self._breaker.store_succeeded()
+        self._breaker.stores.succeed()
         with state.lock:
             state.bytes_written += len(data)
             if upload.dropped:

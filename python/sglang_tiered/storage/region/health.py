@@ -29,7 +29,7 @@ class HealthMonitor:
     """RUNNING while reads work and nothing hangs; MISS_ONLY otherwise, with automatic retry, or for
     good once what the engine has is no longer its own.
 
-    Failed stores pause stores only. Every method is thread-safe and returns at once.
+    Every method is thread-safe and returns at once.
     """
 
     def __init__(self, clock: Callable[[], float], io_timeout_s: float) -> None:
@@ -38,9 +38,8 @@ class HealthMonitor:
         self._lock = threading.Lock()
         self._tokens = itertools.count()
         self._started: dict[int, float] = {}  # guarded by _lock
-        self._stores = Backoff()  # guarded by _lock
-        self._device = Backoff()  # guarded by _lock
-        self._num_read_failures = 0  # in a row; guarded by _lock
+        self.stores = Backoff(clock)  # which failed ones pause, while loads go on
+        self._device = Backoff(clock)
         self._cause = ""  # of the last failure of the device; guarded by _lock
         self._lost = ""  # why it is not used again; guarded by _lock
 
@@ -54,11 +53,10 @@ class HealthMonitor:
             yield
         finally:
             with self._lock:
-                now = self._clock()
-                took_s = now - self._started.pop(token)
+                took_s = self._clock() - self._started.pop(token)
                 if took_s > self._io_timeout_s:
                     self._cause = f"an operation took {took_s:.0f} s"
-                    self._device.fail(now)
+                    self._device.fail()
 
     def state(self) -> Health:
         return self.diagnosis()[0]
@@ -72,30 +70,17 @@ class HealthMonitor:
             waited_s = now - min(self._started.values(), default=now)
             if waited_s > self._io_timeout_s:
                 return Health.MISS_ONLY, f"the device has not answered for {waited_s:.0f} s"
-            if not self._device.is_over(now):
+            if not self._device.is_over:
                 return Health.MISS_ONLY, self._cause
             return Health.RUNNING, ""
 
     def accepts_stores(self) -> bool:
-        with self._lock:
-            return not self._lost and self._stores.is_over(self._clock())
-
-    def store_failed(self) -> None:
-        """Pause stores; loads go on."""
-        with self._lock:
-            self._stores.fail(self._clock())
-
-    def store_succeeded(self) -> None:
-        with self._lock:
-            self._stores.succeed()
+        return not self._lost and self.stores.is_over
 
     def read_failed(self, error: OSError) -> None:
         with self._lock:
             self._cause = f"reads fail: {error.strerror or error}"
-            self._num_read_failures += 1
-            # After one incident a single failed retry is enough to back off again.
-            if self._num_read_failures > _READ_FAILURES_TOLERATED or self._device.num_failures:
-                self._device.fail(self._clock())
+            self._device.fail(_READ_FAILURES_TOLERATED)
 
     def check_lock(self, is_held: Callable[[], bool]) -> bool:
         """Return whether the directory is still the engine's alone, and answer misses from now on
@@ -114,12 +99,11 @@ class HealthMonitor:
         """Answer misses for a while: the engine failed, not the device."""
         with self._lock:
             self._cause = cause
-            self._device.fail(self._clock())
+            self._device.fail()
 
     def read_succeeded(self) -> None:
         with self._lock:
-            self._num_read_failures = 0
-            if self._device.is_over(self._clock()):
+            if self._device.is_over:  # else it was begun before the incident, and proves nothing
                 self._device.succeed()
 
 

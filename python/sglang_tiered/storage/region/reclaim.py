@@ -180,6 +180,16 @@ class Reclaimer(StorePart):
             if not self.evict_one():
                 return False
 
+    def keep_spare(self) -> None:
+        """Free room for a region, for the first pin of a full store. Without it the pinned pages of
+        the next victim would be in memory alone until they are written again. Where each region has
+        some, none goes."""
+        with self._state.lock:
+            is_spare = self._room() >= self._capacity.region_bytes
+            victim = None if is_spare else self.next_victim()
+        if victim is not None and not self.has_pinned(victim):
+            self.evict(victim)
+
     def has_room(self, nbytes: int) -> bool:
         """Return whether a region of that size can be made without evicting."""
         with self._state.lock:
@@ -273,7 +283,7 @@ class Reclaimer(StorePart):
     def _may_try(self, region: Region) -> bool:
         """Return whether a region may be tried. The caller holds the lock."""
         pause = self._stuck.get(region)
-        if pause is not None and not pause.is_over(self._clock()):
+        if pause is not None and not pause.is_over:
             return False
         return not self._state.holds_unread(region)
 
@@ -392,7 +402,7 @@ class Reclaimer(StorePart):
             with self._health.watch(), contextlib.suppress(FileNotFoundError):
                 self._device.unlink(region.name, region.fd)
         except OSError as error:
-            self._stuck.setdefault(region, Backoff()).fail(self._clock())
+            self._stuck.setdefault(region, Backoff(self._clock)).fail()
             self._log.report(
                 "remove",
                 "%s cannot be removed (%s): it stays in service, its room is not given back, and "

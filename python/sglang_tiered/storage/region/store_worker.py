@@ -232,7 +232,7 @@ class StoreWorker(StorePart):
         with state.lock:
             state.publish(write)
             self._writer.settled(write)
-        self._health.store_succeeded()
+        self._health.stores.succeed()
         self._log.settle("store")
         self._log.settle("space")
 
@@ -255,7 +255,7 @@ class StoreWorker(StorePart):
         self._writer.rewind(failed, reason)
 
     def _failed(self, error: OSError) -> Reason:
-        self._health.store_failed()
+        self._health.stores.fail()
         if error.errno in FULL_ERRNOS:
             self._log.report(
                 "space",
@@ -352,6 +352,7 @@ class PinFiles(StorePart):
         with self._state.lock:
             pin = self._state.pins.get(name)
         if pin is not None:
+            self._reclaimer.keep_spare()
             self.replace(file_of(name), pack(pin))
             return False
         with self._health.watch(), contextlib.suppress(FileNotFoundError):

@@ -362,14 +362,17 @@ class RegionWriter(StorePart):
             return self._device.is_intact(region.fd, region.nbytes)
 
     def _create(self) -> Region:
-        while True:
-            if not self._reclaimer.reserve(self._region_bytes):
-                raise OSError(errno.ENOSPC, "the cap leaves no room for a region")
-            try:
-                return self._create_reserved()
-            except OSError as error:
-                if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
-                    raise
+        if not self._reclaimer.reserve(self._region_bytes):
+            raise OSError(errno.ENOSPC, "the cap leaves no room for a region")
+        try:
+            return self._create_reserved()
+        except OSError as error:
+            # Once and no more: where an eviction gives no room (a snapshot or a hard link keeps the
+            # blocks) the next one would give none either.
+            is_full = error.errno in FULL_ERRNOS and self._reclaimer.evict_one()
+            if not (is_full and self._reclaimer.reserve(self._region_bytes)):
+                raise
+        return self._create_reserved()
 
     def _create_reserved(self) -> Region:
         """Create a region on the room reserved; gives it back when it raises ``OSError``."""

@@ -1,9 +1,8 @@
 """``Loader``: one load over several tiers.
 
 Each page is read from the first tier that holds it: NVMe, then the remote ones in the order that
-the caller prefers; all at the same time. A page that a tier turns out not to have whole (damaged,
-unreadable, gone meanwhile) is tried at the next one that holds it, while the deadline allows. The
-caller's job ends when the last part has ended, so no thread touches its buffers afterwards.
+the caller prefers; all at the same time. One that a tier turns out not to have whole is tried at
+the next one that holds it.
 
 Parts end on the engines' threads, at times under their locks. There only outcomes are noted; what
 calls an engine again, or copies, is done by one thread of this module.
@@ -13,12 +12,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import Counter
-from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
+from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,28 +32,6 @@ __all__ = ["Loader"]
 
 JOIN_S = 10.0
 logger = logging.getLogger(__name__)
-
-_INTERNAL_ERROR = "internal error while loading from tiers; pages not yet read are misses"
-_MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
-
-
-@dataclass(slots=True, eq=False)
-class _StackLoad:
-    job: Job
-    tenant: bytes | None  # whose pages they are, where the caller knows
-    deadline: float | None  # of the loader's clock
-    generation: int
-    order: Sequence[Tier]  # of the remote tiers
-    num_left: int = 1  # parts under way, and the submission itself
-
-
-@dataclass(slots=True, eq=False)
-class _TierPart:
-    load: _StackLoad
-    tier: Tier
-    positions: Sequence[int]
-    failed: frozenset[Tier]  # these tiers could not serve these pages
-    job: Job | None = None
 
 
 class Loader:
@@ -76,65 +55,49 @@ class Loader:
         self._ended = ended
         self._generation = generation
         self._clock = clock
-        self._lock = threading.Lock()
         self.observer: ReadObserver | None = None
         self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
-        self._events: queue.SimpleQueue[_TierPart | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tier-stack", daemon=True)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._workers = Workers()
         if len(tiers) > 1:
-            self._thread.start()
+            self._workers.start("tier-stack", self._run)
 
-    def read_nvme(self, run: Run) -> Job:
-        """Load from NVMe alone."""
-        return self._ask(Tier.NVME, run)
+    def holders(
+        self, keys: Sequence[bytes], failed: frozenset[Tier] = frozenset()
+    ) -> list[Tier | None]:
+        """Return the first tier that could serve each key now. Behind one that failed NVMe is not
+        asked: what came there since may be of other weights. Memory only."""
+        found: list[Tier | None] = [None] * len(keys)
+        lacking = list(range(len(keys)))
+        for tier in self._order() if failed else (Tier.NVME, *self._order()):
+            if lacking and tier in self._tiers and tier not in failed:
+                held = self._tiers[tier].contains([keys[i] for i in lacking])
+                for i in compress(lacking, held):
+                    found[i] = tier
+                lacking = [i for i in lacking if found[i] is None]
+        return found
 
     def begin(self, job: Job, *, deadline_s: float | None, tenant: bytes | None) -> None:
         """Submit the parts of a job. Memory only. Raises nothing: parts may be under way."""
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        load = _StackLoad(job, tenant, deadline, self._generation(), self._order())
-        job.reasons = [Reason.MISS] * job.run.num_pages
-        try:
-            self._submit_from((Tier.NVME, *load.order), load, range(job.run.num_pages), frozenset())
-        except Exception:
-            logger.exception(_INTERNAL_ERROR)
-        self._settle(load)
+        read = partial(self._begin_part, tenant, self._generation())
+        SplitLoad(job, self._clock, deadline, self.holders, read, self._ended).begin()
 
-    def _submit_from(
-        self,
-        tiers: Sequence[Tier],
-        load: _StackLoad,
-        positions: Sequence[int],
-        failed: frozenset[Tier],
+    def _begin_part(
+        self, tenant: bytes | None, generation: int, part: LoadPart[Tier], left_s: float | None
     ) -> None:
-        """Ask the first tier that holds it for each page; a page without one stays as it is."""
-        parts: list[tuple[Tier, list[int]]] = []
-        keys = load.job.run.keys
-        for tier in tiers:
-            holder = self._tiers.get(tier)
-            if not positions or holder is None:
-                continue
-            held = holder.contains([keys[i] for i in positions])
-            chosen = [i for i, is_held in zip(positions, held, strict=True) if is_held]
-            positions = [i for i, is_held in zip(positions, held, strict=True) if not is_held]
-            if chosen:
-                parts.append((tier, chosen))
-        for tier, chosen in parts:
-            self._submit(load, tier, chosen, failed)
+        def ended(job: Job) -> None:
+            """Note that a part ended. May run under an engine's lock; must not block."""
+            if part.holder is Tier.NVME and all(job.ok):
+                part.load.end(part, job.reasons)
+            else:
+                promote = partial(self._promote, part, job.ok, tenant, generation)
+                self._events.put(partial(part.load.end, part, job.reasons, promote))
 
-    def _submit(
-        self, load: _StackLoad, tier: Tier, positions: Sequence[int], failed: frozenset[Tier]
-    ) -> None:
-        run = load.job.run
-        if len(positions) < run.num_pages:
-            keys = tuple(run.keys[i] for i in positions)
-            run = Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
-        part = _TierPart(load, tier, positions, failed)
-        with self._lock:  # the last thing before: what raises leaves no part that never ends
-            load.num_left += 1
-        part.job = self._ask(tier, run, deadline_s=self._left_s(load))
-        part.job.call_at_end(lambda _: self._part_ended(part))
+        self.read(part.holder, part.run, deadline_s=left_s).call_at_end(ended)
 
-    def _ask(self, tier: Tier, run: Run, *, deadline_s: float | None = None) -> Job:
+    def read(self, tier: Tier, run: Run, *, deadline_s: float | None = None) -> Job:
         """Submit to a tier, and have the read timed. What raises has failed these pages: other
         parts of the load may be under way, whose end the caller waits for."""
         ends: list[Callable[[Job], None]] = []
@@ -146,7 +109,7 @@ class Loader:
                 ends.append(run.meter.begins(tier, run.num_bytes))
             job = self._tiers[tier].submit_load(run, deadline_s=deadline_s)
         except Exception:
-            logger.exception(_INTERNAL_ERROR)
+            logger.exception("internal error while a tier was asked for pages; they are not read")
             job = Job(JobKind.LOAD, run)
             job.reasons = [Reason.IO_ERROR] * run.num_pages
             job.finish()
@@ -154,73 +117,28 @@ class Loader:
             job.call_at_end(end)
         return job
 
-    def _left_s(self, load: _StackLoad) -> float | None:
-        return None if load.deadline is None else max(0.0, load.deadline - self._clock())
-
-    def _part_ended(self, part: _TierPart) -> None:
-        """Note that a part ended. May run under an engine's lock; must not block."""
-        assert part.job is not None
-        reasons = part.job.reasons
-        for position, reason in zip(part.positions, reasons, strict=True):
-            part.load.job.reasons[position] = reason
-        if part.tier is Tier.NVME and all(part.job.ok):
-            self._settle(part.load)
-        else:
-            self._events.put(part)
-
-    def _settle(self, load: _StackLoad) -> None:
-        with self._lock:
-            load.num_left -= 1
-            if load.num_left:
-                return
-        self._ended(load.job)
-        load.job.finish()
-
     # ---- The thread ----
 
     def _run(self) -> None:
-        closing = False
-        while not (closing and self._events.empty()):
-            part = self._events.get()
-            if part is None:
-                closing = True
-                continue
-            try:
-                self._follow_up(part)
-            except Exception:
-                logger.exception(_INTERNAL_ERROR)
-            self._settle(part.load)
+        while not (self._closing and self._events.empty()):
+            self._events.get()()
 
-    def _follow_up(self, part: _TierPart) -> None:
-        load = part.load
-        if part.tier is not Tier.NVME:
-            self._promote(part)
-        expired = load.deadline is not None and self._clock() >= load.deadline
-        missing = [i for i in part.positions if load.job.reasons[i] in _MAY_BE_ELSEWHERE]
-        if not missing or expired:
-            return
-        failed = part.failed | {part.tier}
-        others = [tier for tier in load.order if tier not in failed]
-        self._submit_from(others, load, missing, failed)
-
-    def _promote(self, part: _TierPart) -> None:
-        load, run = part.load, part.load.job.run
-        good = [i for i in part.positions if load.job.reasons[i] is Reason.OK]
+    def _promote(
+        self, part: LoadPart[Tier], ok: list[bool], tenant: bytes | None, generation: int
+    ) -> None:
         if part.failed:
-            self.num_recovered[part.tier] += len(good)
-        if good and load.tenant is not None:
+            self.num_recovered[part.holder] += sum(ok)
+        if part.holder is not Tier.NVME and tenant is not None and any(ok):
             self._promoter.promote(
-                [run.keys[i] for i in good],
-                [run.pages[i] for i in good],
-                load.tenant,
-                part.tier,
-                lambda: self._generation() == load.generation,
+                list(compress(part.run.keys, ok)),
+                list(compress(part.run.pages, ok)),
+                tenant,
+                part.holder,
+                lambda: self._generation() == generation,
             )
 
     def close(self) -> None:
         """End the thread. Call it once no part can end."""
-        if not self._thread.is_alive():
-            return
-        self._events.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_S)
+        self._closing = True
+        self._events.put(lambda: None)
+        self._workers.join(JOIN_S)

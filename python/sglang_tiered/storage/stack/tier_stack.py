@@ -86,7 +86,6 @@ class TierStack(TierEngine):
         self.nvme = nvme
         self.remote = {tier.tier: tier for tier in remote}
         self.bucket = cast("BucketEngine | None", self.remote.get(Tier.OBJECT))
-        self._order = order or (lambda: tuple(self.remote))
         self._clock = clock
         self._gate = threading.Lock()
         self._lock = threading.Lock()
@@ -99,7 +98,7 @@ class TierStack(TierEngine):
         self._loader = Loader(
             {Tier.NVME: nvme, **self.remote},
             self._promoter,
-            order=self._order,
+            order=order or (lambda: tuple(self.remote)),
             ended=self._ended,
             generation=lambda: self._generation,
             clock=clock,
@@ -163,47 +162,18 @@ class TierStack(TierEngine):
             spans.append(Span(Tier.NVME, at))
         rest = keys[at:]
         if rest and any(tier.lookup(rest[:1]).num_hits for tier in self.remote.values()):
-            spans += self._spans_anywhere(rest)
+            for found, pages in itertools.groupby(self._loader.holders(rest)):
+                if found is None:
+                    break
+                spans.append(Span(found, len(list(pages))))
         return spans
-
-    def _spans_anywhere(self, keys: Sequence[bytes]) -> list[Span]:
-        """Find spans as ``lookup_spans`` does, for keys of which NVMe may hold some only."""
-        tiers: list[Tier | None] = [None] * len(keys)
-        lacking = list(range(len(keys)))
-        for tier in (Tier.NVME, *self._order()):
-            held = self._contains(tier, [keys[i] for i in lacking])
-            for i in itertools.compress(lacking, held):
-                tiers[i] = tier
-            lacking = [i for i, is_held in zip(lacking, held, strict=True) if not is_held]
-            if not lacking:
-                break
-        spans = []
-        for found, pages in itertools.groupby(tiers):
-            if found is None:
-                break
-            spans.append(Span(found, len(list(pages))))
-        return spans
-
-    def _contains(self, tier: Tier, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether a tier could serve each key now."""
-        source = self.nvme if tier is Tier.NVME else self.remote.get(tier)
-        return [False] * len(keys) if source is None else source.contains(keys)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        held = self.nvme.contains(keys)
-        lacking = [key for key, is_here in zip(keys, held, strict=True) if not is_here]
-        if not lacking or not self.remote:
-            return held
-        beyond = iter(self.contains_remote(lacking))
-        return [is_here or next(beyond) for is_here in held]
+        return [tier is not None for tier in self._loader.holders(keys)]
 
     def contains_remote(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether any tier beyond NVMe could serve each key now. Memory only."""
-        held = [False] * len(keys)
-        for tier in self.remote:
-            there = self._contains(tier, keys)
-            held = [before or now for before, now in zip(held, there, strict=True)]
-        return held
+        return [tier is not None for tier in self._loader.holders(keys, frozenset({Tier.NVME}))]
 
     def contains_in_bucket(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether the bucket holds each key. Memory only."""
@@ -226,7 +196,7 @@ class TierStack(TierEngine):
         """Load as the contract says. Reads of remote tiers fail after ``deadline_s``. Pages that
         came from there are stored in NVMe too if ``tenant`` says whose they are."""
         if not self.remote:
-            return self._loader.read_nvme(run)
+            return self._loader.read(Tier.NVME, run)
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
             self._num_loads += 1

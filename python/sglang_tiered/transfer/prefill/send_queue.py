@@ -8,8 +8,7 @@ reader holds up neither memory nor other readers.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +86,7 @@ class Chunk:
 class Parcel:
     """One message that awaits its confirmation. ``num_bytes`` is its share of the credit;
     ``frames`` are empty once its room is gone. ``is_lent`` says that ``buffer`` goes back to where
-    it was borrowed. ``as_slab`` makes the frames that replace a failed pull."""
+    it was borrowed. ``as_slab`` sends the same pages once a pull of them failed."""
 
     key: tuple[int, int, int]
     frames: list[Any]
@@ -96,7 +95,7 @@ class Parcel:
     is_lent: bool = False
     num_resends: int = 0
     is_last: bool = False
-    as_slab: Callable[[], list[Any] | None] | None = None
+    as_slab: Delivery | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -243,17 +242,16 @@ class SendQueue:
         if not parcel.frames:
             self.confirm(key, now)
             return True
-        parcel.num_resends += 1
-        frames: list[Any] | None = parcel.frames
-        if parcel.as_slab is not None:
-            frames, parcel.as_slab = parcel.as_slab(), None
+        if parcel.as_slab is not None:  # a buffer takes more credit than a pull did
             self.pull_tagger = None
-        elif parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
-            frames = None
-        if frames is None:
+            self.confirm(key, now)
+            self.queue.appendleft(parcel.as_slab)
+            self.rooms[key[0]].deliveries.append(parcel.as_slab)
+            return True
+        parcel.num_resends += 1
+        if parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
             self.confirm(key, now)  # it was received, so its credit is free
             return False
-        parcel.frames = frames
         self.returned.append(parcel)
         return True
 
@@ -285,7 +283,7 @@ class SendQueue:
             check_pages(self.memories.kv, pages, "the scheduler")
         tagger = self.pull_tagger
         if tagger is not None and self.memories.kv.is_host and _are_whole(self.pairs):
-            parcels = self._pulls(opened, chunk.start, pages, delivery.fence, tagger)
+            parcels = self._pulls(delivery, pages, tagger)
         else:
             parcels = self._slabs(
                 opened, KV_COMPONENT, self.memories.kv, self.pairs, chunk.start, pages
@@ -373,12 +371,11 @@ class SendQueue:
         )
         return [VERSION_FRAME, header, self.tagger.tag(header), payload]
 
-    def _pulls(
-        self, opened: Open, start: int, pages: Pages, fence: Fence, tagger: Tagger
-    ) -> Iterator[Parcel]:
+    def _pulls(self, delivery: Delivery, pages: Pages, tagger: Tagger) -> Iterator[Parcel]:
+        start, fence = delivery.chunk.start, delivery.fence
         sizes = [pair.page_bytes for pair in self.pairs]
         for spec in cut_slabs(len(pages), sizes, self.page_size, MAX_PULL_BYTES):
-            key = self._next_key(opened)
+            key = self._next_key(delivery.opened)
             header = encode(
                 Pull(
                     *key,
@@ -394,20 +391,18 @@ class SendQueue:
             numbers = part.astype("<i4").tobytes()
             frames = [VERSION_FRAME, header, tagger.tag(header, numbers), numbers]
             parcel = Parcel(key, frames, spec.num_bytes // PULL_SHARE)
-            parcel.as_slab = partial(self._instead_of_pull, parcel, spec, start, part, fence)
+            instead = _while_open(fence, self._instead_of_pull(key, spec, start, pages))
+            parcel.as_slab = replace(delivery, parcels=instead)
             yield parcel
 
     def _instead_of_pull(
-        self, parcel: Parcel, spec: SlabSpec, start: int, pages: Pages, fence: Fence
-    ) -> list[Any] | None:
-        """The pages that the receiver could not read, as a slab; None once their room is closed."""
+        self, key: tuple[int, int, int], spec: SlabSpec, start: int, pages: Pages
+    ) -> Iterator[Parcel]:
+        """The pages that the receiver could not read, as a slab."""
         memory = self.memories.kv
-        parcel.buffer = memory.new_buffer(spec.num_bytes)
-        whole = SlabSpec(spec.first_pair, spec.num_pairs, 0, spec.num_pages, spec.num_bytes)
-        placed = memory.place(pages)
-        begun = self._begin(parcel.key, memory, self.pairs, whole, placed, parcel.buffer)
-        frames = self._slab(begun, KV_COMPONENT, start + spec.start)
-        return frames if fence.is_open else None
+        buffer = self.buffers.borrow_buffer(spec.num_bytes)
+        begun = self._begin(key, memory, self.pairs, spec, memory.place(pages), buffer)
+        yield self._slab_parcel(begun, KV_COMPONENT, start)
 
     def _last(self, opened: Open, chunk: Chunk) -> Parcel:
         rows = []

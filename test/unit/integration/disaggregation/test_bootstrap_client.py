@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
 )
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
 from kit.waiting import eventually
 from server_process import free_port
@@ -67,7 +69,7 @@ def failure_of(manager: Any, server: str) -> str | None:
 
 def refusal(manager: Any, server: str) -> str:
     """Why a server cannot be used, once that is known."""
-    assert not manager.try_ensure_parallel_info(server)
+    assert not manager.bootstrap_client.ensure_known(server)
     eventually(lambda: failure_of(manager, server) is not None)
     assert server not in manager.prefill_info_table
     return failure_of(manager, server) or ""
@@ -104,7 +106,7 @@ def test_silent_server_does_not_block_the_scheduler(manager: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):  # each returns, though the question is still open
-            assert not manager.try_ensure_parallel_info(address)
+            assert not manager.bootstrap_client.ensure_known(address)
         connection, _ = silent.accept()
         connection.close()
     eventually(lambda: failure_of(manager, address) is not None)
@@ -123,7 +125,7 @@ def test_other_page_size_fails_without_raising(manager: Any, bootstrap: str) -> 
 
 def test_a_lost_rank_makes_its_server_unknown(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
-    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    eventually(lambda: manager.bootstrap_client.ensure_known(bootstrap))
     assert manager.bootstrap_client.drop_servers_at(("192.0.2.7", 1)) == []
     assert manager.bootstrap_client.drop_servers_at(RANK) == [bootstrap]
     assert manager.bootstrap_client.rank_address(bootstrap, (0, 0, 0, 0)) is None
@@ -158,7 +160,7 @@ def test_remote_server_is_asked_only_if_allowed(
     assert not asked
     manager._transfer = TransferConfig(allowed_networks=("192.0.2.0/24",))
     manager.bootstrap_client = BootstrapClient(manager, manager.check_is_allowed)
-    assert not manager.try_ensure_parallel_info("192.0.2.7:9")
+    assert not manager.bootstrap_client.ensure_known("192.0.2.7:9")
     eventually(lambda: bool(asked))
 
 
@@ -176,7 +178,7 @@ def test_allowed_networks_apply_with_keys(
 
 def test_receiver_uses_the_looked_up_ranks(manager: Any, bootstrap: str) -> None:
     register(bootstrap)
-    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    eventually(lambda: manager.bootstrap_client.ensure_known(bootstrap))
     info = manager.prefill_info_table[bootstrap]
     receiver: Any = ZmqKVReceiver.__new__(ZmqKVReceiver)
     receiver.kv_mgr, receiver.bootstrap_addr, receiver.prefill_dp_rank = manager, bootstrap, 0
@@ -255,7 +257,7 @@ def test_rank_without_address_harms_only_its_server(row: Any, manager: Any, boot
     with bootstrap_that_says(GOOD_INFO, row) as server:
         assert f"the server at {server} cannot be used" in refusal(manager, server)
     register(bootstrap)
-    eventually(lambda: manager.try_ensure_parallel_info(bootstrap))
+    eventually(lambda: manager.bootstrap_client.ensure_known(bootstrap))
     assert manager.bootstrap_client.drop_servers_at(RANK) == [bootstrap]
 
 
@@ -293,7 +295,7 @@ def test_silent_machine_leaves_threads_to_others(manager: Any) -> None:
         assert len(servers) > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
         assert bootstrap_client.MAX_LOOKUPS > bootstrap_client.MAX_LOOKUPS_PER_MACHINE
         for server in servers:
-            assert not manager.try_ensure_parallel_info(server)
+            assert not manager.bootstrap_client.ensure_known(server)
         eventually(lambda: any(failure_of(manager, server) for server in servers))
         (why,) = filter(None, [failure_of(manager, server) for server in servers])
         assert "its machine has not answered other questions" in why
@@ -307,7 +309,7 @@ def test_lookup_leaves_no_file_open(manager: Any) -> None:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(6)]
         before = len(os.listdir("/proc/self/fd"))
         for server in servers:
-            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+            eventually(lambda server=server: manager.bootstrap_client.ensure_known(server))
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
@@ -318,15 +320,15 @@ def test_least_recently_used_server_is_forgotten(
     with ExitStack() as stack:
         servers = [stack.enter_context(bootstrap_that_says(GOOD_INFO, GOOD_ROW)) for _ in range(3)]
         for server in servers:
-            eventually(lambda server=server: manager.try_ensure_parallel_info(server))
+            eventually(lambda server=server: manager.bootstrap_client.ensure_known(server))
             manager.connection_pool[f"{server}_0"] = []
             manager.bootstrap_client.mark_used(servers[0])
         assert set(manager.prefill_info_table) == {servers[0], servers[2]}
         assert set(manager.connection_pool) == {f"{servers[0]}_0", f"{servers[2]}_0"}
         assert manager.bootstrap_client.rank_address(servers[1], (0, 0, 0, 0)) is None
-        eventually(lambda: manager.try_ensure_parallel_info(servers[1]))  # asked again
+        eventually(lambda: manager.bootstrap_client.ensure_known(servers[1]))  # asked again
     for port in (1, 2, 3):
-        assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+        assert not manager.bootstrap_client.ensure_known(f"127.0.0.1:{port}")
     eventually(lambda: not manager.bootstrap_client._running)
     assert len(manager.bootstrap_client._failures) == 2
 
@@ -373,6 +375,38 @@ def test_silent_replica_query_fails_without_blocking(
         for _ in range(3):  # each returns, though the question is still open
             assert manager.bootstrap_client.replicas_of(server, [7]) == {}
         eventually(lambda: manager.bootstrap_client.replicas_of(server, [7]) == {"7": -1})
+
+
+def test_request_waits_seconds_for_its_server(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang counts its scheduler's steps, of which one may take a second."""
+    monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
+    queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
+    queue.transfer_backend, queue.kv_manager = SimpleNamespace(value="zmq"), manager
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
+    _after_decode_queue(None, queue)
+    now = time.monotonic()
+    monkeypatch.setattr(bootstrap_client, "time", SimpleNamespace(monotonic=lambda: now))
+    failed: dict[int, str] = {}
+    manager.room_failed = failed.__setitem__
+    asked = [SimpleNamespace(kv_receiver=waiting(room)) for room in range(2)]
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW) as known:
+        eventually(lambda: manager.bootstrap_client.ensure_known(known))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            server = f"127.0.0.1:{silent.getsockname()[1]}"
+            of_both = {server: asked[:1], known: asked[1:]}
+            assert queue._ensure_prefill_info(of_both) == ({known: asked[1:]}, asked[:1])
+            now += bootstrap_client.LOOKUP_DEADLINE_S - 0.1
+            assert queue._ensure_prefill_info({server: asked}) == ({}, asked), "the second is new"
+            now += 0.2
+            assert queue._ensure_prefill_info({server: asked}) == ({}, asked[1:])
+    assert list(failed) == [0]
+    assert f"the server at {server} has not answered" in failed[0]
+
+
+def waiting(room: int) -> Any:
+    return SimpleNamespace(bootstrap_room=room, waits_since=None)
 
 
 def test_room_without_a_replica_fails(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:

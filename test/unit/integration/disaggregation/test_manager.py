@@ -143,6 +143,25 @@ def test_second_request_leaves_a_taken_room_alone(kind: type[Any]) -> None:
         assert third.poll() == KVPoll.Bootstrapping, "the number is free again"
 
 
+def test_aborted_request_gives_its_room_back() -> None:
+    """SGLang only aborts what waits or is computed, and asks no more of it: its number answered 500
+    for ever, and what is kept of a room grew."""
+    manager = manager_of(ZmqKVSender)
+    with get_parallel().override(num_dp_ranks=1):
+        first = ZmqKVSender(manager, SERVER, ROOM)
+        manager.req_to_decode_prefix_len[ROOM] = 3
+        first.abort()
+        assert not manager.request_status and not manager.failure_records
+        assert not manager.req_to_decode_prefix_len
+        second = ZmqKVSender(manager, SERVER, ROOM)
+        assert first.poll() == KVPoll.Failed, "it may still be in a queue"
+        for _ in range(2):
+            assert reason_of(first).failure_reason == "Aborted by AbortReq."
+        first.abort()
+        first.clear()
+        assert second.poll() == KVPoll.Bootstrapping, "the number is another request's"
+
+
 def test_request_without_a_replica_fails_with_reason() -> None:
     manager = manager_of(ZmqKVReceiver)
     receiver = ZmqKVReceiver(manager, SERVER, ROOM)

@@ -153,7 +153,7 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         assert [one.name for one in threads() - before] == [f"kv-transfer-{role.value}"]
         eventually(is_gone, "the manager before, once this one's series are exported")
         if role is DECODE:
-            manager.try_ensure_parallel_info(f"127.0.0.1:{rank.bootstrap_port}")
+            manager.bootstrap_client.ensure_known(f"127.0.0.1:{rank.bootstrap_port}")
             _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
         last = weakref.ref(manager)
         manager.teardown()

@@ -132,23 +132,37 @@ def test_after_a_weight_update_nothing_is_shared(open_side: OpenSide) -> None:
     assert b.storage.lookup_leading(keys) == 0
 
 
-def test_purge_before_weights_are_read_reaches_peers_later(
-    open_side: OpenSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Among servers and in the bucket a purge is of a namespace, which nobody knows yet."""
+Unread = Callable[[], tuple[Side, int]]
+
+
+@pytest.fixture
+def unread(open_side: OpenSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Unread:
+    """Opens a server whose weights are not read until the descriptor beside it is closed."""
     model = tmp_path / "model.safetensors"
     model.write_bytes(b"weights")
     identity = {"model": identify_model(str(model), None, "auto")}
     monkeypatch.setattr(namespace, "server_identity", lambda _: identity)
+
+    def make() -> tuple[Side, int]:
+        (tmp_path / "b").mkdir()
+        held = os.open(tmp_path / "b", os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
+        side = open_side("b", None)
+        assert not side.storage.knows_namespace
+        return side, held
+
+    return make
+
+
+def test_purge_before_weights_are_read_reaches_peers_later(
+    open_side: OpenSide, unread: Unread
+) -> None:
+    """Among servers and in the bucket a purge is of a namespace, which nobody knows yet."""
     a = open_side("a", 7)
     keys = hashes("x")
     store(a, keys, slots(0))
-    (tmp_path / "b").mkdir()
-    held = os.open(tmp_path / "b", os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
-    b = open_side("b", None)
-    assert not b.storage.knows_namespace
+    b, held = unread()
     purge = b.storage.erase(Erasure(tenant=TENANT))
     assert not purge.done()
     assert a.storage.num_kept(keys) == 1
@@ -161,3 +175,12 @@ def test_purge_before_weights_are_read_reaches_peers_later(
     eventually(is_settled, "weights were not read")
     assert is_true(purge, TIMEOUT_S)
     eventually(lambda: a.storage.num_kept(keys) == 0, "not purged")
+
+
+def test_purge_of_weights_replaced_unread_is_not_done(unread: Unread) -> None:
+    """The name under which others keep their pages will never be known here."""
+    b, held = unread()
+    purge = b.storage.erase(Erasure(tenant=None))
+    b.storage.change_weights(tree_is_empty=True)
+    assert purge.result(TIMEOUT_S) is False
+    os.close(held)

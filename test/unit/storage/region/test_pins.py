@@ -51,10 +51,9 @@ def test_a_full_bound_outlives_ten_capacities(tmp_path: Path, spread: str) -> No
     if spread == "late":
         for number, run in enumerate(kept):
             pin(engine, str(number), run.keys)
-    for run, other in zip(kept, loose, strict=True):
+    for number, (run, other) in enumerate(zip(kept, loose, strict=True)):
         store(engine, run, *([other] if spread != "dense" else []))
-    if spread != "late":
-        for number, run in enumerate(kept):
+        if spread != "late":
             pin(engine, str(number), run.keys)
     before = engine.stats()
     for seed in range(10 * CAPACITY // PAGE // 16):

@@ -20,7 +20,7 @@ from sglang_tiered.transfer.prefill.send_queue import (
     SendQueue,
     SlabBuffers,
 )
-from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.same_host import MAX_PULL_BYTES, Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
 
@@ -178,8 +178,9 @@ def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: b
     assert pull.buffer is None
     if is_freed:
         fence.close()
-    assert queue.resend(pull.key, 0.0) != is_freed
+    assert queue.resend(pull.key, 0.0)
     if is_freed:
+        assert queue.next_parcel() is None
         assert not queue.unconfirmed and queue.credit_bytes == 10 * SMALL_SLAB_BYTES
         return
     slab = post(queue)
@@ -188,6 +189,35 @@ def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: b
     assert queue.pull_tagger is None
     add(queue, [3], fence, start=2, is_last=False)
     assert post(queue).buffer is not None
+
+
+def test_failed_pulls_hold_no_more_than_the_window() -> None:
+    """A pull takes less credit than its slab: instead of a window's, four windows were held."""
+    shape = Shape(num_layers=1, page_size=64, num_pages=64, num_heads=8, head_bytes=1024)
+    pool = Pool(shape, 1)
+    pairs = pair_buffers(pool.layout, pool.layout)
+    buffers = SlabBuffers(pool.memories.kv.new_buffer)
+    window = 2 * MAX_PULL_BYTES
+    queue = SendQueue(pool.memories, pairs, 64, Tagger(b""), buffers, window)
+    queue.pull_tagger = Tagger(b"k")
+    for room in range(2):
+        queue.add_chunk(opened(room, 32), Chunk(indices(range(32)), 0, True), Fence())
+    post_all(queue)
+    pulls = [key for key, parcel in queue.unconfirmed.items() if not parcel.is_last]
+    assert len(pulls) == 8, "a whole window"
+    for key in pulls:
+        assert queue.resend(key, 0.0)
+    landed: set[Any] = set()
+    post_all(queue)
+    while queue.unconfirmed:
+        held = [one.buffer for one in queue.unconfirmed.values() if one.buffer is not None]
+        assert sum(buffer.nbytes for buffer in held) <= window + MAX_PULL_BYTES
+        for key in list(queue.unconfirmed):
+            landed.add(key)
+            queue.confirm(key, 0.0)
+        post_all(queue)
+    assert landed >= set(pulls)
+    assert queue.credit_bytes == window
 
 
 def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:

@@ -1,0 +1,52 @@
+"""A load over several holders: when it ends, and until when others are asked. Its users test the
+rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kit.clock import Clock
+from kit.runs import make_run
+from sglang_tiered.storage.base import Job, JobKind, Reason
+from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+
+RUN = make_run(1, [100] * 3)
+OK, MISS = Reason.OK, Reason.MISS
+
+
+class Split:
+    """A load of which the first of two holders has two pages, and the second all."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(10.0)
+        self.parts: list[LoadPart[str]] = []
+        self.over: list[Job] = []
+        job, read = Job(JobKind.LOAD, RUN), lambda part, _: self.parts.append(part)
+        self.load = SplitLoad(job, self.clock, 11.0, self.find, read, self.over.append)
+        self.load.begin()
+
+    def find(self, keys: Sequence[bytes], failed: frozenset[str]) -> list[str | None]:
+        held = {key: ["first", "second"][key == RUN.keys[2] :] for key in keys}
+        return [next((each for each in held[key] if each not in failed), None) for key in keys]
+
+
+@pytest.mark.parametrize(("now", "num_asked"), [(10.0, 1), (10.999, 0), (11.0, 0)])
+def test_nobody_is_asked_again_too_late(now: float, num_asked: int) -> None:
+    split = Split()
+    split.clock.now = now
+    for part, reason in zip(split.parts[:], (MISS, OK), strict=True):
+        assert not split.load.job.done, "a part is under way"
+        split.load.end(part, [reason] * part.run.num_pages)
+    assert [part.run.keys for part in split.parts[2:]] == [RUN.keys[:2]] * num_asked
+    assert split.load.job.done is not bool(num_asked)
+
+
+def test_what_raises_still_ends_the_load() -> None:
+    split = Split()
+    first, second = split.parts
+    split.load.end(first, [OK] * 2, lambda: 1 // 0)  # type: ignore[arg-type]
+    split.load.end(second, [OK])
+    assert split.load.job.reasons == [OK] * 3 and split.load.job.done
+    assert split.over == [split.load.job]
